@@ -1,0 +1,92 @@
+# Needs: make and Python 3.11 or newer. Everything is installed into $(VENV); nothing else on the machine changes.
+#   make train                                          install, then train the digits model
+#   make train ARGS="strategy=ddp trainer.devices=2"    the same with Hydra overrides
+#   make test                                           install, then the default test suite
+# Options: PYTHON=python3.12 (which interpreter), VENV=.venv (where), PIP_ARGS="…" (passed to pip install, for
+# instance --extra-index-url https://download.pytorch.org/whl/cpu for the small CPU build of torch).
+
+VENV ?= .venv
+ARGS ?=
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# The first interpreter that really starts and is new enough (a pyenv shim may exist and refuse to start).
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-slow lint format gpu-check gpu-wheels constraints clean
+
+help:
+	@echo "make train [ARGS=\"hydra overrides\"]   set up $(VENV) and train the default model"
+	@echo "make test                              set up $(VENV) and run the default tests (minutes)"
+	@echo "make test-slow                         quality runs, full matrices, kill points, the wheel"
+	@echo "make gpu-check [WHEELS=folder]         everything that needs one CUDA GPU"
+	@echo "make lint | format                     ruff and mypy | ruff format"
+	@echo "make install | clean                   only set up $(VENV) | remove what builds and caches left"
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "make: found no Python 3.11 or newer; install one or pass PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@echo "==> creating $(VENV) with $(PYTHON)"
+	"$(PYTHON)" -m venv "$(VENV)"
+
+# DS_BUILD_OPS=0: deepspeed compiles its kernels when they are first used, not here.
+$(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "==> installing sd_lightning and the tested versions of constraints.txt into $(VENV); PyTorch is a large download"
+	DS_BUILD_OPS=0 $(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[all,test]'
+	@touch "$(STAMP)"
+
+install: $(STAMP)
+
+train: $(STAMP)
+	$(RUN) -m sd_lightning.train $(ARGS)
+
+test: $(STAMP)
+	$(RUN) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(RUN) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(STAMP)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+# Without WHEELS, the virtual environment. With it, GPU_PYTHON as it is on a machine that has CUDA, torch and lightning
+# but no network; what is missing there comes from that folder of wheels.
+GPU_CASES := $(notdir $(basename $(wildcard benchmarks/cases/*_gpu.py)))
+GPU_PYTHON ?= python3
+ifdef WHEELS
+GPU_SITE := $(CURDIR)/build/gpu-site
+GPU_RUN := PYTHONPATH="$(GPU_SITE):$(CURDIR)/src:$$PYTHONPATH" "$(GPU_PYTHON)"
+gpu-check: gpu-wheels
+else
+GPU_RUN := $(RUN)
+gpu-check: $(STAMP)
+endif
+	@$(GPU_RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-check: torch sees no CUDA device; run it on a machine with one")'
+	$(GPU_RUN) -m pytest -m gpu $(PYTEST_ARGS)
+	$(if $(GPU_CASES),$(GPU_RUN) benchmarks/run.py $(GPU_CASES),@echo "no GPU benchmark cases yet")
+
+gpu-wheels:
+	@echo "==> installing the wheels of $(WHEELS) into $(GPU_SITE)"
+	@rm -rf "$(GPU_SITE)"
+	"$(GPU_PYTHON)" -m pip install -q --no-index --no-deps --no-compile --target "$(GPU_SITE)" "$(WHEELS)"/*.whl
+
+# Pins what $(VENV) holds now; to move to newer versions, upgrade there, run the tests, then this.
+constraints:
+	@{ grep '^#' constraints.txt; $(RUN) -m pip freeze --exclude-editable --exclude sd-lightning --exclude setuptools --exclude wheel \
+		| grep -viE '^(triton|nvidia[-_].*)==' | sed -E 's/[+][A-Za-z0-9._]+$$//'; } > constraints.txt.new
+	mv constraints.txt.new constraints.txt
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

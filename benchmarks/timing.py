@@ -1,0 +1,36 @@
+"""Timing that survives a noisy machine: sides take turns in one run, and medians are compared."""
+
+import statistics
+from collections.abc import Callable, Mapping
+
+
+def interleaved(sides: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Measure every side once per round, in an order that turns each round, so that slow minutes hit all alike.
+
+    Args:
+        sides: name -> function that does the work once and returns what it took (seconds, or any figure).
+        rounds: how many figures per side are kept.
+        warm_up: rounds before those, whose figures are dropped (byte code, file caches, allocators).
+
+    Returns:
+        name -> its `rounds` figures in the order they were taken.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    for turn in range(warm_up + rounds):
+        for name in order if turn % 2 == 0 else reversed(order):
+            figure = sides[name]()
+            if turn >= warm_up:
+                taken[name].append(figure)
+    return taken
+
+
+def medians(taken: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of every side."""
+    return {name: statistics.median(figures) for name, figures in taken.items()}
+
+
+def spread(figures: list[float]) -> float:
+    """Interquartile range over the median: how far one figure can be trusted."""
+    first, _, third = statistics.quantiles(figures, n=4)
+    return (third - first) / statistics.median(figures)

@@ -1,0 +1,34 @@
+"""Train latent-diffusion models (Stable Diffusion 1.x, 2.x, XL) with PyTorch Lightning.
+
+Names load when they are used, so that ``import sd_lightning`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sd_lightning._errors import UsageError
+    from sd_lightning.data.datamodule import SDDataModule
+    from sd_lightning.generation import SamplingOptions
+    from sd_lightning.latent_diffusion import LatentDiffusion
+    from sd_lightning.module import SDLightningModule
+    from sd_lightning.objective import Objective
+
+__all__ = ["LatentDiffusion", "Objective", "SDDataModule", "SDLightningModule", "SamplingOptions", "UsageError"]
+
+_MODULES = {
+    "LatentDiffusion": "latent_diffusion",
+    "Objective": "objective",
+    "SDDataModule": "data.datamodule",
+    "SDLightningModule": "module",
+    "SamplingOptions": "generation",
+    "UsageError": "_errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'sd_lightning' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"sd_lightning.{_MODULES[name]}"), name)

@@ -1,0 +1,199 @@
+"""Does a plain configuration value fit a type annotation? And what would one that does look like?
+
+Only annotations that a YAML value can be judged by are judged; for all others (tensors,
+protocols, third-party classes, …) every value is accepted.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import difflib
+import enum
+import inspect
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+MISSING = "???"
+SEQUENCES = (
+    list,
+    set,
+    frozenset,
+    collections.abc.Sequence,
+    collections.abc.MutableSequence,
+    collections.abc.Iterable,
+    collections.abc.Collection,
+    collections.abc.Set,
+)
+MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Tell whether a plain value (as read from YAML) is acceptable for an annotation.
+
+    An int passes for a float and a str for a path; a bool is no int, and a str that spells a
+    number is no number. Nodes that Hydra still has to build (``_target_``) always pass.
+    """
+    hint = _unwrap(hint)
+    if _is_built_later(value) or hint is Any:
+        return True
+    arguments = typing.get_args(hint)
+    origin = typing.get_origin(hint) or hint
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in arguments)
+    if origin is typing.Literal:
+        return any(type(value) is type(each) and value == each for each in arguments)
+    if origin in SEQUENCES:
+        return isinstance(value, list | tuple) and all(fits(each, arguments[0] if arguments else Any) for each in value)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and _fits_tuple(value, arguments)
+    if origin in MAPPINGS:
+        key_hint, value_hint = arguments if len(arguments) == 2 else (Any, Any)
+        return isinstance(value, dict) and all(
+            fits(key, key_hint) and fits(each, value_hint) for key, each in value.items()
+        )
+    if origin is collections.abc.Callable:
+        return callable(value)
+    return _fits_class(value, origin) if inspect.isclass(origin) else True
+
+
+def describe(hint: Any) -> str:
+    """Word an annotation for an error message, e.g. ``"int or null"`` or ``"one of a, b"``."""
+    hint = _unwrap(hint)
+    arguments = typing.get_args(hint)
+    origin = typing.get_origin(hint) or hint
+    if hint in (None, types.NoneType):
+        return "null"
+    if origin in (typing.Union, types.UnionType):
+        ordered = sorted(arguments, key=lambda each: each is types.NoneType)
+        return " or ".join(dict.fromkeys(describe(each) for each in ordered))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(as_override(each) for each in arguments)
+    if origin is collections.abc.Callable:
+        return "something callable (a node with _target_)"
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        return f"a list of {len(arguments)} ({', '.join(describe(each) for each in arguments)})"
+    if origin in SEQUENCES or origin is tuple:
+        return f"a list of {describe(arguments[0])}" if arguments else "a list"
+    if origin in MAPPINGS:
+        return "a dictionary"
+    if inspect.isclass(origin) and issubclass(origin, enum.Enum):
+        return "one of " + ", ".join(member.name for member in origin)
+    if inspect.isclass(origin) and issubclass(origin, os.PathLike):
+        return "a path"
+    return getattr(origin, "__name__", str(origin))
+
+
+def example(hint: Any, given: Any, known: typing.Sequence[Any]) -> Any:
+    """Return a value that fits the annotation, to show in a message.
+
+    Args:
+        hint: The annotation.
+        given: The unacceptable value; a choice that is spelled like it is preferred.
+        known: Candidates in order of preference, such as the default configuration's value.
+
+    Returns:
+        The example, or ``MISSING`` if there is none to offer.
+    """
+    choices = [str(each) for each in _choices(hint)]
+    near = difflib.get_close_matches(str(given), choices, n=1)
+    if near:
+        return near[0]
+    for each in known:
+        if each is not None and each != MISSING and fits(each, hint):
+            return each
+    generic = [True, 1, 0.1, [1], "name", ["name"], *choices]
+    readings = [_parsed(given)] if isinstance(given, str) else [str(given), [given]]
+    for each in (*readings, *generic):
+        if not _is_permissive(hint) and fits(each, hint):
+            return each
+    return MISSING
+
+
+def as_override(value: Any) -> str:
+    """Spell a value as it is written on the command line, shortened to 80 characters."""
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, list | tuple):
+        text = f"[{','.join(as_override(each) for each in value)}]"
+    elif isinstance(value, dict):
+        text = "{" + ",".join(f"{key}:{as_override(each)}" for key, each in value.items()) + "}"
+    elif isinstance(value, str) and (value in ("null", "true", "false") or _parsed(value) != [value]):
+        text = f"'\"{value}\"'"  # only in quotes is it text for Hydra
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _unwrap(hint: Any) -> Any:
+    """Remove Annotated, NewType and ``type X = …`` around an annotation."""
+    while True:
+        if typing.get_origin(hint) is typing.Annotated:
+            hint = typing.get_args(hint)[0]
+        elif hasattr(hint, "__supertype__"):
+            hint = hint.__supertype__
+        elif type(hint).__name__ == "TypeAliasType":  # Python 3.12's `type` statement
+            hint = hint.__value__
+        else:
+            return hint
+
+
+def _is_built_later(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value
+
+
+def _is_permissive(hint: Any) -> bool:
+    return fits(object(), hint)
+
+
+def _fits_tuple(value: typing.Sequence[Any], hints: tuple[Any, ...]) -> bool:
+    if not hints:
+        return True
+    if hints[-1] is Ellipsis:
+        return all(fits(each, hints[0]) for each in value)
+    return len(value) == len(hints) and all(map(fits, value, hints))
+
+
+def _fits_class(value: Any, expected: type) -> bool:
+    if expected is bool:
+        return isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if expected is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if expected is str:
+        return isinstance(value, str)
+    if issubclass(expected, os.PathLike) or expected is Path:
+        return isinstance(value, str | os.PathLike)
+    if issubclass(expected, enum.Enum):
+        values = [*expected.__members__, *(member.value for member in expected)]
+        return isinstance(value, expected) or value in values
+    if value is None:  # a class that is no protocol never means "or null"
+        is_open = expected is object or getattr(expected, "_is_protocol", False)
+        return expected is types.NoneType or is_open
+    return expected is not types.NoneType
+
+
+def _choices(hint: Any) -> list[Any]:
+    hint = _unwrap(hint)
+    origin = typing.get_origin(hint) or hint
+    if origin is typing.Literal:
+        return [each for each in typing.get_args(hint) if each is not None]
+    if origin in (typing.Union, types.UnionType):
+        return [choice for each in typing.get_args(hint) for choice in _choices(each)]
+    if inspect.isclass(origin) and issubclass(origin, enum.Enum):
+        return [member.name for member in origin]
+    return []
+
+
+def _parsed(text: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return [text]

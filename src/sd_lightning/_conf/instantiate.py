@@ -1,0 +1,105 @@
+"""Build objects from configuration nodes with errors that say what is wrong with the node."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from sd_lightning._errors import UsageError
+
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
+"""What a third-party constructor raises when it dislikes its arguments."""
+
+
+def instantiate(node: Any, **kwargs: Any) -> Any:
+    """Build the object that a node describes (``hydra.utils.instantiate``, plain containers).
+
+    Args:
+        node: A config node with ``_target_``, a container of such nodes, or None.
+        **kwargs: Further arguments of the target, which win over the node's. They reach it as
+            they are: Hydra would turn dataclass instances and containers among them into
+            configs and back into dictionaries.
+
+    Returns:
+        The object; with ``_partial_: true`` a ``functools.partial``; None for None.
+
+    Raises:
+        UsageError: Raised unchanged if the target raised one; otherwise if the target refused
+            its arguments. Other exceptions of the target keep their type and stack trace.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate as hydra_instantiate
+    from omegaconf import OmegaConf
+
+    if node is None:
+        return None
+    if isinstance(node, dict | list):
+        node = OmegaConf.create(node, flags={"allow_objects": True})
+    path = node._get_full_key(None)
+    try:
+        if not kwargs:
+            return hydra_instantiate(node, _convert_="all")
+        is_partial = bool(node.get("_partial_", False))
+        build = functools.partial(_deferred(node, set(kwargs)), **kwargs)
+        return build if is_partial else build()
+    except InstantiationException as error:
+        _raise_cause(error, node, path)
+    except USER_ERRORS as error:
+        raise _refusal(error, node, path) from error
+    except Exception as error:
+        if not _is_misconfiguration(error):
+            raise
+        raise _refusal(error, node, path) from error
+
+
+def _deferred(node: Any, replaced: set[str]) -> Any:
+    """Return the node's target with the node's own arguments bound, but not called."""
+    from hydra.utils import instantiate as hydra_instantiate
+    from omegaconf import DictConfig, open_dict
+
+    node_copy: DictConfig = node.copy()  # keeps the parent, so interpolations still resolve
+    with open_dict(node_copy):
+        for key in replaced & set(node_copy):
+            del node_copy[key]
+    return hydra_instantiate(node_copy, _convert_="all", _partial_=True)
+
+
+def _raise_cause(error: Exception, node: Any, path: str) -> None:
+    """Raise what an InstantiationException hides."""
+    causes = [error]
+    while isinstance(causes[-1].__cause__, Exception):
+        causes.append(causes[-1].__cause__)
+    for each in causes:
+        if isinstance(each, UsageError):
+            raise each
+    cause = causes[1] if len(causes) > 1 else error
+    name = type(cause).__module__.partition(".")[0]
+    if cause is error or isinstance(cause, USER_ERRORS) or name in ("hydra", "omegaconf"):
+        raise _refusal(cause, node, _key_of(error) or path) from error
+    if _is_misconfiguration(cause):
+        raise _refusal(cause, node, _key_of(error) or path) from error
+    raise cause
+
+
+def _refusal(error: Exception, node: Any, path: str) -> UsageError:
+    if isinstance(error, UsageError):
+        return error
+    from omegaconf import OmegaConf
+
+    target = node.get("_target_") if OmegaConf.is_dict(node) else None
+    who = path or target or "configuration"
+    return UsageError(
+        f"{who}: cannot build it with these arguments: {error} ({type(error).__name__}; HYDRA_FULL_ERROR=1 shows where)"
+    )
+
+
+def _key_of(error: Exception) -> str:
+    """Read the config path that Hydra appends to its messages."""
+    return str(error).rpartition("full_key: ")[2].strip() if "full_key: " in str(error) else ""
+
+
+def _is_misconfiguration(error: Exception) -> bool:
+    exceptions = sys.modules.get("lightning.fabric.utilities.exceptions")
+    kind = getattr(exceptions, "MisconfigurationException", None)
+    return kind is not None and isinstance(error, kind)

@@ -1,0 +1,293 @@
+"""Turn what Hydra, OmegaConf and YAML raise into one line that says how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sd_lightning._conf.check import nearest_argument
+from sd_lightning._errors import UsageError
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the user asked Hydra for."""
+
+    config_name: str
+    """The primary config."""
+    folders: tuple[str, ...]
+    """Config folders: the primary one and, if given, the user's ``--config-dir``."""
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, config_name: str, arguments: Sequence[str]) -> CommandLine:
+        """Read Hydra's options; an unreadable command line counts as an empty one."""
+        from hydra._internal.utils import get_args
+
+        from sd_lightning._conf.cli import config_dir
+
+        try:
+            options = get_args(list(arguments))
+        except (SystemExit, Exception):
+            return cls(config_name, (config_dir(),), ())
+        folder = str(Path(options.config_path or config_dir()).absolute())
+        more = (str(Path(options.config_dir).absolute()),) if options.config_dir else ()
+        name = str(options.config_name or config_name).removesuffix(".yaml")
+        return cls(name, (folder, *more), tuple(options.overrides))
+
+    @functools.cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The composed configuration with the user's choice of options, but none of his values."""
+        choices = [each for each in self.overrides if self._is_choice(each)]
+        for overrides in (choices, []):
+            try:
+                return self._compose(overrides)
+            except Exception:  # this serves a message about another error
+                continue
+        return {}
+
+    def is_group(self, name: str) -> bool:
+        """Tell whether a config group of that name exists."""
+        return any((Path(folder) / name).is_dir() for folder in self.folders)
+
+    def _is_choice(self, override: str) -> bool:
+        chosen = re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=[\w/-]+", override)
+        return bool(chosen) and self.is_group(chosen[1])  # type: ignore[index]
+
+    def default_at(self, path: str) -> Any:
+        """Return the default value at a dotted path, or None."""
+        node: Any = self.defaults
+        for part in path.split("."):
+            if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+                node = node[int(part)]
+            elif isinstance(node, dict) and part in node:
+                node = node[part]
+            else:
+                return None
+        return node
+
+    def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+        # Not hydra.compose: it finds no primary config in --config-dir, and refuses to work while a job runs.
+        from hydra import version
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+        from hydra._internal.utils import create_config_search_path
+        from hydra.core.config_search_path import SearchPathQuery
+        from hydra.types import RunMode
+        from omegaconf import OmegaConf
+
+        search_path = create_config_search_path(self.folders[0])
+        for folder in self.folders[1:]:
+            search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+        version.setbase("1.3")
+        cfg = ConfigLoaderImpl(search_path).load_configuration(self.config_name, list(overrides), RunMode.RUN)
+        plain = OmegaConf.to_container(cfg, resolve=False)
+        return {key: value for key, value in plain.items() if key != "hydra"}  # type: ignore[misc, union-attr]
+
+    def nearest(self, key: str) -> str | None:
+        """Return the existing key that a wrong dotted key most likely means."""
+        keys = _paths(self.defaults)
+        last = key.rpartition(".")[2]
+        same_name = [each for each in keys if each.rpartition(".")[2] == last and each != key]
+        if len(same_name) == 1:
+            return same_name[0]
+        node, found = self.defaults, ""
+        for part in key.split("."):
+            names = [str(each) for each in node] if isinstance(node, dict) else []
+            near = [part] if part in names else difflib.get_close_matches(part, names, n=1)
+            if not near:
+                break
+            found = f"{found}.{near[0]}" if found else near[0]
+            node = node[near[0]]
+        else:
+            return found
+        return next(iter(difflib.get_close_matches(key, keys, n=1)), found or None)
+
+
+def check_additions(command_line: CommandLine) -> None:
+    """Refuse ``+key=…`` whose top-level key no part of the program reads.
+
+    Additions below a node with ``_target_`` are checked against the target's signature.
+
+    Raises:
+        UsageError: Naming the addition and the nearest key.
+    """
+    for each in command_line.overrides:
+        key = re.match(r"^\++([\w]+)(\.[\w.]+)?=", each)
+        if not key or not command_line.defaults or key[1] in command_line.defaults:
+            continue
+        if command_line.is_group(key[1]):
+            continue  # such as +experiment=…
+        raise UsageError(_unknown_key(each, key[0].strip("+="), command_line))
+
+
+def explain(error: Exception, config_name: str, arguments: Sequence[str]) -> str | None:
+    """Word an exception as one line for the user.
+
+    Args:
+        error: What ended the program.
+        config_name: The primary config of the entry point.
+        arguments: The command line, without the program's name.
+
+    Returns:
+        The line, without ``error: ``; None if the exception is not the user's doing.
+    """
+    import yaml
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, UsageError):
+        return str(error)
+    command_line = CommandLine.parse(config_name, arguments)
+    if isinstance(error, OverrideParseException):
+        return _one_line(_unreadable_override(error.override, error.message, command_line))
+    if isinstance(error, MissingConfigException):
+        return _one_line(_missing_config(error, command_line))
+    if isinstance(error, OmegaConfBaseException):
+        return _one_line(_bad_value(error, command_line))
+    if isinstance(error, HydraException):
+        return _one_line(_bad_composition(error, command_line))
+    if isinstance(error, yaml.YAMLError):
+        return _one_line(f"a config file is no valid YAML: {error}")
+    is_from_hydra = isinstance(error, ValueError | OSError) and _raised_by(error) == "hydra"
+    return _one_line(f"command line: {error}; see --help") if is_from_hydra else None
+
+
+def _unreadable_override(override: str, message: str, command_line: CommandLine) -> str:
+    reason = message.partition("\nSee https")[0]
+    if "=" not in override:
+        key = override.lstrip("+~").partition(" ")[0]
+        known = key if command_line.default_at(key) is not None else command_line.nearest(key)
+        return f"{override!r} is no setting: write key=value, e.g. {known or 'key'}=<value>"
+    key, _, value = override.partition("=")
+    reason = re.sub(r" expecting \{.*\}", "", reason)
+    reason = re.sub(r"^Error parsing override .*?\n", "", reason)
+    reason = re.sub(r"^LexerNoViableAltException: .*", "unexpected character", reason, flags=re.S)
+    return (
+        f"cannot read {override!r} ({reason}); expected key=value, with special characters "
+        f"quoted for Hydra inside quotes for the shell: {key}='\"{value}\"'"
+    )
+
+
+def _missing_config(error: Any, command_line: CommandLine) -> str:
+    wanted = error.missing_cfg_file
+    if not wanted:
+        return str(error)
+    if error.options is None:
+        return _missing_primary(str(wanted).removesuffix(".yaml"), command_line)
+    group, _, name = wanted.rpartition("/")
+    near = difflib.get_close_matches(name, error.options, n=1)
+    remedy = f"; write {group}={near[0]}" if near else ""
+    options = ", ".join(sorted(error.options)) or "none"
+    return f"{group}={name}: there is no such option; available: {options}{remedy}"
+
+
+def _missing_primary(name: str, command_line: CommandLine) -> str:
+    names = sorted(file.stem for folder in command_line.folders for file in Path(folder).glob("*.yaml"))
+    near = difflib.get_close_matches(name, names, n=1)
+    remedy = f"; write -cn {near[0]}" if near else ""
+    searched = " and ".join(command_line.folders)
+    return f"there is no config {name!r} in {searched}; available: {', '.join(names)}{remedy}"
+
+
+def _bad_composition(error: Exception, command_line: CommandLine) -> str:
+    from omegaconf.errors import OmegaConfBaseException
+
+    text = str(error)
+    cause = error.__cause__
+    wrong = re.search(r"Could not override '(.+?)'", text)
+    if wrong:
+        override = _override_of(wrong[1], command_line)
+        group = wrong[1].partition("@")[0]
+        if command_line.is_group(group):
+            choice = f"{group}={override.partition('=')[2]}"
+            return f"{override}: the defaults list has no {wrong[1]!r}; write {choice} or +{override}"
+        return _unknown_key(override, wrong[1], command_line)
+    absent = re.search(r"Could not delete from config. '(.+?)' does not exist", text)
+    if absent:
+        near = command_line.nearest(absent[1])
+        return f"~{absent[1]}: there is no such key" + (f"; the nearest is {near}" if near else "")
+    existing = re.search(r"An item is already at '(.+?)'", text)
+    if existing:
+        override = _override_of(existing[1], command_line).lstrip("+")
+        return f"+{override}: {existing[1]} exists already; write {override}"
+    ambiguous = re.search(r"Ambiguous value for argument '(.+?)=(.*)'\n", text)
+    if ambiguous:
+        key, value = ambiguous[1], ambiguous[2]
+        return (
+            f"{key}={value}: a bare comma is ambiguous; write '{key}=[{value}]' for a list, "
+            f"{key}='\"{value}\"' for text, or add -m to run once per value"
+        )
+    if isinstance(cause, OmegaConfBaseException):
+        reason = _bad_value(cause, command_line)
+        return f"{text}: {reason}" if text else reason
+    return text
+
+
+def _override_of(key: str, command_line: CommandLine) -> str:
+    """Return the override that sets a key, as the user wrote it."""
+    for each in command_line.overrides:
+        if each.lstrip("+~").partition("=")[0] == key:
+            return each
+    return key
+
+
+def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
+    near = command_line.nearest(key)
+    value = override.partition("=")[2]
+    parent, _, name = key.rpartition(".")
+    argument = nearest_argument(command_line.default_at(parent), name)
+    if argument == name or (argument and near in (None, parent)):
+        remedy = f"; write +{parent}.{argument}={value}"
+    elif near and "=" in override and not isinstance(command_line.default_at(near), dict):
+        remedy = f"; write {near}={value}"
+    elif near and key.startswith(f"{near}."):
+        below = command_line.default_at(near)
+        names = [str(each) for each in below if each != "_target_"] if isinstance(below, dict) else []
+        remedy = f"; {near} has {', '.join(names)}" if names else f"; {near} has no keys below it"
+    elif near:
+        remedy = f"; the nearest is {near}"
+    else:
+        remedy = f"; top-level keys are {', '.join(map(str, command_line.defaults))}"
+    return f"{override}: there is no key {key!r}{remedy}"
+
+
+def _bad_value(error: Any, command_line: CommandLine) -> str:
+    from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue
+
+    key = getattr(error, "full_key", None) or ""
+    reason = str(getattr(error, "msg", None) or error).partition("\n    full_key")[0]
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key or reason} has no value and no default; give one: {key}=<value>"
+    absent = re.search(r"Interpolation key '(.+?)' not found", reason)
+    if isinstance(error, InterpolationKeyError) and absent:
+        near = command_line.nearest(absent[1])
+        remedy = f"; write ${{{near}}}" if near else ""
+        return f"{key}=${{{absent[1]}}}: there is no key {absent[1]!r}{remedy}"
+    variable = re.search(r"Environment variable '(.+?)' not found", reason)
+    if variable:
+        return f"{key}: environment variable {variable[1]} is not set; export {variable[1]}=<value>"
+    return f"{key}: {reason}" if key else reason
+
+
+def _paths(node: Any, path: str = "") -> list[str]:
+    if not isinstance(node, dict):
+        return [path]
+    below = [found for key, value in node.items() for found in _paths(value, f"{path}.{key}" if path else str(key))]
+    return [path, *below] if path else below
+
+
+def _raised_by(error: BaseException) -> str:
+    """Return the top-level package of the code that raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] if trace else ""
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

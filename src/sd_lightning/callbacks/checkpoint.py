@@ -1,0 +1,300 @@
+"""Portable checkpoints as a callback: save at an interval and at the end, restore before the first step."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
+
+from sd_lightning import checkpoint, typed_json
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.ema import EMA, ema_of
+from sd_lightning.callbacks.position import RunPosition, restore_position
+from sd_lightning.callbacks.throughput import paused
+from sd_lightning.latent_diffusion import LatentDiffusion, file_keys, weights_file
+from sd_lightning.scheduler_state import load_scheduler_state, scheduler_state
+from sd_lightning.state import ParameterShard, SavedParameter
+from sd_lightning.strategies import training_state
+from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, stream_network, write_shards
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+
+
+class PortableCheckpoint(Checkpoint):
+    """Write checkpoints that any strategy and world size can resume, and whose ``pipeline/`` diffusers loads.
+
+    A checkpoint holds ``pipeline/`` (averaged weights if there is an EMA; frozen parts hard-linked), ``state/``
+    (float32 weights, optimizer states and average as flat tensors in safetensors) and ``trainer.json``. Nothing in it
+    is ever unpickled. It is complete or absent: see :mod:`sd_lightning.checkpoint`.
+
+    Args:
+        run_dir: Directory of the run; checkpoints go to ``<run_dir>/checkpoints``.
+        every_n_steps: Optimizer steps between checkpoints; 0 saves only when training ends.
+        keep: How many of the newest checkpoints stay on disk.
+        resume: Checkpoint directory to continue.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, *, every_n_steps: int = 500, keep: int = 3, resume: str | Path | None = None
+    ) -> None:
+        if every_n_steps < 0:
+            raise UsageError(f"PortableCheckpoint got every_n_steps={every_n_steps}; expected 0 or more")
+        if keep < 1:
+            raise UsageError(f"PortableCheckpoint got keep={keep}; expected at least 1")
+        self.run_dir = Path(run_dir)
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self.resume = None if resume is None else Path(resume)
+        self.last_saved: Path | None = None
+        self.train_seconds = 0.0
+        """Seconds that the run spent in ``fit``, earlier sessions included."""
+        self._clock = 0.0
+        self._last_step = 0
+        self._linked: dict[str, str] = {}
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.resume is not None:
+            self._restore(trainer, pl_module)
+        self._clock = time.perf_counter()
+        self._last_step = trainer.global_step
+        self._refuse_unsavable(trainer)
+        if trainer.is_global_zero:
+            checkpoint.clean(self.run_dir)
+            self._write_frozen(pl_module)
+            self._announce(trainer)
+        trainer.strategy.barrier("checkpoint.on_fit_start")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == self._last_step:
+            return
+        self._last_step = step
+        if trainer.should_stop or (self.every_n_steps and step % self.every_n_steps == 0):
+            self.save(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.last_saved is None or checkpoint.step_of(self.last_saved) != trainer.global_step:
+            self.save(trainer, pl_module)
+
+    # ------------------------------------------------------------------ saving
+
+    def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Path:
+        """Write the checkpoint of the present step; a collective call.
+
+        Raises:
+            UsageError: The disk is full, on any rank; the last good checkpoint is left as it was.
+        """
+        with paused(trainer, "saving"):
+            return self._save(trainer, pl_module)
+
+    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Path:
+        strategy = trainer.strategy
+        step = trainer.global_step
+        shards = training_state(trainer).parameter_shards()
+        ema = ema_of(trainer)
+        tmp: Path = strategy.broadcast(checkpoint.begin(self.run_dir, step) if trainer.is_global_zero else None)
+        error: BaseException | None = None
+        try:
+            (tmp / "state").mkdir(exist_ok=True)
+            entries = _entries(shards, ema)
+            write_shards(tmp / "state", trainer.global_rank, trainer.world_size, entries)
+        except OSError as caught:
+            error = caught
+        self._agree(trainer, tmp, step, error)
+        if trainer.is_global_zero:
+            try:
+                known = merge_index(tmp / "state", trainer.world_size)
+                known = {f"state/{name}": digest for name, digest in known.items()}
+                known |= self._write_pipeline(tmp, pl_module, averaged=ema is not None)
+                (tmp / "trainer.json").write_text(typed_json.dumps(self._trainer_state(trainer, shards)))
+                checkpoint.commit(tmp, known=known)
+            except OSError as caught:
+                error = caught
+        self._agree(trainer, tmp, step, error)
+        self.last_saved = checkpoint.checkpoint_path(self.run_dir, step)
+        if trainer.is_global_zero:
+            checkpoint.prune(self.run_dir, self.keep, trusted=self.last_saved)
+            log.info("saved %s", self.last_saved)
+        return self.last_saved
+
+    def _agree(self, trainer: pl.Trainer, tmp: Path, step: int, error: BaseException | None) -> None:
+        """Let all ranks fail together: remove what was written and raise if saving failed on any."""
+        if trainer.strategy.reduce_boolean_decision(error is None, all=True):
+            return
+        if trainer.is_global_zero:
+            shutil.rmtree(tmp, ignore_errors=True)
+        if error is None:
+            raise UsageError(f"Saving the checkpoint of step {step} failed on another process; see its message")
+        raise checkpoint.disk_full(error, self.run_dir, step) or error
+
+    def _write_pipeline(self, tmp: Path, pl_module: Any, *, averaged: bool) -> dict[str, str]:
+        """Link the frozen parts and stream the trained networks' weights out of the state just written."""
+        model: LatentDiffusion = pl_module.latent_diffusion
+        checkpoint.hard_link_tree(self.run_dir / "frozen", tmp / "pipeline")
+        digests = {}
+        with ShardedTensors(tmp / "state") as store:
+            for name, network in pl_module.trained_networks().items():
+                component = model.components[name]
+                keys = file_keys(component, network.state_dict())
+                sources: dict[str, str | Tensor] = {}
+                for key, value in network.state_dict().items():
+                    stored = f"{'ema' if averaged else 'master'}/{name}.{key}"
+                    # Frozen weights and buffers are not in the store.
+                    sources[keys[key]] = stored if stored in store else value
+                path = f"pipeline/{name}/{weights_file(component)}"
+                digests[path] = stream_network(store, sources, tmp / path)
+        return digests
+
+    def _write_frozen(self, pl_module: Any) -> None:
+        """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""
+        frozen, tmp = self.run_dir / "frozen", self.run_dir / ".tmp-frozen"
+        if frozen.exists() and self.resume is not None and self.run_dir in self.resume.parents:
+            return
+        for leftover in (frozen, tmp):
+            shutil.rmtree(leftover, ignore_errors=True)
+        model: LatentDiffusion = pl_module.latent_diffusion
+        model.save_pretrained(tmp, skip=tuple(pl_module.trained_networks()))
+        tmp.rename(frozen)
+
+    def _trainer_state(self, trainer: pl.Trainer, shards: list[ParameterShard]) -> dict[str, Any]:
+        state = training_state(trainer)
+        return {
+            "format": _FORMAT,
+            "position": vars(RunPosition.of(trainer)),
+            "train_seconds": self._seconds(),
+            "parameters": {s.name: {"shape": s.shape, "states": list(s.states)} for s in shards},
+            "scalars": {s.name: s.scalars for s in shards},
+            "optimizer_groups": state.optimizer_groups(),
+            "schedulers": [scheduler_state(config.scheduler) for config in trainer.lr_scheduler_configs],
+            "precision": trainer.precision_plugin.state_dict(),
+            "callbacks": _callback_states(trainer),
+        }
+
+    def _seconds(self) -> float:
+        now = time.perf_counter()
+        self.train_seconds += now - self._clock
+        self._clock = now
+        return self.train_seconds
+
+    def _refuse_unsavable(self, trainer: pl.Trainer) -> None:
+        """Find out before the first step, not after hours, that something cannot be saved."""
+        typed_json.dumps(_callback_states(trainer))
+
+    def _announce(self, trainer: pl.Trainer) -> None:
+        """Print the size of a checkpoint and refuse a disk that cannot hold it."""
+        shards = training_state(trainer).parameter_shards()
+        trained = sum(shard.end - shard.begin for shard in shards)
+        # Weights, two moments, and the average in the state; weights once more in the pipeline; all float32.
+        size = 4 * trained * (4 + (ema_of(trainer) is not None))
+        shared = sum(f.stat().st_size for f in (self.run_dir / "frozen").rglob("*") if f.is_file())
+        log.info(
+            "a checkpoint takes up to %.3g GB (+ %.3g GB of frozen parts, once); the newest %d are kept",
+            size / 1e9, shared / 1e9, self.keep,
+        )
+        checkpoint.check_free_space(self.run_dir, 2 * size, "checkpoints")
+
+    # ------------------------------------------------------------------ restoring
+
+    def _restore(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        assert self.resume is not None
+        saved = read_trainer_state(self.resume)
+        state = training_state(trainer)
+        shards = state.parameter_shards()
+        position = RunPosition(**saved["position"])
+        position.check_same_run(trainer)
+        check_same_model(saved["parameters"], shards, self.resume)
+        parameters = {
+            name: SavedParameter(tuple(entry["states"]), saved["scalars"][name])
+            for name, entry in saved["parameters"].items()
+        }
+        with ShardedTensors(self.resume / "state") as store:
+
+            def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
+                store.read_into(f"{kind}/{name}", out, begin, end)
+
+            state.load(parameters, saved["optimizer_groups"], read)
+            ema = ema_of(trainer)
+            if ema is not None:
+                if all(f"ema/{shard.name}" in store for shard in shards):
+                    for (name, begin), average in ema.shadow.items():
+                        read("ema", name, average, begin, begin + average.numel())
+                else:
+                    ema.restart()
+                    log.warning("%s has no EMA; the average starts at its weights", self.resume)
+        for config, scheduler in zip(trainer.lr_scheduler_configs, saved["schedulers"], strict=False):
+            load_scheduler_state(config.scheduler, scheduler)
+        trainer.precision_plugin.load_state_dict(saved["precision"])
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callback.state_key in saved["callbacks"]:
+                callback.load_state_dict(saved["callbacks"][callback.state_key])
+        self.train_seconds = saved["train_seconds"]
+        restore_position(trainer, position)
+        log.info("resumed %s at step %d", self.resume, position.optimizer_steps)
+
+
+def read_trainer_state(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's ``trainer.json``.
+
+    Raises:
+        UsageError: It is missing, unreadable or of a later format.
+    """
+    try:
+        saved: dict[str, Any] = typed_json.loads((path / "trainer.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: not a checkpoint that can be resumed ({error}); give runs/<name>") from error
+    if saved.get("format") != _FORMAT:
+        raise UsageError(f"{path}: checkpoint format {saved.get('format')}; expected {_FORMAT}; update sd-lightning")
+    return saved
+
+
+def check_same_model(saved: dict[str, Any], shards: list[ParameterShard], path: Path) -> None:
+    """Compare the trained parameters of a checkpoint with those of the model.
+
+    Raises:
+        UsageError: They differ; the message names the first few.
+    """
+    theirs = {name: tuple(entry["shape"]) for name, entry in saved.items()}
+    ours = {shard.name: shard.shape for shard in shards}
+    differing = [
+        f"{name}: {theirs.get(name, 'absent')} in the checkpoint, {ours.get(name, 'absent')} in the model"
+        for name in dict.fromkeys([*ours, *theirs])
+        if theirs.get(name) != ours.get(name)
+    ]
+    if differing:
+        raise UsageError(
+            f"resume={path}: the checkpoint is of another model; {len(differing)} trained tensors differ: "
+            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Resume with the model and "
+            "train_text_encoder setting of that run"
+        )
+
+
+def _entries(shards: list[ParameterShard], ema: EMA | None) -> list[Entry]:
+    entries = []
+    for shard in shards:
+        if not shard.writes:
+            continue
+        tensors: dict[str, Any] = {"master": shard.master, **shard.states}
+        if ema is not None:
+            tensors["ema"] = ema.shadow[shard.key]
+        for kind, tensor in tensors.items():
+            dtype = tensor.dtype if isinstance(tensor, Tensor) else shard.master.dtype
+            entries.append(Entry(f"{kind}/{shard.name}", shard.shape, shard.begin, shard.end, tensor, dtype))
+    return entries
+
+
+def _callback_states(trainer: pl.Trainer) -> dict[str, Any]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return {c.state_key: state for c in callbacks if (state := c.state_dict())}
+

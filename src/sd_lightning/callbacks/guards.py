@@ -1,0 +1,110 @@
+"""Callbacks that end a run in good order: signals, and losses that are no longer numbers."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.optim import Optimizer
+
+from sd_lightning import checkpoint
+from sd_lightning._errors import UsageError
+
+log = logging.getLogger(__name__)
+
+EXIT_INTERRUPTED = 75
+"""Exit code of a run that was asked to stop and can be resumed (EX_TEMPFAIL of sysexits.h)."""
+
+
+class StopOnSignal(Callback):
+    """On SIGTERM or SIGINT, stop after the present optimizer step; the checkpoint callback then saves.
+
+    A second SIGINT interrupts at once. With several processes all stop at the same step, whichever got the signal.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.stopped = False
+        self._previous: dict[signal.Signals, Any] = {}
+        self._last_step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # After Lightning has put its own handler in place: that one broadcasts inside the signal handler.
+        self._last_step = trainer.global_step
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._last_step:
+            return
+        self._last_step = trainer.global_step
+        if trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
+            self.stopped = True
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+
+class NonFiniteLossGuard(Callback):
+    """Skip the update of a step whose loss is NaN or infinite; stop the run after several in a row.
+
+    Args:
+        patience: Bad steps in a row that stop the run.
+        run_dir: Where to look for the last good checkpoint, for the message.
+    """
+
+    def __init__(self, patience: int = 10, *, run_dir: str | Path | None = None) -> None:
+        if patience < 1:
+            raise UsageError(f"NonFiniteLossGuard got patience={patience}; expected at least 1")
+        self.patience = patience
+        self.run_dir = run_dir
+        self.bad_steps = 0
+        self._finite = True
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        loss = getattr(pl_module, "last_loss", None)
+        finite = loss is None or bool(torch.isfinite(loss))
+        if trainer.strategy.reduce_boolean_decision(finite, all=True):
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        log.warning("step %d: the loss is %s; no update", trainer.global_step, loss)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        if self.bad_steps >= self.patience:
+            raise UsageError(self._message(trainer.global_step))
+
+    def _message(self, step: int) -> str:
+        good = checkpoint.newest_valid(self.run_dir) if self.run_dir is not None else None
+        where = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+        return (
+            f"training stopped at step {step}: the loss was NaN or infinite {self.bad_steps} steps in a row; {where}; "
+            "resume with a lower optimizer.lr, a gradient clip (trainer.gradient_clip_val=1) or trainer.precision=32"
+        )

@@ -1,0 +1,91 @@
+"""Where a run stands, in numbers that mean the same at any world size, and Lightning's counters derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+
+from sd_lightning._errors import UsageError
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Position of a run at the end of an optimizer step."""
+
+    optimizer_steps: int
+    global_samples: int
+    """Samples seen on all ranks together."""
+    epoch: int
+    steps_in_epoch: int
+    """Optimizer steps done in ``epoch``."""
+    batch_size: int
+    """Global batch size."""
+    samples_per_epoch: int
+    seed: int
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> RunPosition:
+        """Read the position off a running trainer."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        sampler = data.train_sampler
+        steps = trainer.global_step
+        epoch, done = divmod(trainer.fit_loop.epoch_loop.total_batch_idx + 1, len(sampler))
+        return cls(
+            optimizer_steps=steps,
+            global_samples=steps * data.batch_size,
+            epoch=epoch,
+            steps_in_epoch=done // trainer.accumulate_grad_batches,
+            batch_size=data.batch_size,
+            samples_per_epoch=sampler.samples_per_epoch,
+            seed=trainer.lightning_module.seed,
+        )
+
+    def check_same_run(self, trainer: pl.Trainer) -> None:
+        """Refuse to continue with another batch size or seed: the data would not go on where they stopped.
+
+        Raises:
+            UsageError: They differ from the run's.
+        """
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        for name, ours, theirs in (
+            ("data.batch_size", data.batch_size, self.batch_size),
+            ("seed", trainer.lightning_module.seed, self.seed),
+        ):
+            if ours != theirs:
+                raise UsageError(
+                    f"resume: {name}={ours}, but the checkpoint's run used {name}={theirs}; resume with that value, "
+                    "or start a new run from its weights with init_from="
+                )
+
+
+def restore_position(trainer: pl.Trainer, position: RunPosition) -> None:
+    """Set Lightning's loop counters and the sampler, for this run's world size and accumulation."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    data.resume(position.epoch, position.steps_in_epoch)
+    batches = position.steps_in_epoch * trainer.accumulate_grad_batches
+    total = position.optimizer_steps * trainer.accumulate_grad_batches
+    # In the middle of an epoch Lightning counts it as started; at its beginning it does not.
+    started = position.epoch + (1 if position.steps_in_epoch else 0)
+    loop = trainer.fit_loop
+    state = loop.state_dict()
+    state["epoch_progress"] = {
+        scope: {"ready": started, "started": started, "processed": position.epoch, "completed": position.epoch}
+        for scope in ("total", "current")
+    }
+    state["epoch_loop.batch_progress"] = {
+        "total": dict.fromkeys(("ready", "started", "processed", "completed"), total),
+        "current": dict.fromkeys(("ready", "started", "processed", "completed"), batches),
+        "is_last_batch": False,
+    }
+    steps = {"total": position.optimizer_steps, "current": position.steps_in_epoch}
+    state["epoch_loop.automatic_optimization.optim_progress"] = {
+        "optimizer": {
+            "step": {scope: {"ready": n, "completed": n} for scope, n in steps.items()},
+            "zero_grad": {scope: {"ready": n, "started": n, "completed": n} for scope, n in steps.items()},
+        }
+    }
+    state["epoch_loop.scheduler_progress"] = {scope: {"ready": n, "completed": n} for scope, n in steps.items()}
+    state["epoch_loop.state_dict"] = {"_batches_that_stepped": position.optimizer_steps}
+    loop.load_state_dict(state)

@@ -1,0 +1,213 @@
+"""One progress bar over the whole run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from typing_extensions import override
+
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.throughput import PauseListener, Throughput
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_REDRAW_SECONDS = 0.5
+"""Reading a metric waits for the GPU, so the bar's text is renewed no more often than this."""
+
+
+class TrainingProgress(ProgressBar, PauseListener):
+    """Show how far the run is: optimizer steps done of all, loss, images per second, time used and time left.
+
+    In a terminal this is one bar that also says what else is going on (validating, sampling, saving). Elsewhere (a
+    file, a pipe, a notebook) it is a plain line now and then. Metrics logged with ``prog_bar=True`` are shown; the
+    speed comes from the :class:`~sd_lightning.callbacks.throughput.Throughput` callback if the trainer has one,
+    otherwise steps per second are shown. Only rank 0 prints.
+
+    Args:
+        refresh_seconds: Seconds between two plain lines; 0 prints every step.
+
+    Raises:
+        UsageError: ``refresh_seconds`` is negative or not a number.
+    """
+
+    def __init__(self, refresh_seconds: float = 10.0) -> None:
+        super().__init__()
+        if not refresh_seconds >= 0:
+            raise UsageError(f"TrainingProgress got refresh_seconds={refresh_seconds}; expected 0 or more seconds.")
+        self.refresh_seconds = refresh_seconds
+        self._enabled = True
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._activities: list[str] = []
+        self._begin = self._refreshed = 0.0
+        self._first_step = self._shown_step = 0
+        self._warm: tuple[int, float] | None = None
+        self._loss: torch.Tensor | None = None
+
+    @override
+    def disable(self) -> None:
+        self._enabled = False
+        self._close()
+
+    @override
+    def enable(self) -> None:
+        self._enabled = True
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._bar is not None:
+            self._bar.console.print(*args, **kwargs, markup=False, highlight=False)
+        elif self._enabled:
+            print(*args, **kwargs, flush=True)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin = self._refreshed = time.monotonic()
+        self._first_step = self._shown_step = trainer.global_step
+        self._warm, self._loss = None, None
+        self._activities.clear()
+        if self._enabled:
+            self._open(_total_steps(trainer), trainer.global_step)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.monotonic()
+        if self._warm is None:
+            self._warm = (trainer.global_step, now)
+        self._loss = _loss(outputs)
+        if self._enabled and now - self._refreshed >= (self.refresh_seconds if self._bar is None else _REDRAW_SECONDS):
+            self._show(trainer, now)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._enabled and (self._bar is not None or self._shown_step != trainer.global_step):
+            self._show(trainer, time.monotonic())
+        self._close()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_pause("validating")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_resume()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    @override
+    def on_pause(self, activity: str) -> None:
+        self._activities.append(activity)
+        self._describe()
+
+    @override
+    def on_resume(self) -> None:
+        self._activities.pop()
+        self._describe()
+
+    def _open(self, total: int | None, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+        from rich.table import Column
+
+        console = Console()
+        if not console.is_terminal or console.is_jupyter:
+            return
+        self._bar = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}"),
+            BarColumn(None, complete_style="cyan", finished_style="green", table_column=Column(ratio=1)),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", style="dim", markup=False),
+            console=console,
+            refresh_per_second=1 / _REDRAW_SECONDS,
+            expand=True,
+        )
+        self._task = self._bar.add_task("training", total=total, completed=done, text="")
+        self._bar.start()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+    def _describe(self) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=self._activities[-1] if self._activities else "training")
+
+    def _show(self, trainer: Trainer, now: float) -> None:
+        self._refreshed, self._shown_step = now, trainer.global_step
+        total = _total_steps(trainer)
+        loss, others = self._metrics(trainer)
+        left = self._seconds_left(trainer.global_step, total, now)
+        times = [] if left is None else [f"left {clock_time(left)}"]
+        times.append(f"elapsed {clock_time(now - self._begin)}")
+        # The most wanted first: a narrow terminal cuts the end.
+        parts = [*loss, *self._speed(trainer, now), *times, *others]
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=trainer.global_step, text="  ".join(parts))
+        else:
+            steps = f"step {trainer.global_step}" + ("" if total is None else f"/{total}")
+            self.print(" | ".join([steps, *parts]))
+
+    def _metrics(self, trainer: Trainer) -> tuple[list[str], list[str]]:
+        """Return the losses and the other metrics of the progress bar as text."""
+        shown = {name.rpartition("/")[2]: value for name, value in trainer.progress_bar_metrics.items()}
+        if self._loss is not None and not any("loss" in name for name in shown):
+            shown = {"loss": self._loss.item(), **shown}
+        texts = {name: f"{name} {float(value):.4g}" for name, value in shown.items()}
+        losses = [text for name, text in texts.items() if "loss" in name]
+        return losses, [text for text in texts.values() if text not in losses]
+
+    def _speed(self, trainer: Trainer, now: float) -> list[str]:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Throughput) and callback.images_per_second is not None:
+                return [f"{_three_digits(callback.images_per_second)} img/s"]
+        seconds = self._seconds_per_step(trainer.global_step, now)
+        return [] if seconds is None else [f"{_three_digits(1 / seconds)} steps/s"]
+
+    def _seconds_per_step(self, step: int, now: float) -> float | None:
+        """Mean over this process's steps after the first, which holds warm-up and would spoil the estimate."""
+        if self._warm is None or step <= self._warm[0]:
+            return None
+        return max(now - self._warm[1], 1e-9) / (step - self._warm[0])
+
+    def _seconds_left(self, step: int, total: int | None, now: float) -> float | None:
+        seconds = self._seconds_per_step(step, now)
+        # Validation, sampling and saving come again, so their time is part of the estimate.
+        return None if total is None or seconds is None else (total - step) * seconds
+
+
+def clock_time(seconds: float) -> str:
+    """Write a duration as ``m:ss`` or ``h:mm:ss``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
+    return None if math.isinf(steps) else int(steps)
+
+
+def _loss(outputs: Any) -> torch.Tensor | None:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.detach() if isinstance(loss, torch.Tensor) else None
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,156 @@
+"""Pictures drawn while the model trains, and how often they show what was asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.ema import inference_weights
+from sd_lightning.callbacks.throughput import paused
+from sd_lightning.generation import SamplingOptions
+from sd_lightning.report import image_grid
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+log = logging.getLogger(__name__)
+
+
+class SampleGrid(Callback):
+    """Draw a grid of pictures at an interval and when training ends, with the weights that are exported.
+
+    Grids go to ``<run_dir>/samples/step-<n>.png`` and to loggers that take images. Where the data can be judged (the
+    digits), the last pictures are read by an independent classifier: the *prompted accuracy* is the share that shows
+    what the prompt asked for. Drawing is collective: every rank draws its share of the prompts.
+
+    Args:
+        run_dir: Directory of the run.
+        prompts: Captions to draw; by default those that the data suggests (held-out captions).
+        every_n_steps: Optimizer steps between grids; 0 draws only when training ends.
+        columns: Pictures per row.
+        accuracy_samples: Pictures that the prompted accuracy is measured on; 0 turns it off.
+        options: Steps, guidance, scheduler, …
+        seed: The first picture's seed.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        prompts: list[str] | None = None,
+        every_n_steps: int = 0,
+        columns: int = 10,
+        accuracy_samples: int = 0,
+        options: SamplingOptions | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value, least in (
+            ("every_n_steps", every_n_steps, 0), ("columns", columns, 1), ("accuracy_samples", accuracy_samples, 0)
+        ):
+            if value < least:
+                raise UsageError(f"SampleGrid got {name}={value}; expected at least {least}")
+        self.folder = Path(run_dir) / "samples"
+        self.prompts = prompts
+        self.every_n_steps = every_n_steps
+        self.columns = columns
+        self.accuracy_samples = accuracy_samples
+        self.options = options or SamplingOptions()
+        self.seed = seed
+        self.prompted_accuracy: float | None = None
+        self.last_grid: Path | None = None
+        self._last_step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == self._last_step:
+            return
+        self._last_step = step
+        at_end = step == trainer.max_steps or trainer.should_stop
+        if self.every_n_steps and step % self.every_n_steps == 0 and not at_end:
+            self.draw(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.should_stop and trainer.global_step < trainer.max_steps:
+            return  # asked to stop: save and leave
+        self.draw(trainer, pl_module)
+        judge = getattr(_source(trainer), "judge", None)
+        if judge is not None and self.accuracy_samples:
+            self.prompted_accuracy = self._measure(trainer, pl_module, judge)
+
+    def draw(self, trainer: pl.Trainer, pl_module: Any) -> Path:
+        """Draw the grid of the present step; a collective call."""
+        prompts = self.prompts or _suggested_prompts(trainer, 2 * self.columns)
+        images = self._sample(trainer, pl_module, prompts)
+        path = self.folder / f"step-{trainer.global_step:08d}.png"
+        if trainer.is_global_zero:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            grid = image_grid(images, min(self.columns, len(images)), captions=prompts)
+            grid.save(path)
+            for logger in trainer.loggers:
+                _log_image(logger, grid, trainer.global_step)
+        self.last_grid = path
+        return path
+
+    def _measure(self, trainer: pl.Trainer, pl_module: Any, judge: Any) -> float:
+        prompts, labels = judge.prompts(self.accuracy_samples)
+        images = self._sample(trainer, pl_module, prompts)
+        accuracy = float(judge.accuracy(images, labels))
+        for logger in trainer.loggers:
+            logger.log_metrics({"samples/prompted_accuracy": accuracy}, step=trainer.global_step)
+        return accuracy
+
+    def _sample(self, trainer: pl.Trainer, pl_module: Any, prompts: Sequence[str]) -> list[Image.Image]:
+        with paused(trainer, "sampling"), inference_weights(trainer):
+            return sample_collectively(trainer, pl_module, prompts, options=self.options, seed=self.seed)
+
+
+def sample_collectively(
+    trainer: pl.Trainer, pl_module: Any, prompts: Sequence[str], *, options: SamplingOptions, seed: int
+) -> list[Image.Image]:
+    """Draw one picture per prompt, each rank its share; every rank makes the same number of network calls.
+
+    Returns:
+        All pictures, in the order of the prompts, on every rank.
+    """
+    from PIL import Image
+
+    world, rank = trainer.world_size, trainer.global_rank
+    each = -(-len(prompts) // world)
+    mine = [i % len(prompts) for i in range(rank * each, (rank + 1) * each)]
+    images = pl_module.sample_seeded([prompts[i] for i in mine], [seed + i for i in mine], options)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).to(pl_module.device)
+    gathered = trainer.strategy.all_gather(pixels).reshape(-1, *pixels.shape[1:]).cpu().numpy()
+    return [Image.fromarray(array) for array in gathered[: len(prompts)]]
+
+
+def _source(trainer: pl.Trainer) -> Any:
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return data.source_val if data.source_val is not None else data.source_train
+
+
+def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
+    source = _source(trainer)
+    judge = getattr(source, "judge", None)
+    if judge is not None:
+        return list(judge.prompts(count)[0])
+    return [source.captions(i)[0] for i in range(min(count, len(source)))]
+
+
+def _log_image(logger: Any, grid: Image.Image, step: int) -> None:
+    if hasattr(logger, "log_image"):  # Weights & Biases
+        logger.log_image("samples", [grid], step=step)
+    elif hasattr(logger.experiment, "add_image"):  # TensorBoard
+        logger.experiment.add_image("samples", np.asarray(grid), step, dataformats="HWC")

@@ -1,0 +1,354 @@
+"""Images per second, share of time spent waiting for data, peak memory and MFU of a training run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import Profiler
+from typing_extensions import override
+
+from sd_lightning._errors import UsageError
+
+log = logging.getLogger(__name__)
+
+_FETCH = "[_TrainingEpochLoop].train_dataloader_next"
+_SAVE = "save_checkpoint"
+_GIB = 2**30
+
+_DENSE_16BIT_FLOPS = {"h100 nvl": 835.5e12, "h200": 989.5e12}
+"""Dense bf16/fp16 tensor-core peaks (NVIDIA datasheets, half of the "with sparsity" figure) of the chips for which
+Lightning's table holds the sparse figure or no entry under the name that the driver reports."""
+
+
+class PauseListener:
+    """A callback that is told when training stands still for something else."""
+
+    def on_pause(self, activity: str) -> None:
+        """Training stops for ``activity``, for example ``"sampling"``."""
+
+    def on_resume(self) -> None:
+        """Training goes on."""
+
+
+@contextmanager
+def paused(trainer: Trainer, activity: str) -> Iterator[None]:
+    """Mark a stretch of time that is not training, so that it counts neither as speed nor as data wait.
+
+    For callbacks that do something long in a training hook::
+
+        with paused(trainer, "sampling"):
+            images = pl_module.sample(prompts)
+
+    Validation and ``trainer.save_checkpoint`` are marked without it. May be nested.
+
+    Args:
+        trainer: The trainer whose callbacks listen.
+        activity: A present participle, shown by the progress bar.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    listeners = [callback for callback in callbacks if isinstance(callback, PauseListener)]
+    for listener in listeners:
+        listener.on_pause(activity)
+    try:
+        yield
+    finally:
+        for listener in listeners:
+            listener.on_resume()
+
+
+class _TrainingClock:
+    """Seconds since the start without those between ``pause`` and ``resume``, which nest."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._origin = now()
+        self._depth = 0
+        self._paused_at = 0.0
+
+    def read(self) -> float:
+        return (self._paused_at if self._depth else self._now()) - self._origin
+
+    def pause(self) -> None:
+        if self._depth == 0:
+            self._paused_at = self._now()
+        self._depth += 1
+
+    def resume(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._origin += self._now() - self._paused_at
+
+
+class _Mark(NamedTuple):
+    """Totals at the end of one optimizer step."""
+
+    seconds: float
+    data_wait: float
+    samples: int
+
+
+class _ProfilerTap(Profiler):
+    """Hands every action on to the trainer's own profiler and reports when the loader is asked and a save begins.
+
+    Lightning has no hook between the end of one batch's callbacks and the request for the next batch, but it does
+    announce that request to its profiler.
+    """
+
+    def __init__(self, inner: Profiler, on_action: Callable[[str, bool], None]) -> None:
+        super().__init__()
+        self.inner = inner
+        self._on_action = on_action
+
+    @override
+    def start(self, action_name: str) -> None:
+        self.inner.start(action_name)
+        self._on_action(action_name, True)
+
+    @override
+    def stop(self, action_name: str) -> None:
+        self._on_action(action_name, False)
+        self.inner.stop(action_name)
+
+    @override
+    def summary(self) -> str:
+        return self.inner.summary()
+
+
+class Throughput(Callback, PauseListener):
+    """Log speed and use of the hardware at every ``trainer.log_every_n_steps``-th step.
+
+    Logged from rank 0, over the last ``window`` optimizer steps:
+
+    - ``perf/images_per_second``: images of all ranks by seconds of training,
+    - ``perf/data_wait``: share of that time spent waiting for the data loader, in [0, 1],
+    - ``perf/peak_memory_gib``: largest allocated CUDA memory of rank 0's device, else largest resident size of its
+      process (not on Windows),
+    - ``perf/mfu``: model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), in [0, 1]: achieved by peak FLOP/s,
+      if the module has ``flops_per_sample(batch) -> int`` (forward and backward).
+
+    Validation, checkpoints and what other callbacks mark with :func:`paused` count neither as speed nor as wait. The
+    first step of a run is left out: it holds warm-up, compilation and the start of the workers.
+
+    Args:
+        window: Optimizer steps to average over, at least 1.
+
+    Raises:
+        UsageError: ``window`` is below 1.
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        if window < 1:
+            raise UsageError(f"Throughput got window={window}; expected a whole number of steps of at least 1.")
+        self._marks: deque[_Mark] = deque(maxlen=window + 1)
+        self._warm: _Mark | None = None
+        self._clock: _TrainingClock | None = None
+        self._fetch_started = 0.0
+        self._data_wait = 0.0
+        self._samples = 0
+        self._step = 0
+        self._device = torch.device("cpu")
+        self._flops_per_sample: int | None = None
+        self._peak_flops = 0.0
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Images of all ranks by second over the window; None before the second step."""
+        return _rate(self._marks[0], self._marks[-1]) if len(self._marks) > 1 else None
+
+    def summary(self) -> dict[str, float]:
+        """Mean values over the whole run: ``images_per_second``, ``data_wait``, ``peak_memory_gib``, ``mfu``.
+
+        What was not measured (a run of one step, a module without ``flops_per_sample``) is left out.
+        """
+        return self._values(self._warm, self._marks[-1] if self._marks else None)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._device = trainer.strategy.root_device
+        self._marks.clear()
+        self._warm, self._data_wait, self._samples = None, 0.0, 0
+        self._step = trainer.global_step
+        self._clock = _TrainingClock(time.perf_counter)
+        trainer.profiler = _ProfilerTap(trainer.profiler, self._on_action)  # type: ignore[attr-defined]
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step or self._clock is None:  # a micro-batch of an unfinished step
+            return
+        self._step = trainer.global_step
+        self._samples += _global_batch_size(trainer, batch)
+        logging_step = self._step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        if logging_step or not self._marks:
+            self._synchronize()
+        self._marks.append(_Mark(self._clock.read(), self._data_wait, self._samples))
+        if self._warm is None:
+            self._warm = self._marks[0]
+            with paused(trainer, "counting operations"):
+                self._prepare_mfu(trainer, pl_module, batch)
+        if logging_step:
+            values = self._values(self._marks[0], self._marks[-1])
+            pl_module.log_dict({f"perf/{k}": v for k, v in values.items()}, on_step=True, rank_zero_only=True)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_pause("validating")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_resume()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._untap(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._untap(trainer)
+
+    @override
+    def on_pause(self, activity: str) -> None:
+        if self._clock is not None:  # None in the sanity check, which comes before training
+            self._synchronize()
+            self._clock.pause()
+
+    @override
+    def on_resume(self) -> None:
+        if self._clock is not None:
+            self._synchronize()
+            self._clock.resume()
+
+    def _untap(self, trainer: Trainer) -> None:
+        profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+        if isinstance(profiler, _ProfilerTap):
+            trainer.profiler = profiler.inner  # type: ignore[attr-defined]
+        self._clock = None
+
+    def _on_action(self, action: str, begins: bool) -> None:
+        if action == _FETCH:
+            if begins:
+                self._fetch_started = time.perf_counter()
+            else:
+                self._data_wait += time.perf_counter() - self._fetch_started
+        elif action == _SAVE and begins:
+            self.on_pause("saving")
+        elif action == _SAVE:
+            self.on_resume()
+
+    def _synchronize(self) -> None:
+        # Kernels that are still queued belong to what came before the clock is read.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _prepare_mfu(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        count = getattr(pl_module, "flops_per_sample", None)
+        if count is None:
+            log.info("Throughput logs no perf/mfu: %s has no flops_per_sample(batch).", type(pl_module).__name__)
+            return
+        self._flops_per_sample = int(count(batch))
+        self._peak_flops = peak_flops(self._device, _compute_dtype(str(trainer.precision))) * trainer.world_size
+
+    def _values(self, begin: _Mark | None, end: _Mark | None) -> dict[str, float]:
+        values: dict[str, float] = {}
+        if begin is not None and end is not None and end.seconds > begin.seconds:
+            values["images_per_second"] = _rate(begin, end)
+            values["data_wait"] = (end.data_wait - begin.data_wait) / (end.seconds - begin.seconds)
+            if self._flops_per_sample is not None:
+                values["mfu"] = values["images_per_second"] * self._flops_per_sample / self._peak_flops
+        peak = peak_memory_bytes(self._device)
+        if peak is not None:
+            values["peak_memory_gib"] = peak / _GIB
+        return values
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the largest memory use so far: allocated on a CUDA ``device``, else resident in this process.
+
+    Returns:
+        Bytes, or None on Windows without CUDA, where the standard library cannot tell.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the peak FLOP/s of one device: the vendor's dense figure, or where unknown the best of a few products.
+
+    Args:
+        device: The device that computes; a CPU means this process's threads.
+        dtype: What the matrix products are computed in.
+    """
+    from lightning.fabric.utilities.throughput import get_available_flops
+
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device).lower()
+        if dtype in (torch.bfloat16, torch.float16):
+            for chip, flops in _DENSE_16BIT_FLOPS.items():
+                if all(word in name for word in chip.split()):
+                    return flops
+        known = get_available_flops(device, dtype)
+        if known:
+            return float(known)
+    return _measured_flops(device, dtype)
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    n = 4096 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    out = torch.empty_like(a)
+    best = float("inf")
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * n**3 / best
+
+
+def _compute_dtype(precision: str) -> torch.dtype:
+    for name, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
+        if precision.startswith(name):
+            return dtype
+    return torch.float32
+
+
+def _rate(begin: _Mark, end: _Mark) -> float:
+    return (end.samples - begin.samples) / (end.seconds - begin.seconds)
+
+
+def _global_batch_size(trainer: Trainer, batch: Any) -> int:
+    datamodule = getattr(trainer, "datamodule", None)
+    declared = getattr(datamodule, "batch_size", None)
+    if isinstance(declared, int):
+        return declared
+    return _num_samples(batch) * trainer.world_size * trainer.accumulate_grad_batches
+
+
+def _num_samples(batch: Any) -> int:
+    """Length of the first tensor in a batch of tensors, mappings and sequences."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch)
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
+    for part in parts:
+        if isinstance(part, torch.Tensor | Mapping | list | tuple) and (found := _num_samples(part)):
+            return found
+    return 0

@@ -1,0 +1,167 @@
+"""All images of a source, encoded once: what ``cache_latents`` trains on.
+
+The images are encoded in fixed blocks that the ranks share out, so the table has the same bits at
+every world size. It holds the moments of the VAE's posterior, from which every epoch draws anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.loader import as_is
+from sd_lightning.data.source import Bad, BadSample, Source
+from sd_lightning.data.transform import place, to_model_range
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 32
+"""Images per encoder call, independent of the number of ranks."""
+
+
+@dataclass(frozen=True)
+class LatentTable:
+    """Latents of N images, all on the host."""
+
+    moments: Tensor
+    """(N, 2C, h, w) float32: mean and log-variance."""
+    original_size: Tensor
+    """(N, 2) int64, (height, width) in pixels."""
+    crop_top_left: Tensor
+    """(N, 2) int64, (top, left) in pixels."""
+    substitute: Tensor
+    """(N,) int64: the sample to use for each, another one where it is broken."""
+    bad: list[Bad]
+    """The broken ones."""
+
+    def batch(self, index: Sequence[int]) -> dict[str, Tensor]:
+        """Return the part of a batch that replaces its pixels."""
+        rows = torch.as_tensor(index)
+        return {
+            "latent_moments": self.moments[rows],
+            "original_size": self.original_size[rows],
+            "crop_top_left": self.crop_top_left[rows],
+        }
+
+
+class _Blocks(Dataset[dict[str, Any]]):
+    """The readable ones among some samples, as pixels."""
+
+    def __init__(self, source: Source, resolution: int) -> None:
+        self.source, self.resolution = source, resolution
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
+        good, placed, bad = [], [], []
+        for i in indices:
+            try:
+                self.source.captions(i)
+                placed.append(place(self.source.image(i), self.resolution))
+                good.append(i)
+            except BadSample as reason:
+                bad.append((i, str(reason)))
+        pixels = [to_model_range(torch.from_numpy(p.pixels.copy())[None]) for p in placed]
+        sizes = torch.tensor([[*p.original_size, *p.crop_top_left] for p in placed], dtype=torch.int64).view(-1, 4)
+        return {"index": torch.tensor(good, dtype=torch.int64), "pixels": pixels, "sizes": sizes, "bad": bad}
+
+
+def encode_source(
+    source: Source,
+    encode_moments: Callable[[Tensor], Tensor],
+    *,
+    resolution: int,
+    device: torch.device,
+    num_workers: int = 0,
+) -> LatentTable:
+    """Encode all images of a source; a collective call when torch.distributed is initialised.
+
+    Args:
+        source: The images; centre-cropped, not flipped.
+        encode_moments: Pixels (B, 3, H, W) in [-1, 1] on ``device`` to moments (B, 2C, h, w).
+        resolution: Side of the images, in pixels.
+        device: Where to encode, and where the ranks exchange their parts.
+        num_workers: Processes that read images.
+
+    Returns:
+        The table, the same on every rank.
+
+    Raises:
+        UsageError: No image can be read.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    blocks = [list(range(i, min(i + _BLOCK, len(source)))) for i in range(0, len(source), _BLOCK)]
+    # Every rank gets the same number of blocks (some of them empty): encoding is followed by a collective.
+    mine = [blocks[i] if i < len(blocks) else [] for i in range(rank, -(-len(blocks) // world) * world, world)]
+    loader = DataLoader(_Blocks(source, resolution), batch_sampler=mine, collate_fn=as_is, num_workers=num_workers)
+    moments: Tensor | None = None
+    sizes = torch.zeros(len(source), 4, dtype=torch.int64)
+    bad: list[Bad] = []
+    for block in loader:
+        encoded = encode_moments(torch.cat(block["pixels"]).to(device)).float() if block["pixels"] else None
+        bad += block["bad"]
+        for rows, values, row_sizes in _exchange(block, encoded, world, device):
+            if moments is None:
+                moments = torch.zeros(len(source), *values.shape[1:])
+                log.info("cache_latents: %.2f GiB of latents in host memory per process", _gib(moments))
+            moments[rows] = values
+            sizes[rows] = row_sizes
+    bad = _all_lists(bad, world)
+    if moments is None:
+        shown = "; ".join(f"{source.name(i)}: {reason}" for i, reason in bad[:20])
+        raise UsageError(f"data.cache_latents=true: none of the {len(source)} images can be read ({shown})")
+    substitute = _substitutes(len(source), {i for i, _ in bad})
+    return LatentTable(moments, sizes[:, :2], sizes[:, 2:], substitute, bad)
+
+
+def _exchange(
+    block: dict[str, Any], encoded: Tensor | None, world: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield rows, moments and sizes of this block on every rank."""
+    if world == 1:
+        if encoded is not None:
+            yield block["index"], encoded.cpu(), block["sizes"]
+        return
+    shapes = _gather_objects(None if encoded is None else tuple(encoded.shape[1:]), world)
+    shape = next((s for s in shapes if s is not None), None)
+    if shape is None:
+        return
+    padded = torch.zeros(_BLOCK, *shape, device=device)
+    if encoded is not None:
+        padded[: len(encoded)] = encoded
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(parts, padded)
+    rows = _gather_objects((block["index"], block["sizes"]), world)
+    for part, (index, row_sizes) in zip(parts, rows):
+        yield index, part[: len(index)].cpu(), row_sizes
+
+
+def _gather_objects(value: Any, world: int) -> list[Any]:
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _all_lists(bad: list[Bad], world: int) -> list[Bad]:
+    """Join the ranks' lists, in index order."""
+    return sorted(bad if world == 1 else [entry for part in _gather_objects(bad, world) for entry in part])
+
+
+def _substitutes(num_samples: int, bad: set[int]) -> Tensor:
+    """Map every sample to itself, or to the next good one."""
+    substitute = torch.arange(num_samples)
+    good = next(i for i in range(num_samples) if i not in bad)
+    for i in range(num_samples - 1, -1, -1):
+        good = good if i in bad else i
+        substitute[i] = good
+    return substitute
+
+
+def _gib(tensor: Tensor) -> float:
+    return tensor.numel() * tensor.element_size() / 2**30

@@ -1,0 +1,213 @@
+"""From keys to ready batches: images, captions and sizes of ``(epoch, index)`` pairs.
+
+A batch is built as a whole (torch calls ``__getitems__`` with all its keys), so the random
+numbers of all its samples are drawn in one vectorised call. A sample that cannot be read is
+replaced by the next one that can and reported in the batch; its place, its randomness and
+everybody else's samples stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sd_lightning import randomness
+from sd_lightning._errors import UsageError
+from sd_lightning.data.latent_table import LatentTable
+from sd_lightning.data.sampler import Key
+from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.transform import place, to_model_range
+from sd_lightning.randomness import Purpose
+
+Tokenize = Callable[[list[str]], Tensor]
+"""Captions to token ids ``(B, num_text_encoders, length)`` int64."""
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How images and captions are prepared; names as in diffusers' training scripts.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    resolution: int = 512
+    """Side of the square training images, in pixels."""
+    center_crop: bool = False
+    """Cut the centre of images that are not square instead of a random position."""
+    random_flip: bool = False
+    """Mirror half of the images."""
+    proportion_empty_prompts: float = 0.0
+    """Fraction of captions replaced by "" so that the model learns the unconditional prediction."""
+
+    def __post_init__(self) -> None:
+        if self.resolution < 8 or self.resolution % 8:
+            raise UsageError(
+                f"data.resolution={self.resolution}: expected a positive multiple of 8, which the VAE can divide; "
+                f"write data.resolution={max(8, round(self.resolution / 8) * 8)}"
+            )
+        if not 0 <= self.proportion_empty_prompts <= 1:
+            raise UsageError(
+                f"data.proportion_empty_prompts={self.proportion_empty_prompts}: expected a fraction in [0, 1]; "
+                "write data.proportion_empty_prompts=0.1"
+            )
+
+    def evaluation(self) -> ImageOptions:
+        """Return the options for validation: nothing random."""
+        return replace(self, center_crop=True, random_flip=False, proportion_empty_prompts=0.0)
+
+
+class CaptionedImages(Dataset[dict[str, Any]]):
+    """Dataset of ready batches; index it with lists of ``(epoch, index)`` through ``__getitems__``.
+
+    A batch holds
+
+    - ``pixel_values`` (B, 3, H, W) float32 in [-1, 1], or ``latent_moments`` (B, 2C, h, w) float32
+      when a table of latents is given
+    - ``input_ids`` (B, E, L) int64, E text encoders; in validation also ``wrong_input_ids``
+    - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
+    - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
+    - ``captions`` list of B strings
+    - ``bad`` list of ``(index, reason)``
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenize: Tokenize,
+        *,
+        options: ImageOptions,
+        seed: int,
+        wrong_captions: bool = False,
+        latents: LatentTable | None = None,
+        max_bad: int | None = None,
+    ) -> None:
+        """Combine images, captions and randomness.
+
+        Args:
+            source: Where images and captions come from.
+            tokenize: Turns captions into token ids.
+            options: Size, augmentation and caption dropout.
+            seed: Seed of the run.
+            wrong_captions: Add ``wrong_input_ids``, the first caption of the next sample that has
+                another first caption, and use first captions only (validation).
+            latents: Encoded images to give instead of pixels.
+            max_bad: Give up replacing samples once this many are bad in one batch; such a batch
+                holds ``bad`` only.
+        """
+        self.source = source
+        self.tokenize = tokenize
+        self.options = options
+        self.seed = seed
+        self.wrong_captions = wrong_captions
+        self.latents = latents
+        self.max_bad = len(source) if max_bad is None else max_bad
+
+    def __len__(self) -> int:
+        """Return the number of samples of the source."""
+        return len(self.source)
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        """Build a batch of one."""
+        return self.__getitems__([key])
+
+    def __getitems__(self, keys: Sequence[Key]) -> dict[str, Any]:
+        """Build the batch of some keys.
+
+        Args:
+            keys: ``(epoch, index)`` of each sample.
+
+        Returns:
+            The batch (see the class), or only ``bad`` if more than ``max_bad`` samples are.
+        """
+        epoch, index = torch.tensor(keys, dtype=torch.int64).unbind(1)
+        bad: dict[int, str] = {}
+        if self.latents is None:
+            images, used = self._read_pixels(epoch, index, bad)
+            if not images:
+                return {"bad": list(bad.items())}
+        else:
+            used = self.latents.substitute[index].tolist()
+            images = self.latents.batch(used)
+        captions = self._captions(epoch, index, used)
+        batch = images | {
+            "input_ids": self.tokenize(captions),
+            "epoch": epoch,
+            "index": index,
+            "target_size": torch.full((len(keys), 2), self.options.resolution),
+            "captions": captions,
+            "bad": list(bad.items()),
+        }
+        if self.wrong_captions:
+            batch["wrong_input_ids"] = self.tokenize([self._wrong_caption(i) for i in used])
+        return batch
+
+    def _read_pixels(self, epoch: Tensor, index: Tensor, bad: dict[int, str]) -> tuple[dict[str, Tensor], list[int]]:
+        """Read, crop and flip the images; return them with the indices they really came from."""
+        options = self.options
+        crops: list[Any] = [None] * len(index)
+        flips = [False] * len(index)
+        if not options.center_crop:
+            crops = randomness.uniform(self.seed, epoch, index, Purpose.CROP, (2,)).tolist()
+        if options.random_flip:
+            flips = (randomness.uniform(self.seed, epoch, index, Purpose.FLIP) < 0.5).tolist()
+        placed, used = [], []
+        for requested, crop, flip in zip(index.tolist(), crops, flips):
+            image, i = self._readable(requested, bad)
+            if image is None:
+                return {}, []
+            placed.append(place(image, options.resolution, crop=crop, flip=flip))
+            used.append(i)
+        pixels = torch.from_numpy(np.stack([p.pixels for p in placed]))
+        images = {
+            "pixel_values": to_model_range(pixels),
+            "original_size": torch.tensor([p.original_size for p in placed]),
+            "crop_top_left": torch.tensor([p.crop_top_left for p in placed]),
+        }
+        return images, used
+
+    def _readable(self, index: int, bad: dict[int, str]) -> tuple[Image.Image | None, int]:
+        """Return the first sample from ``index`` on that can be read, and where it is."""
+        for i in (*range(index, len(self)), *range(index)):
+            try:
+                self.source.captions(i)
+                return self.source.image(i), i
+            except BadSample as reason:
+                bad[i] = str(reason)
+            if len(bad) > self.max_bad:
+                break
+        return None, index
+
+    def _captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> list[str]:
+        """Choose one caption of each sample, and drop some."""
+        if self.wrong_captions:
+            return [self.source.captions(i)[0] for i in used]
+        choices = [self.source.captions(i) for i in used]
+        captions = [choice[0] for choice in choices]
+        if any(len(choice) > 1 for choice in choices):
+            which = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION).tolist()
+            captions = [choice[int(u * len(choice))] for u, choice in zip(which, choices)]
+        if self.options.proportion_empty_prompts > 0:
+            drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION_DROPOUT)
+            dropped = (drop < self.options.proportion_empty_prompts).tolist()
+            captions = ["" if d else caption for d, caption in zip(dropped, captions)]
+        return captions
+
+    def _wrong_caption(self, index: int) -> str:
+        """Return the first caption of the next sample with another one ("" if all are the same)."""
+        right = self.source.captions(index)[0]
+        for i in (*range(index + 1, len(self)), *range(index)):
+            try:
+                caption = self.source.captions(i)[0]
+            except BadSample:
+                continue
+            if caption != right:
+                return caption
+        return ""

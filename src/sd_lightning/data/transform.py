@@ -1,0 +1,84 @@
+"""From a decoded image to a square of pixels: orientation, colour, size, crop, flip. by PIL.
+
+The random numbers come from the caller, so that an image's crop belongs to the sample and the
+epoch, not to a worker process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A transformed image and the sizes that SDXL is conditioned on (all in pixels)."""
+
+    pixels: np.ndarray
+    """``(resolution, resolution, 3)`` uint8."""
+    original_size: tuple[int, int]
+    """(height, width) before resizing."""
+    crop_top_left: tuple[int, int]
+    """(top, left) of the crop in the resized image."""
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation and convert to 8-bit RGB.
+
+    Transparent parts become white. 16-bit greyscale is scaled; PIL's own conversion clips it.
+
+    Args:
+        image: A decoded image of any mode.
+
+    Returns:
+        The image in mode ``RGB``.
+    """
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        return Image.fromarray((values.clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        white = Image.new("RGBA", layer.size, "white")
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return image.convert("RGB")
+
+
+def place(
+    image: Image.Image, resolution: int, *, crop: tuple[float, float] | None = None, flip: bool = False
+) -> Placed:
+    """Resize the shorter side to ``resolution`` and cut a square (flip first, as in diffusers).
+
+    Args:
+        image: RGB image.
+        resolution: Side of the square, in pixels.
+        crop: Vertical and horizontal position of the square as fractions in [0, 1); ``None`` cuts
+            the centre.
+        flip: Mirror left and right.
+
+    Returns:
+        The pixels with their original size and crop position.
+    """
+    width, height = image.size
+    shorter = min(width, height)
+    new_width, new_height = (max(resolution, round(side * resolution / shorter)) for side in (width, height))
+    if (new_width, new_height) != (width, height):
+        image = image.resize((new_width, new_height), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    if flip:
+        image = ImageOps.mirror(image)
+    room = (new_height - resolution, new_width - resolution)
+    top, left = (room[0] // 2, room[1] // 2) if crop is None else tuple(int(c * (r + 1)) for c, r in zip(crop, room))
+    if room != (0, 0):
+        image = image.crop((left, top, left + resolution, top + resolution))
+    return Placed(np.asarray(image), (height, width), (top, left))
+
+
+def to_model_range(pixels: Tensor) -> Tensor:
+    """Turn pixels (B, H, W, 3) uint8 into (B, 3, H, W) float32 in [-1, 1]."""
+    return (pixels.permute(0, 3, 1, 2).to(torch.float32).contiguous() / 127.5).sub_(1.0)

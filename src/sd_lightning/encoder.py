@@ -1,0 +1,111 @@
+"""Frozen encoders: from images and captions to latents and conditioning, outside the trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.conditioning import map_conditioning
+from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.randomness import Purpose, normal
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class LatentEncoder:
+    """VAE and frozen text encoder(s) of a model.
+
+    It is not an ``nn.Module``, so nothing can shard, checkpoint or step what it holds; it owns its device, dtype,
+    ``no_grad`` and autocast itself. The same object serves training on the fly and caching in advance.
+
+    Args:
+        latent_diffusion: The model whose encoders to use.
+        train_text_encoder: True leaves the text encoder(s) to the trainer; batches then keep their token ids.
+        dtype: What the encoders compute in. A VAE that overflows in half precision (``force_upcast``) stays in
+            float32.
+    """
+
+    def __init__(
+        self, latent_diffusion: LatentDiffusion, *, train_text_encoder: bool = False, dtype: Dtype = "float32"
+    ) -> None:
+        self._model = latent_diffusion
+        self.train_text_encoder = train_text_encoder
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = torch.device("cpu")
+        for network in self.networks:
+            network.requires_grad_(False).eval()
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The frozen networks."""
+        frozen = [] if self.train_text_encoder else list(self._model.text_encoders.values())
+        return [self._model.vae, *frozen]
+
+    def to(self, device: torch.device) -> LatentEncoder:
+        """Move the frozen networks to a device, in the encoder's dtype."""
+        self.device = device
+        for network in self.networks:
+            upcast = network is self._model.vae and self._model.components["vae"].config.get("force_upcast", False)
+            network.to(device=device, dtype=torch.float32 if upcast and self.dtype == torch.float16 else self.dtype)
+        return self
+
+    @torch.no_grad()
+    def encode_moments(self, pixel_values: Tensor) -> Tensor:
+        """Encode images to the moments of the VAE's posterior.
+
+        Args:
+            pixel_values: (B, 3, H, W) in [-1, 1].
+
+        Returns:
+            Mean and log-variance (B, 2C, h, w), float32, unscaled.
+        """
+        vae = self._model.vae
+        parameter = next(vae.parameters())
+        with torch.autocast(self.device.type, enabled=False):
+            posterior = vae.encode(pixel_values.to(parameter.device, parameter.dtype)).latent_dist
+        return posterior.parameters.float()
+
+    def latents(self, moments: Tensor, *, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
+        """Draw latents from the posterior; the draw belongs to the sample, not to the process.
+
+        Args:
+            moments: (B, 2C, h, w) from :meth:`encode_moments`.
+            seed: Seed of the run.
+            epoch: (B,) int64.
+            index: (B,) int64, global sample index.
+
+        Returns:
+            (B, C, h, w), float32, scaled to unit variance by the VAE's ``scaling_factor``.
+        """
+        mean, log_variance = moments.chunk(2, dim=1)
+        noise = normal(seed, epoch, index, Purpose.VAE_SAMPLE, tuple(mean.shape[1:]))
+        config = self._model.components["vae"].config
+        shift = config.get("shift_factor") or 0.0
+        sample = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise
+        return (sample - shift) * float(self._model.vae.config.scaling_factor)
+
+    @torch.no_grad()
+    def conditioning(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Encode token ids to the UNet's keyword arguments, float32; see :mod:`sd_lightning.conditioning`."""
+        encoders = list(self._model.text_encoders.values())
+        with torch.autocast(self.device.type, enabled=False):
+            return map_conditioning(self._model.condition(encoders, batch), lambda t: t.float())
+
+    def __call__(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:
+        """Replace pixels (or cached moments) by ``latents`` and, if the text encoder is frozen, add ``conditioning``.
+
+        A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``.
+        """
+        batch = dict(batch)
+        pixels, moments = batch.pop("pixel_values", None), batch.pop("latent_moments", None)
+        if moments is None:
+            moments = self.encode_moments(pixels)
+        batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
+        if not self.train_text_encoder:
+            batch["conditioning"] = self.conditioning(batch)
+            if "wrong_input_ids" in batch:
+                batch["wrong_conditioning"] = self.conditioning({**batch, "input_ids": batch["wrong_input_ids"]})
+        return batch

@@ -1,0 +1,113 @@
+"""From prompts to pictures: the one place that calls a pipeline, for training samples and `generate` alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.latent_diffusion import LatentDiffusion
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How pictures are drawn; names as in diffusers' pipelines."""
+
+    num_inference_steps: int = 25
+    guidance_scale: float = 7.5
+    scheduler: str | None = None
+    """Another scheduler than the model's: "ddim", "euler", "dpmsolver++", … or a class name of diffusers."""
+    batch_size: int = 16
+    """Pictures per network call (twice that with guidance); the pictures do not depend on it."""
+    height: int | None = None
+    width: int | None = None
+    """Size in pixels; the model's own if not given."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_inference_steps", "batch_size", "height", "width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"sampling got {name}={value}; expected at least 1")
+        if self.guidance_scale < 0:
+            raise UsageError(f"sampling got guidance_scale={self.guidance_scale}; expected at least 0 (1 is none)")
+
+
+def generate(
+    latent_diffusion: LatentDiffusion,
+    prompts: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    options: SamplingOptions | None = None,
+    negative_prompt: str = "",
+    device: torch.device | None = None,
+) -> list[Image.Image]:
+    """Draw one picture per prompt.
+
+    Every picture has its own generator, so that it depends on its prompt and seed but not on the batch it was drawn
+    in (up to the rounding of batched kernels, below 1/255).
+
+    Args:
+        latent_diffusion: The model.
+        prompts: One caption per picture.
+        seeds: One seed per picture.
+        options: Steps, guidance, scheduler, batch size, picture size.
+        negative_prompt: What guidance leads away from.
+        device: Where to compute; where the UNet is, if not given.
+
+    Raises:
+        UsageError: The number of seeds differs, or the size does not fit the VAE.
+    """
+    options = options or SamplingOptions()
+    if len(seeds) != len(prompts):
+        raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
+    for name, size in (("height", options.height), ("width", options.width)):
+        if size is not None and size % 8:
+            raise UsageError(f"generate got {name}={size}; expected a multiple of 8, e.g. {name}={size // 8 * 8 or 8}")
+    device = device or next(latent_diffusion.unet.parameters()).device
+    pipeline = latent_diffusion.pipeline(scheduler=options.scheduler)
+    networks = list(latent_diffusion.networks.values())
+    for network in networks:
+        network.to(device)
+    images: list[Image.Image] = []
+    with torch.no_grad(), _evaluation_mode(networks), _common_dtype(networks, device):
+        for begin in range(0, len(prompts), options.batch_size):
+            batch = slice(begin, begin + options.batch_size)
+            images += pipeline(
+                list(prompts[batch]),
+                negative_prompt=[negative_prompt] * len(prompts[batch]),
+                num_inference_steps=options.num_inference_steps,
+                guidance_scale=options.guidance_scale,
+                height=options.height,
+                width=options.width,
+                generator=[torch.Generator().manual_seed(seed) for seed in seeds[batch]],
+            ).images
+    return images
+
+
+@contextlib.contextmanager
+def _evaluation_mode(networks: Sequence[nn.Module]) -> Iterator[None]:
+    training = [network.training for network in networks]
+    for network in networks:
+        network.eval()
+    try:
+        yield
+    finally:
+        for network, mode in zip(networks, training, strict=True):
+            network.train(mode)
+
+
+def _common_dtype(networks: Sequence[nn.Module], device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast where networks differ in dtype (encoders in half precision beside a float32 UNet)."""
+    dtypes = {next(network.parameters()).dtype for network in networks}
+    if len(dtypes) == 1:
+        return contextlib.nullcontext()
+    half = next(dtype for dtype in dtypes if dtype != torch.float32)
+    return torch.autocast(device.type, dtype=half)

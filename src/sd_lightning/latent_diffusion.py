@@ -1,0 +1,475 @@
+"""The one model definition: networks, tokenizers and noise schedule of a latent-diffusion model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning import assets
+from sd_lightning._errors import UsageError
+from sd_lightning.architectures import ARCHITECTURES, Architecture, Component
+from sd_lightning.conditioning import clip_conditioning, sdxl_conditioning
+from sd_lightning.safetensors_file import write_tensors
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+log = logging.getLogger(__name__)
+
+Conditioning = dict[str, Any]
+"""Keyword arguments of the UNet besides ``sample`` and ``timestep``."""
+
+_CONDITIONERS: dict[str, Callable[[Sequence[nn.Module], Mapping[str, Tensor]], Conditioning]] = {
+    "StableDiffusionPipeline": clip_conditioning,
+    "StableDiffusionXLPipeline": sdxl_conditioning,
+}
+_BLOCK_CLASSES = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
+# Written by save_pretrained beside the networks, never trained: what a pipeline's model_index names as absent.
+_ABSENT = {"StableDiffusionPipeline": ("safety_checker", "feature_extractor", "image_encoder")}
+
+
+class LatentDiffusion:
+    """A latent-diffusion model in parts, with a record of what each part is.
+
+    Training, generation and everything later take this object. It is not an ``nn.Module``: which of its
+    networks a trainer sees is decided by :class:`sd_lightning.SDLightningModule`.
+
+    The record (`components`) keeps class names and configurations, because sharding engines rename the classes
+    of live networks and an exported ``model_index.json`` must not show that.
+    """
+
+    def __init__(
+        self,
+        networks: Mapping[str, nn.Module],
+        *,
+        tokenizers: Mapping[str, Any],
+        components: Mapping[str, Component],
+        pipeline_class: str,
+    ) -> None:
+        """Hold ready parts; use :meth:`build` or :meth:`from_pretrained` to get them.
+
+        Args:
+            networks: unet, vae, text_encoder and, for SDXL, text_encoder_2.
+            tokenizers: tokenizer and, for SDXL, tokenizer_2.
+            components: One record per network and one for "scheduler".
+            pipeline_class: "StableDiffusionPipeline" or "StableDiffusionXLPipeline".
+        """
+        if pipeline_class not in _CONDITIONERS:
+            raise UsageError(
+                f"LatentDiffusion got a {pipeline_class}; it knows {' and '.join(_CONDITIONERS)}; "
+                "give a Stable Diffusion 1.x, 2.x or XL pipeline"
+            )
+        self.networks = dict(networks)
+        self.tokenizers = dict(tokenizers)
+        self.components = dict(components)
+        self.pipeline_class = pipeline_class
+        self._token_ids: dict[str, Tensor] = {}
+
+    # ------------------------------------------------------------------ building and loading
+
+    @classmethod
+    def build(
+        cls, architecture: str | Architecture, *, seed: int = 0, device: str | torch.device = "cpu"
+    ) -> LatentDiffusion:
+        """Build a model from its configuration, with random weights.
+
+        The ``tiny`` model gets the trained VAE that ships with the package. Without downloads there is no CLIP
+        vocabulary, so every architecture gets the shipped byte-level tokenizer.
+
+        Args:
+            architecture: "tiny", "sd15", "sd21", "sdxl" or an :class:`Architecture`.
+            seed: Seed of the random weights; the global generator is left as it was.
+            device: Where the weights are made; "meta" makes none.
+
+        Raises:
+            UsageError: The name is not known.
+        """
+        from transformers import CLIPTokenizer
+
+        name = architecture if isinstance(architecture, str) else "custom"
+        if isinstance(architecture, str):
+            if architecture not in ARCHITECTURES:
+                raise UsageError(
+                    f"LatentDiffusion.build got architecture={architecture!r}; expected one of "
+                    f"{', '.join(ARCHITECTURES)}"
+                )
+            architecture = ARCHITECTURES[architecture]
+        tokenizer = CLIPTokenizer.from_pretrained(assets.TINY_TOKENIZER, model_max_length=architecture.max_length)
+        components = dict(architecture.networks)
+        for key in [k for k in components if k.startswith("text_encoder")]:
+            ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
+            config = {"vocab_size": len(tokenizer), **components[key].config, **ids}
+            components[key] = Component("transformers", components[key].class_name, config)
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(seed)
+            networks = {key: _instantiate(component) for key, component in components.items()}
+            if architecture.token_embedding_std is not None:
+                embedding = networks["text_encoder"].get_input_embeddings().weight
+                nn.init.normal_(embedding, std=architecture.token_embedding_std)
+        if name == "tiny" and torch.device(device).type != "meta":
+            networks["vae"], components["vae"] = _load(components["vae"], assets.TINY_VAE)
+        names = [k.replace("text_encoder", "tokenizer") for k in components if k.startswith("text_encoder")]
+        return cls(
+            networks,
+            tokenizers=dict.fromkeys(names, tokenizer),
+            components={**components, "scheduler": architecture.scheduler},
+            pipeline_class=architecture.pipeline_class,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        variant: str | None = None,
+        vae: str | Path | None = None,
+    ) -> LatentDiffusion:
+        """Load a pipeline in the diffusers layout, in float32.
+
+        Args:
+            pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
+            revision: Branch, tag or commit on the hub.
+            variant: File variant, e.g. "fp16".
+            vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
+
+        Raises:
+            UsageError: There is no such pipeline, or a part of it is missing or unreadable.
+        """
+        root = _local_folder(pretrained_model_name_or_path, revision=revision, variant=variant)
+        index = _read_json(root / "model_index.json")
+        pipeline_class = str(index.get("_class_name"))
+        wanted = [k for k in index if k in ("unet", "vae") or k.startswith(("text_encoder", "tokenizer"))]
+        networks: dict[str, nn.Module] = {}
+        components: dict[str, Component] = {}
+        tokenizers: dict[str, Any] = {}
+        for key in wanted:
+            library, class_name = index[key]
+            if class_name is None:
+                continue
+            folder = root / key
+            if not folder.is_dir():
+                raise UsageError(f"{root}: model_index.json names {key}/, which is missing; copy the whole pipeline")
+            if key.startswith("tokenizer"):
+                from transformers import CLIPTokenizer
+
+                tokenizers[key] = CLIPTokenizer.from_pretrained(folder)
+            else:
+                networks[key], components[key] = _load(Component(library, class_name), folder, variant=variant)
+        if vae is not None:
+            networks["vae"], components["vae"] = _load(Component("diffusers", "AutoencoderKL"), Path(vae))
+        missing = {"unet", "vae", "text_encoder", "tokenizer"} - networks.keys() - tokenizers.keys()
+        if missing:
+            raise UsageError(f"{root}: the pipeline has no {', '.join(sorted(missing))}; copy the whole pipeline")
+        scheduler = _read_json(root / "scheduler" / "scheduler_config.json")
+        components["scheduler"] = Component("diffusers", scheduler.pop("_class_name"), scheduler)
+        return cls(networks, tokenizers=tokenizers, components=components, pipeline_class=pipeline_class)
+
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def unet(self) -> Any:
+        return self.networks["unet"]
+
+    @property
+    def vae(self) -> Any:
+        return self.networks["vae"]
+
+    @property
+    def text_encoders(self) -> dict[str, nn.Module]:
+        return {k: v for k, v in self.networks.items() if k.startswith("text_encoder")}
+
+    @property
+    def scheduler_config(self) -> dict[str, Any]:
+        """Configuration of the noise schedule and the sampling scheduler."""
+        return self.components["scheduler"].config
+
+    @cached_property
+    def condition(self) -> Callable[[Sequence[nn.Module], Mapping[str, Tensor]], Conditioning]:
+        """Function (text encoders, batch) -> keyword arguments of the UNet; see :mod:`sd_lightning.conditioning`."""
+        return _CONDITIONERS[self.pipeline_class]
+
+    @property
+    def resolution(self) -> int:
+        """Side of the images the model was made for, pixels."""
+        return int(self.components["unet"].config["sample_size"]) * self.vae_scale_factor
+
+    @property
+    def vae_scale_factor(self) -> int:
+        """Pixels per latent cell along one side."""
+        return int(2 ** (len(self.components["vae"].config["block_out_channels"]) - 1))
+
+    def use_scheduler(self, overrides: Mapping[str, Any]) -> None:
+        """Change the scheduler that exported pipelines sample with.
+
+        Args:
+            overrides: Configuration entries; a ``_class_name`` replaces the scheduler's class.
+        """
+        old = self.components["scheduler"]
+        config = {**old.config, **overrides}
+        class_name = config.pop("_class_name", old.class_name)
+        self.components["scheduler"] = Component("diffusers", class_name, config)
+
+    def meta_networks(self, names: Sequence[str]) -> dict[str, nn.Module]:
+        """Return copies of the named networks on the meta device: shapes without storage."""
+        with torch.device("meta"):
+            return {name: _instantiate(self.components[name]).eval() for name in names}
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        """Return token ids (B, E, L), int64, for B captions, E text encoders and L tokens, padded and truncated."""
+        for caption in set(captions) - self._token_ids.keys():
+            if len(self._token_ids) > 100_000:
+                self._token_ids.clear()
+            rows = [
+                tokenizer(
+                    caption,
+                    padding="max_length",
+                    truncation=True,
+                    max_length=tokenizer.model_max_length,
+                    return_tensors="pt",
+                ).input_ids[0]
+                for tokenizer in self.tokenizers.values()
+            ]
+            self._token_ids[caption] = torch.stack(rows)
+        return torch.stack([self._token_ids[caption] for caption in captions])
+
+    # ------------------------------------------------------------------ pipelines
+
+    def pipeline(self, *, scheduler: str | None = None) -> DiffusionPipeline:
+        """Return a diffusers pipeline around these very networks (no copies).
+
+        Args:
+            scheduler: Class name or short name ("ddim", "euler", "dpmsolver++", …) of another scheduler.
+        """
+        import diffusers
+
+        cls = getattr(diffusers, self.pipeline_class)
+        absent = dict.fromkeys(_ABSENT.get(self.pipeline_class, ()))
+        extra = {"requires_safety_checker": False} if "safety_checker" in absent else {}
+        pipeline = cls(
+            **self.networks, **self.tokenizers, **absent, **extra, scheduler=self.sampling_scheduler(scheduler)
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def sampling_scheduler(self, name: str | None = None) -> Any:
+        """Build the scheduler that images are sampled with.
+
+        Raises:
+            UsageError: diffusers has no such scheduler.
+        """
+        import diffusers
+
+        component = self.components["scheduler"]
+        class_name = component.class_name if name is None else scheduler_class(name)
+        return getattr(diffusers, class_name).from_config(dict(component.config))
+
+    def save_pretrained(self, folder: str | Path, *, skip: Sequence[str] = ()) -> None:
+        """Write a pipeline folder in the diffusers layout (safetensors).
+
+        Args:
+            folder: Written into; made if it does not exist.
+            skip: Networks whose weights are left out (their configuration is written).
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, tokenizer in self.tokenizers.items():
+            tokenizer.save_pretrained(folder / name)
+        index: dict[str, Any] = {"_class_name": self.pipeline_class, "_diffusers_version": _diffusers_version()}
+        index |= {name: [None, None] for name in _ABSENT.get(self.pipeline_class, ())}
+        index |= {name: ["transformers", "CLIPTokenizer"] for name in self.tokenizers}
+        if "safety_checker" in index:
+            index["requires_safety_checker"] = False
+        for name, component in self.components.items():
+            index[name] = [component.library, component.class_name]
+            (folder / name).mkdir(exist_ok=True)
+            _write_json(folder / name / config_file(component, name), saved_config(component))
+            if name in self.networks and name not in skip:
+                state = self.networks[name].state_dict()
+                keys = file_keys(component, state)
+                write_tensors(folder / name / weights_file(component), {keys[k]: v for k, v in state.items()})
+        _write_json(folder / "model_index.json", index)
+
+
+def load_model(
+    *,
+    architecture: str,
+    pretrained: str | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    vae: str | None = None,
+    seed: int = 0,
+) -> LatentDiffusion:
+    """Load pretrained weights if they are named, otherwise build the architecture with random ones.
+
+    Raises:
+        UsageError: Options of pretrained weights without ``pretrained``, or what the two constructors raise.
+    """
+    if pretrained is not None:
+        return LatentDiffusion.from_pretrained(pretrained, revision=revision, variant=variant, vae=vae)
+    given = {k: v for k, v in {"revision": revision, "variant": variant, "vae": vae}.items() if v is not None}
+    if given:
+        raise UsageError(
+            f"model got {', '.join(f'{k}={v}' for k, v in given.items())} without pretrained weights; "
+            "add model.pretrained=<hub id or folder>"
+        )
+    return LatentDiffusion.build(architecture, seed=seed)
+
+
+# ---------------------------------------------------------------------- the diffusers folder layout
+
+
+def weights_file(component: Component) -> str:
+    """Name of a network's weight file in a pipeline folder."""
+    return "diffusion_pytorch_model.safetensors" if component.library == "diffusers" else "model.safetensors"
+
+
+def config_file(component: Component, name: str) -> str:
+    """Name of a component's configuration file in a pipeline folder."""
+    return "scheduler_config.json" if name == "scheduler" else "config.json"
+
+
+def saved_config(component: Component) -> dict[str, Any]:
+    """Return the JSON content of a component's configuration file."""
+    if component.library == "diffusers":
+        return {"_class_name": component.class_name, "_diffusers_version": _diffusers_version(), **component.config}
+    return {"architectures": [component.class_name], "model_type": "clip_text_model", **component.config}
+
+
+def file_keys(component: Component, names: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+    """Map names of a live network's tensors to the keys in its weight file.
+
+    transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory; files on the hub, and every
+    other front end, have it, and transformers 5 reads both.
+    """
+    prefix = "text_model." if component.class_name == "CLIPTextModel" else ""
+    return {name: name if name.startswith("text_model.") else prefix + name for name in names}
+
+
+def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated units of a network by name: resnet and transformer blocks, encoder layers.
+
+    These are the units that engines shard, checkpoint and compile; this is the one place that knows them.
+    """
+    # By the name of any base class: engines wrap a block's class in a subclass of another name.
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if any(base.__name__ in _BLOCK_CLASSES for base in type(module).__mro__)
+    }
+
+
+def scheduler_class(name: str) -> str:
+    """Return the diffusers class of a scheduler given by class name or short name.
+
+    Raises:
+        UsageError: diffusers has no such scheduler.
+    """
+    import diffusers
+
+    known = {n for n in dir(diffusers) if n.endswith("Scheduler") and not n.startswith("Flax")}
+    short = {
+        "ddim": "DDIMScheduler",
+        "ddpm": "DDPMScheduler",
+        "pndm": "PNDMScheduler",
+        "lms": "LMSDiscreteScheduler",
+        "euler": "EulerDiscreteScheduler",
+        "euler_a": "EulerAncestralDiscreteScheduler",
+        "heun": "HeunDiscreteScheduler",
+        "dpmsolver++": "DPMSolverMultistepScheduler",
+        "unipc": "UniPCMultistepScheduler",
+        "deis": "DEISMultistepScheduler",
+    }
+    chosen = short.get(name.lower(), name)
+    if chosen not in known:
+        raise UsageError(
+            f"scheduler={name}: diffusers has no such scheduler; expected {', '.join(short)} or a class name such as "
+            "DDIMScheduler"
+        )
+    return chosen
+
+
+# ---------------------------------------------------------------------- private
+
+
+def _diffusers_version() -> str:
+    from importlib.metadata import version
+
+    return version("diffusers")
+
+
+def _class(component: Component) -> Any:
+    return getattr(importlib.import_module(component.library), component.class_name)
+
+
+def _instantiate(component: Component) -> nn.Module:
+    if component.library == "diffusers":
+        return _class(component).from_config(dict(component.config))
+    from transformers import CLIPTextConfig
+
+    return _class(component)(CLIPTextConfig(**component.config))
+
+
+def _load(component: Component, folder: Path, *, variant: str | None = None) -> tuple[nn.Module, Component]:
+    """Load one network in float32 and the record of what it is."""
+    options = {"variant": variant} if variant else {}
+    try:
+        network = _class(component).from_pretrained(folder, torch_dtype=torch.float32, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"{folder}: cannot load {component.class_name}: {reason}") from error
+    if component.library == "diffusers":
+        config = {k: v for k, v in dict(network.config).items() if not k.startswith("_")}
+    else:
+        config = {
+            k: v for k, v in network.config.to_dict().items()
+            if k not in ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
+        }
+    return network, Component(component.library, component.class_name, config)
+
+
+def _local_folder(name: str | Path, *, revision: str | None, variant: str | None) -> Path:
+    root = Path(name).expanduser()
+    if (root / "model_index.json").is_file():
+        return root
+    if root.exists():
+        raise UsageError(
+            f"model.pretrained={name}: the folder has no model_index.json; expected a pipeline in the diffusers "
+            "layout (unet/, vae/, text_encoder/, tokenizer/, scheduler/)"
+        )
+    if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") != 1:
+        raise UsageError(
+            f"model.pretrained={name}: no such folder; expected a folder in the diffusers layout or a hub id such as "
+            "stabilityai/stable-diffusion-2-1"
+        )
+    from diffusers import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(str(name), revision=revision, variant=variant))
+    except Exception as error:  # the hub client raises many types: offline, gated, missing, unauthorised
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"model.pretrained={name}: cannot be downloaded from the hub ({type(error).__name__}: {reason}); check "
+            "the id, the network and your access, or give a local folder"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: missing; copy the whole pipeline folder") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid JSON ({error})") from error
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, default=list) + "\n")

@@ -1,0 +1,49 @@
+"""Learning-rate schedules by optimizer step, as torch schedulers."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from sd_lightning._errors import UsageError
+
+
+def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
+    """Rise linearly over ``warmup_steps``, then stay."""
+    _check(warmup_steps)
+    return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
+
+
+def cosine(
+    optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, final_fraction: float = 0.0
+) -> LambdaLR:
+    """Rise linearly over ``warmup_steps`` under half a cosine that ends at ``final_fraction`` (SGDR, 1608.03983, eq. 5).
+
+    Raises:
+        UsageError: A number is out of range.
+    """
+    _check(warmup_steps)
+    if total_steps < 1:
+        raise UsageError(
+            f"lr_scheduler=cosine got total_steps={total_steps}; expected at least 1: set trainer.max_steps, or "
+            "lr_scheduler=constant"
+        )
+    if not 0 <= final_fraction <= 1:
+        raise UsageError(f"lr_scheduler=cosine got final_fraction={final_fraction}; expected a number in [0, 1]")
+
+    def factor(step: int) -> float:
+        half_cosine = 0.5 * (1 + math.cos(math.pi * min(step / total_steps, 1.0)))
+        return _warmup(step, warmup_steps) * (final_fraction + (1 - final_fraction) * half_cosine)
+
+    return LambdaLR(optimizer, factor)
+
+
+def _warmup(step: int, warmup_steps: int) -> float:
+    return min((step + 1) / warmup_steps, 1.0) if warmup_steps else 1.0
+
+
+def _check(warmup_steps: int) -> None:
+    if warmup_steps < 0:
+        raise UsageError(f"lr_scheduler got warmup_steps={warmup_steps}; expected at least 0")

@@ -1,0 +1,236 @@
+"""SDLightningModule: the training of a latent-diffusion model as Lightning hooks, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.encoder import Dtype, LatentEncoder
+from sd_lightning.flops import training_flops_per_sample
+from sd_lightning.generation import SamplingOptions, generate
+from sd_lightning.latent_diffusion import Conditioning, LatentDiffusion
+from sd_lightning.objective import NoisyBatch, Objective
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-4, fused=True)
+
+
+class SDLightningModule(pl.LightningModule):
+    """Train the UNet, and the text encoder(s) if wished, of a latent-diffusion model.
+
+    Only trained networks are submodules. Frozen encoders live in :attr:`encoder`, where no strategy sees them.
+    The module knows no strategy: strategies ask :meth:`trained_networks`.
+
+    Args:
+        latent_diffusion: The model.
+        objective: What is predicted and how the loss is weighted; the model's own prediction type by default.
+        optimizer: Parameter groups -> optimizer; AdamW with learning rate 1e-4 if not given.
+        lr_scheduler: Optimizer -> learning-rate scheduler, stepped after every optimizer step.
+        train_text_encoder: Train the text encoder(s) too.
+        text_encoder_lr: Learning rate of the text encoder(s), if another than the UNet's.
+        encoder_dtype: What the frozen encoders compute in.
+        seed: Seed of noise, timesteps, crops, …: all randomness of the run.
+    """
+
+    def __init__(
+        self,
+        latent_diffusion: LatentDiffusion,
+        *,
+        objective: Objective | None = None,
+        optimizer: OptimizerFactory = _adamw,
+        lr_scheduler: SchedulerFactory | None = None,
+        train_text_encoder: bool = False,
+        text_encoder_lr: float | None = None,
+        encoder_dtype: Dtype = "float32",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if text_encoder_lr is not None and not train_text_encoder:
+            raise UsageError(
+                f"SDLightningModule got text_encoder_lr={text_encoder_lr} but the text encoder is frozen; "
+                "set train_text_encoder=true or leave text_encoder_lr out"
+            )
+        self.latent_diffusion = latent_diffusion
+        self.objective = (objective or Objective()).resolve(latent_diffusion.scheduler_config)
+        self.schedule = self.objective.noise_schedule(latent_diffusion.scheduler_config)
+        self.encoder = LatentEncoder(latent_diffusion, train_text_encoder=train_text_encoder, dtype=encoder_dtype)
+        self.seed = seed
+        self.text_encoder_lr = text_encoder_lr
+        self._optimizer_factory = optimizer
+        self._scheduler_factory = lr_scheduler
+        self._loss: Tensor | None = None
+        latent_diffusion.use_scheduler(self.objective.scheduler_overrides())
+        self.unet: nn.Module = latent_diffusion.unet
+        self._text_encoder_names: tuple[str, ...] = ()
+        if train_text_encoder:
+            self._text_encoder_names = tuple(latent_diffusion.text_encoders)
+            for name, network in latent_diffusion.text_encoders.items():
+                self.add_module(name, network)
+        for network in self.trained_networks().values():
+            network.requires_grad_(True).train()
+
+    def trained_networks(self) -> dict[str, nn.Module]:
+        """Return the networks that are trained, by name: what strategies shard."""
+        return {name: getattr(self, name) for name in ("unet", *self._text_encoder_names)}
+
+    # ------------------------------------------------------------------ data
+
+    def on_fit_start(self) -> None:
+        self._to_device()
+
+    def on_validation_start(self) -> None:
+        self._to_device()
+
+    def _to_device(self) -> None:
+        self.encoder.to(self.device)
+        self.schedule = self.schedule.to(self.device)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make what is left of global randomness (dropout) a function of seed, step and rank, so resumes are exact."""
+        torch.manual_seed(hash((self.seed, self.global_step, batch_idx, self.global_rank)) % 2**63)
+
+    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+        """Encode images and captions with the frozen encoders."""
+        return self.encoder(batch, seed=self.seed)
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
+        noisy = self._add_noise(batch)
+        loss = self._sample_losses(noisy, self._conditioning(batch)).mean()
+        self._loss = loss.detach()
+        self.log("train/loss", self._loss, batch_size=len(batch["latents"]), sync_dist=self.trainer.world_size > 1)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Log the held-out loss and the caption gap.
+
+        The caption gap is the loss with wrong captions minus the loss with the right ones, on the noisier half of the
+        schedule, where the caption matters. A model that ignores its prompts has a gap of zero, long before that
+        shows in pictures.
+        """
+        conditioning = self._conditioning(batch)
+        losses = self._sample_losses(self._add_noise(batch), conditioning)
+        noisy = self._add_noise(batch, min_timestep=self.schedule.num_train_timesteps // 2)
+        right = self._sample_losses(noisy, conditioning)
+        wrong = self._sample_losses(noisy, self._conditioning(batch, prefix="wrong_"))
+        # Samples that only fill the last batches up, so that all ranks make the same calls, weigh nothing.
+        weight = batch.get("sample_weight", torch.ones_like(losses))
+        count = int(weight.sum())
+        for name, values in {"val/loss": losses, "val/caption_gap": wrong - right}.items():
+            mean = (values * weight).sum() / max(count, 1)
+            self.log(name, mean, batch_size=count, sync_dist=True)
+
+    @property
+    def last_loss(self) -> Tensor | None:
+        """This rank's loss of the last training step, detached."""
+        return self._loss
+
+    def _add_noise(self, batch: dict[str, Any], *, min_timestep: int = 0) -> NoisyBatch:
+        return self.objective.prepare(
+            batch["latents"],
+            seed=self.seed,
+            epoch=batch["epoch"],
+            index=batch["index"],
+            schedule=self.schedule,
+            min_timestep=min_timestep,
+        )
+
+    def _conditioning(self, batch: dict[str, Any], *, prefix: str = "") -> Conditioning:
+        if prefix + "conditioning" in batch:
+            return batch[prefix + "conditioning"]
+        encoders = [getattr(self, name) for name in self._text_encoder_names]
+        return self.latent_diffusion.condition(encoders, {**batch, "input_ids": batch[prefix + "input_ids"]})
+
+    def _sample_losses(self, noisy: NoisyBatch, conditioning: Conditioning) -> Tensor:
+        prediction = self.unet(noisy.noisy_latents, noisy.timesteps, **conditioning).sample
+        return self.objective.loss(prediction, noisy)
+
+    # ------------------------------------------------------------------ optimization
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        groups: list[dict[str, Any]] = [{"params": list(self.unet.parameters())}]
+        if self._text_encoder_names:
+            parameters = [p for name in self._text_encoder_names for p in getattr(self, name).parameters()]
+            rate = {} if self.text_encoder_lr is None else {"lr": self.text_encoder_lr}
+            groups.append({"params": parameters, **rate})
+        optimizer = self._optimizer_factory(groups)
+        if self._scheduler_factory is None:
+            return optimizer
+        scheduler = self._scheduler_factory(optimizer)
+        config: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            config |= {"monitor": "train/loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
+
+    # ------------------------------------------------------------------ use
+
+    def sample(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        seed: int = 0,
+        negative_prompt: str = "",
+        options: SamplingOptions | None = None,
+        **sampling: Any,
+    ) -> list[Image.Image]:
+        """Draw one picture per prompt.
+
+        Args:
+            prompts: One caption or several.
+            seed: The first picture's seed; the following pictures count up from it.
+            negative_prompt: What guidance leads away from.
+            options: See :class:`sd_lightning.SamplingOptions`.
+            **sampling: Fields of the options by name, e.g. ``num_inference_steps=12, guidance_scale=3``.
+
+        Raises:
+            UsageError: An option is unknown or cannot work.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        seeds = range(seed, seed + len(prompts))
+        return self.sample_seeded(prompts, seeds, _options(options, sampling), negative_prompt=negative_prompt)
+
+    def sample_seeded(
+        self, prompts: Sequence[str], seeds: Sequence[int], options: SamplingOptions, *, negative_prompt: str = ""
+    ) -> list[Image.Image]:
+        """Draw one picture per prompt and seed, in the trainer's precision while one is attached."""
+        plugin = None if self._trainer is None else self.trainer.precision_plugin
+        with contextlib.nullcontext() if plugin is None else plugin.forward_context():
+            return generate(
+                self.latent_diffusion,
+                prompts,
+                seeds=seeds,
+                options=options,
+                negative_prompt=negative_prompt,
+                device=self.device,
+            )
+
+    def flops_per_sample(self, batch: dict[str, Any]) -> int:
+        """Floating-point operations of one training step for one sample of ``batch``, forward and backward."""
+        conditioning = self._conditioning(batch) if "conditioning" in batch else None
+        return training_flops_per_sample(self.latent_diffusion, batch["latents"], batch["input_ids"], conditioning)
+
+
+def _options(options: SamplingOptions | None, fields: dict[str, Any]) -> SamplingOptions:
+    if options is not None and fields:
+        raise UsageError(f"sample got both options= and {', '.join(fields)}; give one of the two")
+    known: Iterable[str] = SamplingOptions.__dataclass_fields__
+    unknown = fields.keys() - set(known)
+    if unknown:
+        raise UsageError(f"sample got {', '.join(sorted(unknown))}; expected only {', '.join(known)}")
+    return options or SamplingOptions(**fields)

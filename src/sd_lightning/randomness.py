@@ -1,0 +1,296 @@
+"""Random numbers that belong to the sample, not to the process.
+
+Every number is a pure function of (seed, epoch, sample index, purpose, position inside the
+sample). It does not depend on rank, world size, worker, batch size, batch order, device or
+on what was drawn before, so losses are comparable between strategies and a resumed run needs
+no generator state.
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011) in int64 tensor operations. Its 128-bit counter and 64-bit key are used as::
+
+    key     = (seed & 0xffffffff, seed >> 32)
+    counter = (block of four words inside the sample, index & 0xffffffff,
+               epoch & 0xffffffff, purpose | (index >> 32) << 8)
+
+Floats are made with exactly rounded operations only (``+``, ``*``, ``/`` and integer to float
+conversion, each its own kernel): the logarithm, sine and even square root of maths libraries
+differ in the last bit between devices, CPU types and builds of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+WORD_MASK = 0xFFFFFFFF
+
+# Near-minimax polynomials, lowest power first (Chebyshev interpolation, rounded to float32).
+# -2 ln(1 + f) / f on [sqrt(1/2) - 1, sqrt(2) - 1]: relative error 3e-8.
+_MINUS_TWO_LOG1P = (
+    -2.0,
+    0.9999997615814209,
+    -0.6666836738586426,
+    0.5000430941581726,
+    -0.39913955330848694,
+    0.33121392130851746,
+    -0.2989819049835205,
+    0.2875466048717499,
+    -0.17487891018390656,
+)
+# sin(pi/2 w) / w in powers of w**2 on [-1, 1]: absolute error 7e-9.
+_SIN_HALF_PI = (
+    1.5707963705062866,
+    -0.6459637880325317,
+    0.07968991994857788,
+    -0.004674150608479977,
+    0.0001516751217423007,
+)
+# cos(pi/2 w) in powers of w**2 on [-1, 1]: absolute error 3e-10.
+_COS_HALF_PI = (
+    1.0,
+    -1.2337005138397217,
+    0.2536693215370178,
+    -0.02086268737912178,
+    0.0009177238680422306,
+    -2.3824535674066283e-05,
+)
+
+
+class Purpose(IntEnum):
+    """What a random number is for; each purpose is a stream of its own.
+
+    The values are part of the format of a run: changing one changes what a resumed run draws.
+    """
+
+    NOISE = 0
+    TIMESTEP = 1
+    VAE_SAMPLE = 2
+    CROP = 3
+    FLIP = 4
+    CAPTION = 5
+    CAPTION_DROPOUT = 6
+    OFFSET_NOISE = 7
+    INPUT_PERTURBATION = 8
+    SHUFFLE = 9
+    SAMPLING_LATENTS = 10
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Encrypt 128-bit counters to 128 random bits each with Philox4x32-10.
+
+    Args:
+        counter: Four int64 tensors of 32-bit words in [0, 2**32), broadcastable together.
+        key: Two 32-bit words.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, each word in [0, 2**32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # 32 x 32 -> 64 bits in wrapping int64. The high word is the arithmetic shift, masked;
+        # low words are left unmasked, since only words that are multiplied must be clean.
+        product0 = c0 * MULTIPLIERS[0]
+        product1 = c2 * MULTIPLIERS[1]
+        # The first operation of each pair is out of place: it is what broadcasts the words.
+        c0 = (product1 >> 32) ^ c1
+        c0.bitwise_xor_(k0).bitwise_and_(WORD_MASK)
+        c2 = (product0 >> 32) ^ c3
+        c2.bitwise_xor_(k1).bitwise_and_(WORD_MASK)
+        c1, c3 = product1, product0
+        k0 = (k0 + KEY_INCREMENTS[0]) & WORD_MASK
+        k1 = (k1 + KEY_INCREMENTS[1]) & WORD_MASK
+    return c0, c1 & WORD_MASK, c2, c3 & WORD_MASK
+
+
+def uniform(
+    seed: int,
+    epoch: Tensor | int,
+    index: Tensor,
+    purpose: Purpose,
+    shape: tuple[int, ...] = (),
+) -> Tensor:
+    """Draw uniform numbers in [0, 1), exact multiples of 2**-24.
+
+    Args:
+        seed: In [0, 2**64).
+        epoch: An int, or an integer tensor () or (B,).
+        index: Global sample indices (B,), integer; its device is where the numbers are made.
+        purpose: The stream.
+        shape: Shape of one sample's numbers.
+
+    Returns:
+        float32 (B, *shape). A longer shape continues a shorter one in row-major order.
+
+    Raises:
+        UsageError: If the seed is out of range.
+    """
+    words = torch.stack(_words(seed, epoch, index, purpose, shape), dim=-1)
+    numbers = (words >> 8).to(torch.float32).mul_(2.0**-24)
+    return _cut(numbers, shape)
+
+
+def normal(
+    seed: int,
+    epoch: Tensor | int,
+    index: Tensor,
+    purpose: Purpose,
+    shape: tuple[int, ...] = (),
+) -> Tensor:
+    """Draw standard normal numbers, always finite (|z| <= 6.67), by Box and Muller (1958).
+
+    Args:
+        seed: In [0, 2**64).
+        epoch: An int, or an integer tensor () or (B,).
+        index: Global sample indices (B,), integer; its device is where the numbers are made.
+        purpose: The stream.
+        shape: Shape of one sample's numbers, e.g. ``(C, H, W)``.
+
+    Returns:
+        float32 (B, *shape). A longer shape continues a shorter one in row-major order.
+
+    Raises:
+        UsageError: If the seed is out of range.
+    """
+    radius_word0, angle_word0, radius_word1, angle_word1 = _words(seed, epoch, index, purpose, shape)
+    radius = _sqrt_minus_two_log(torch.stack((radius_word0, radius_word1), dim=-1))
+    # Half the angle, in units of pi/2, in [-1, 1): the double-angle formulas then cover the
+    # circle with polynomials on half of it.
+    half = torch.stack((angle_word0, angle_word1), dim=-1)
+    half = half.sub_(2**31).to(torch.float32).mul_(2.0**-31)
+    squared = half * half
+    sine = _polynomial(squared, _SIN_HALF_PI).mul_(half)
+    cosine = _polynomial(squared, _COS_HALF_PI)
+    numbers = torch.stack(
+        (
+            (sine * sine).mul_(-2.0).add_(1.0).mul_(radius),
+            cosine.mul_(sine).mul_(2.0).mul_(radius),
+        ),
+        dim=-1,
+    )
+    return _cut(numbers, shape)
+
+
+def integers(
+    seed: int,
+    epoch: Tensor | int,
+    index: Tensor,
+    purpose: Purpose,
+    high: int,
+    shape: tuple[int, ...] = (),
+) -> Tensor:
+    """Draw integers in [0, high); no value's probability is off by more than 2**-32.
+
+    Args:
+        seed: In [0, 2**64).
+        epoch: An int, or an integer tensor () or (B,).
+        index: Global sample indices (B,), integer; its device is where the numbers are made.
+        purpose: The stream.
+        high: Exclusive upper end, in [1, 2**31].
+        shape: Shape of one sample's numbers.
+
+    Returns:
+        int64 (B, *shape).
+
+    Raises:
+        UsageError: If the seed or ``high`` is out of range.
+    """
+    if not 1 <= high <= 2**31:
+        raise UsageError(f"randomness.integers got high={high}; expected 1 <= high <= 2**31.")
+    words = torch.stack(_words(seed, epoch, index, purpose, shape), dim=-1)
+    return _cut(words.mul_(high).bitwise_right_shift_(32), shape)
+
+
+def permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
+    """Shuffle ``range(num_samples)``, a pure function of the arguments.
+
+    Args:
+        seed: In [0, 2**64).
+        epoch: Number of the pass over the data.
+        num_samples: Length of the permutation.
+
+    Returns:
+        int64 (num_samples,) on the CPU.
+
+    Raises:
+        UsageError: If the seed is out of range.
+    """
+    keys = torch.empty(num_samples, dtype=torch.int64)
+    # Slices keep the temporaries of a data set of hundreds of millions of images small.
+    slice_length = 2**20
+    for begin in range(0, num_samples, slice_length):
+        index = torch.arange(begin, min(begin + slice_length, num_samples))
+        word0, word1, _, _ = _words(seed, epoch, index, Purpose.SHUFFLE, ())
+        keys[begin : begin + slice_length] = (word0 << 31).bitwise_xor_(word1).squeeze(1)
+    # Two equal 63-bit keys are all but impossible; a stable sort settles even those.
+    return torch.argsort(keys, stable=True)
+
+
+def _words(
+    seed: int, epoch: Tensor | int, index: Tensor, purpose: Purpose, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words (B, blocks) of the blocks that cover ``shape`` for each sample."""
+    if not 0 <= seed < 2**64:
+        raise UsageError(f"randomness got seed={seed}; expected 0 <= seed < 2**64. Choose another seed.")
+    index = index.to(torch.int64).view(-1, 1)
+    if isinstance(epoch, Tensor):
+        epoch = epoch.to(device=index.device, dtype=torch.int64).view(-1, 1)
+    else:
+        epoch = torch.full_like(index, epoch)
+    num_blocks = math.ceil(math.prod(shape) / 4)
+    block = torch.arange(num_blocks, device=index.device).view(1, -1)
+    # Python scalars throughout: a small host tensor would make a CUDA stream wait.
+    high_word = (index >> 32 << 8).bitwise_or_(int(purpose))
+    counter = (block, index & WORD_MASK, epoch & WORD_MASK, high_word)
+    return philox4x32(counter, (seed & WORD_MASK, seed >> 32))
+
+
+def _cut(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Reshape (B, blocks, ...) to (B, *shape), dropping the unused end of the last block."""
+    numel = math.prod(shape)
+    flat = numbers.flatten(1)
+    if flat.shape[1] != numel:
+        flat = flat[:, :numel].contiguous()
+    return flat.view(numbers.shape[0], *shape)
+
+
+def _sqrt_minus_two_log(word: Tensor) -> Tensor:
+    """Return sqrt(-2 ln((word + 1) / 2**32)) in float32; ``word`` is overwritten."""
+    number = word.add_(1).to(torch.float32)
+    bits = number.view(torch.int32)
+    # number = 2**exponent * (1 + fraction), with 1 + fraction in [sqrt(1/2), sqrt(2)).
+    exponent = (bits - 0x3F3504F3).bitwise_right_shift_(23)
+    fraction = (bits - (exponent << 23)).view(torch.float32).sub_(1.0)
+    result = _polynomial(fraction, _MINUS_TWO_LOG1P).mul_(fraction)
+    result += (32 - exponent).to(torch.float32).mul_(2.0 * math.log(2.0))
+    return _square_root(result)
+
+
+def _square_root(x: Tensor) -> Tensor:
+    """Return sqrt(x) to one unit in the last place, for float32 x >= +0 (not -0) below 45.
+
+    Three steps of Heron's method from a guess made of the bits: ``torch.sqrt`` on the CPU is
+    MKL's, which is not exactly rounded and so differs from other builds and devices.
+    """
+    root = x.view(torch.int32).bitwise_right_shift(1).add_(0x1FBD1DF5).view(torch.float32)
+    for _ in range(3):
+        root = (x / root).add_(root).mul_(0.5)
+    return root
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Evaluate a polynomial by Horner's rule, without fused multiply-adds."""
+    result = x * coefficients[-1]
+    for coefficient in reversed(coefficients[1:-1]):
+        result.add_(coefficient).mul_(x)
+    return result.add_(coefficients[0])

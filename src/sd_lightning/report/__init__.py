@@ -1,0 +1,11 @@
+"""What a person looks at after a run: image grids, metric series and the self-contained ``report.html``.
+
+Nothing here knows Lightning: the inputs are PIL images, the ``metrics.csv`` that Lightning's ``CSVLogger`` writes and a
+mapping of summary values, so that a report can be made again from a run folder alone.
+"""
+
+from sd_lightning.report.grid import image_grid
+from sd_lightning.report.metrics import Series, read_metrics
+from sd_lightning.report.page import write_report
+
+__all__ = ["Series", "image_grid", "read_metrics", "write_report"]

@@ -1,0 +1,242 @@
+"""Line charts as inline SVG whose colours are CSS variables, so that one drawing serves light and dark pages."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sd_lightning.report.metrics import Series, finite, matching, smooth, wants_log_axis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INKS = {"--ink": "#010101", "--muted": "#020202", "--rule": "#030303"}
+_LINES = {"--line-1": "#040404", "--line-2": "#050505", "--line-3": "#060606"}
+# Colours that matplotlib writes into the SVG and that are then replaced by the CSS variables they stand for.
+
+_SMOOTH_FROM = 20
+"""Points below which a curve is drawn as it is."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of curve of a chart."""
+
+    label: str
+    """What the key beside the chart says; the metric's name is used where several metrics fit."""
+    patterns: tuple[str, ...]
+    """File-name patterns of metric names, the first that fits anything counts."""
+    smoothed: bool = False
+    """Draw the raw points faintly under a smoothed curve."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of the report."""
+
+    title: str
+    note: str
+    """One sentence on how to read it."""
+    lines: tuple[Line, ...]
+    number: Callable[[float], str] = "{:.3g}".format
+    """How a value is written."""
+    wide: bool = False
+    required: bool = True
+    """Say so where nothing was logged; other charts are just left out."""
+    from_zero: bool = False
+    """The value axis begins at zero, and a line marks it where values are negative."""
+    may_be_log: bool = False
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+CHARTS = (
+    Chart(
+        title="Loss",
+        note="Weighted training loss, raw and smoothed, and the loss on held-out data.",
+        lines=(
+            Line("training", ("train/loss", "train/loss_step", "train_loss", "loss"), smoothed=True),
+            Line("held out", ("val/loss", "val_loss", "val/loss_*")),
+        ),
+        wide=True,
+        may_be_log=True,
+    ),
+    Chart(
+        title="Caption gap",
+        note="Held-out loss with wrong captions minus right captions. Near zero means the prompt is ignored.",
+        lines=(Line("gap", ("*caption_gap",)),),
+        from_zero=True,
+    ),
+    Chart(
+        title="Prompted accuracy",
+        note="Share of generated images that an independent classifier reads as prompted.",
+        lines=(Line("accuracy", ("*prompted_accuracy",)),),
+        number=_percent,
+        required=False,
+        from_zero=True,
+    ),
+    Chart(
+        title="Throughput",
+        note="Images per second over all processes, without validation, sampling and saving.",
+        lines=(Line("images per second", ("perf/images_per_second", "*images_per_second")),),
+        number=_rate,
+        from_zero=True,
+    ),
+    Chart(
+        title="Learning rate",
+        note="As the schedule set it.",
+        lines=(Line("learning rate", ("train/lr", "lr", "lr-*", "*/lr*", "*learning_rate*")),),
+        from_zero=True,
+    ),
+    Chart(
+        title="Use of the hardware",
+        note="Share of the step spent waiting for data, and model FLOPs utilisation (MFU).",
+        lines=(Line("data wait", ("perf/data_wait",)), Line("MFU", ("perf/mfu",))),
+        number=_percent,
+        required=False,
+        from_zero=True,
+    ),
+)
+
+
+def render_charts(metrics: Mapping[str, Series], charts: Sequence[Chart] = CHARTS) -> str:
+    """Return the charts as HTML figures, followed by a sentence that names what was not logged.
+
+    Args:
+        metrics: Points by metric name.
+        charts: What to draw, in this order.
+    """
+    figures, absent = [], []
+    for chart in charts:
+        figure = _figure(chart, metrics)
+        if figure is not None:
+            figures.append(figure)
+        elif chart.required:
+            absent.append(f"{chart.title.lower()} (<code>{html.escape(chart.lines[0].patterns[0])}</code>)")
+    out = f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+    return out + (f'<p class="absent">Not logged in this run: {", ".join(absent)}.</p>' if absent else "")
+
+
+def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
+    curves: list[tuple[str, Series, bool]] = []
+    dropped = 0
+    for line in chart.lines:
+        names = matching(list(metrics), line.patterns)
+        for name in names:
+            series = finite(metrics[name])
+            dropped += len(metrics[name]) - len(series)
+            if series:
+                curves.append((line.label if len(names) == 1 else name, series, line.smoothed))
+    hidden = max(0, len(curves) - len(_LINES))
+    curves = curves[: len(_LINES)]
+    notes = [chart.note]
+    if dropped:
+        notes.append(f"{dropped} NaN or infinite {'value is' if dropped == 1 else 'values are'} not drawn.")
+    if hidden:
+        notes.append(f"{hidden} more {'curve is' if hidden == 1 else 'curves are'} in the CSV.")
+    if not curves:
+        return _only_non_finite(chart, dropped) if dropped else None
+    keys = "".join(
+        f'<span class="key" style="--key: var({ink})">{html.escape(label)}'
+        f" <b>{html.escape(chart.number(_shown(series, smoothed)[-1][1]))}</b></span>"
+        for (label, series, smoothed), ink in zip(curves, _LINES)
+    )
+    return (
+        f'<figure class="card{" wide" if chart.wide else ""}"><figcaption><h3>{html.escape(chart.title)}</h3>'
+        f'<p class="keys">{keys}</p></figcaption>{_svg(chart, curves)}<p class="note">{" ".join(notes)}</p></figure>'
+    )
+
+
+def _only_non_finite(chart: Chart, dropped: int) -> str:
+    return (
+        f'<figure class="card{" wide" if chart.wide else ""}">'
+        f"<figcaption><h3>{html.escape(chart.title)}</h3></figcaption>"
+        f'<p class="note">All {dropped} logged values are NaN or infinite: there is nothing to draw.</p></figure>'
+    )
+
+
+def _shown(series: Series, smoothed: bool) -> Series:
+    return smooth(series, width=min(len(series) / 40, 50)) if smoothed and len(series) >= _SMOOTH_FROM else series
+
+
+def _svg(chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
+        "svg.hashsalt": chart.title,  # ids are reproducible and differ between the charts of a page
+        "text.color": _INKS["--muted"],
+        "axes.edgecolor": _INKS["--rule"],
+        "axes.labelcolor": _INKS["--muted"],
+        "xtick.color": _INKS["--rule"],
+        "ytick.color": _INKS["--rule"],
+        "xtick.labelcolor": _INKS["--muted"],
+        "ytick.labelcolor": _INKS["--muted"],
+        "grid.color": _INKS["--rule"],
+        "font.size": 9,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(10.4, 3.4) if chart.wide else (5.1, 2.7), layout="constrained")
+        axes = figure.add_subplot()
+        _draw(axes, chart, curves)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _themed(stream.getvalue(), chart.title)
+
+
+def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    for (_, series, smoothed), colour in zip(curves, _LINES.values()):
+        shown = _shown(series, smoothed)
+        if shown is not series:
+            axes.plot(*zip(*series), color=colour, alpha=0.3, linewidth=1)
+        # Few points are marked, so that what was measured can be told from what was joined.
+        axes.plot(*zip(*shown), color=colour, linewidth=2, marker="o" if len(shown) <= 30 else "", markersize=3.5)
+    values = [value for _, series, _ in curves for _, value in series]
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.number(value)))
+    if chart.may_be_log and wants_log_axis(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    if chart.from_zero:
+        if min(values) >= 0:
+            axes.set_ylim(bottom=0, top=max(values) * 1.08 or 1)
+        else:
+            axes.axhline(0, color=_INKS["--muted"], linewidth=1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if chart.wide else 5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("optimizer step")
+    axes.grid(axis="y", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.tick_params(left=False, length=3)
+
+
+def _themed(svg: str, title: str) -> str:
+    """Turn matplotlib's SVG document into an element whose size, font and colours the page decides."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # matplotlib's style sheet would apply to the whole page.
+    svg = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)} by optimizer step"', 1)
+    svg = re.sub(r"font: (\S+px) [^;\"]*", r"font-size: \1", svg)
+    for variable, colour in {**_INKS, **_LINES}.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg

@@ -1,0 +1,112 @@
+"""Metric series out of the CSV files of a run."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from sd_lightning._errors import UsageError
+
+Series = Sequence[tuple[int, float]]
+"""Points of one metric as ``(step, value)``, ascending in step."""
+
+
+def read_metrics(path: str | Path) -> dict[str, Series]:
+    """Read what Lightning's ``CSVLogger`` wrote.
+
+    A resumed run repeats the steps since its last checkpoint, in the same file or in the next ``version_<n>`` folder:
+    the later value of a step counts.
+
+    Args:
+        path: A ``metrics.csv``, or a folder in which all ``metrics.csv`` are joined in the order of their versions.
+
+    Returns:
+        For each metric its points ascending in step, without the empty cells. NaN and infinite values are kept. The
+        epoch column, which Lightning adds, is left out.
+
+    Raises:
+        UsageError: ``path`` does not exist, or a file has rows but no ``step`` column.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UsageError(f"read_metrics got {path}, which does not exist; expected a metrics.csv or a run folder.")
+    files = [path] if path.is_file() else sorted(path.rglob("metrics.csv"), key=_natural_order)
+    points: dict[str, dict[int, float]] = {}
+    for file in files:
+        with file.open(newline="", encoding="utf-8") as stream:
+            rows = csv.DictReader(stream)
+            if rows.fieldnames and "step" not in rows.fieldnames:
+                raise UsageError(f"read_metrics found no 'step' column in {file}; expected a file of CSVLogger.")
+            for row in rows:
+                _add_row(points, row)
+    return {name: sorted(series.items()) for name, series in sorted(points.items())}
+
+
+def _add_row(points: dict[str, dict[int, float]], row: dict[str, str | None]) -> None:
+    step = _number(row.get("step"))
+    if step is None or not math.isfinite(step):  # the last line of a killed run can be cut anywhere
+        return
+    for name, cell in row.items():
+        value = _number(cell)
+        if name and name not in ("step", "epoch") and value is not None:
+            points.setdefault(name, {})[int(step)] = value
+
+
+def _number(cell: object) -> float | None:
+    if not isinstance(cell, str) or not cell:
+        return None
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def _natural_order(path: Path) -> list[tuple[int, str]]:
+    """Sort key that puts ``version_2`` before ``version_10``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def finite(series: Series) -> Series:
+    """Drop the points whose value is NaN or infinite."""
+    return [(step, value) for step, value in series if math.isfinite(value)]
+
+
+def smooth(series: Series, width: float) -> Series:
+    """Average with a Gaussian window centred on each point, cut off and renormalised at the ends.
+
+    Unlike a running average it does not lag: a falling loss is not drawn above its own points.
+
+    Args:
+        series: Finite points.
+        width: Standard deviation of the window in points, above 0.
+    """
+    reach = math.ceil(3 * width)
+    window = [math.exp(-((i / width) ** 2) / 2) for i in range(-reach, reach + 1)]
+    out = []
+    for i, (step, _) in enumerate(series):
+        begin, end = max(0, i - reach), min(len(series), i + reach + 1)
+        weights = window[begin - i + reach : end - i + reach]
+        out.append((step, sum(w * v for w, (_, v) in zip(weights, series[begin:end], strict=True)) / sum(weights)))
+    return out
+
+
+def wants_log_axis(values: Sequence[float]) -> bool:
+    """Say whether positive ``values`` span more than a decade, leaving out 2 % at either end."""
+    if len(values) < 3 or min(values) <= 0:
+        return False
+    ordered = sorted(values)
+    tail = int(len(ordered) * 0.02)
+    return ordered[-1 - tail] / ordered[tail] > 10
+
+
+def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Return the names that fit the first pattern (as in file names) which any name fits."""
+    for pattern in patterns:
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if found:
+            return found
+    return []

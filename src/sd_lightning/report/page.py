@@ -1,0 +1,210 @@
+"""The self-contained ``report.html`` of a run."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import Any, TypeGuard
+
+from PIL import Image
+
+from sd_lightning.report.charts import render_charts
+from sd_lightning.report.metrics import Series
+
+log = logging.getLogger(__name__)
+
+_MAX_GRIDS = 12
+"""Sample grids shown besides the last one; more are thinned out evenly."""
+_HERO_PIXELS = 1600
+_THUMB_PIXELS = 640
+_PNG_BYTES = 400_000
+"""Pictures that are larger than this as PNG are stored as JPEG, so that the page stays small enough to mail."""
+
+
+def write_report(
+    run_dir: str | Path, summary: Mapping[str, Any], metrics: Mapping[str, Series], resolved_config: str
+) -> Path:
+    """Write ``report.html``: one file that opens anywhere, without a network and without JavaScript.
+
+    It shows the key numbers, the sample grids ``samples/step-*.png`` of the run folder, loss, caption gap, throughput
+    and learning rate by step, all of the summary, and the configuration. What is missing is said.
+
+    Args:
+        run_dir: The run's folder, which is named in the title.
+        summary: What ``summary.json`` holds. ``prompted_accuracy``, ``caption_gap``, ``final_loss``,
+            ``images_per_second``, ``train_seconds``, ``steps`` and ``bad_samples`` stand out at the top where they are
+            present; ``prompted_accuracy_samples`` gives the accuracy its confidence interval.
+        metrics: Points by metric name, as :func:`~sd_lightning.report.read_metrics` returns them.
+        resolved_config: The configuration as YAML.
+
+    Returns:
+        The path of the report. An earlier report there is replaced in one move.
+    """
+    run_dir = Path(run_dir)
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    page = template.substitute(
+        title=html.escape(run_dir.resolve().name),
+        lead=_lead(summary),
+        tiles=_tiles(summary),
+        samples=_samples(run_dir / "samples"),
+        charts=render_charts(metrics) if metrics else '<p class="absent">No metrics were logged in this run.</p>',
+        summary=_summary_table(summary),
+        config=_config(resolved_config),
+    )
+    path = run_dir / "report.html"
+    unfinished = path.with_suffix(".html.tmp")
+    unfinished.write_text(page, encoding="utf-8")
+    os.replace(unfinished, path)
+    return path
+
+
+def _lead(summary: Mapping[str, Any]) -> str:
+    parts = ["Training report"]
+    if isinstance(steps := summary.get("steps"), int):
+        parts.append(f"{steps:,} optimizer steps")
+    if _is_number(seconds := summary.get("train_seconds")):
+        parts.append(f"{_duration(seconds)} of training")
+    text = f'<p class="lead">{html.escape(" · ".join(parts))}</p>'
+    bad = summary.get("bad_samples")
+    count = bad if isinstance(bad, int) else len(bad) if isinstance(bad, Mapping | list | tuple) else 0
+    if count:
+        verb = "sample of the data was" if count == 1 else "samples of the data were"
+        text += f'<p class="warn">{count:,} {verb} unusable and skipped.</p>'
+    return text
+
+
+def _tiles(summary: Mapping[str, Any]) -> str:
+    tiles = []
+    for key, label, number in (
+        ("prompted_accuracy", "prompted accuracy", lambda v: f"{100 * v:.1f} %"),
+        ("caption_gap", "caption gap", "{:.3f}".format),
+        ("final_loss", "final loss", "{:.4g}".format),
+        ("images_per_second", "images per second", lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}"),
+        ("peak_memory_gib", "GiB peak memory", "{:.2f}".format),
+    ):
+        value = summary.get(key)
+        if _is_number(value):
+            note = _accuracy_note(value, summary) if key == "prompted_accuracy" else ""
+            shown = html.escape(number(value))
+            tiles.append(f'<div class="card tile"><p class="value">{shown}</p><p>{label}{note}</p></div>')
+    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+
+
+def _accuracy_note(accuracy: float, summary: Mapping[str, Any]) -> str:
+    count = summary.get("prompted_accuracy_samples")
+    if not isinstance(count, int) or count < 1 or not 0 <= accuracy <= 1:
+        return ""
+    low, high = wilson_interval(accuracy, count)
+    return f"<br>{100 * low:.1f}–{100 * high:.1f} %, n = {count:,}"
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share seen in ``count`` trials (Wilson 1927)."""
+    z = 1.959964
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    reach = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+def _samples(folder: Path) -> str:
+    grids = sorted((int(found[1]), path) for path in folder.glob("step-*.png") if (found := _STEP.fullmatch(path.name)))
+    if not grids:
+        return '<p class="absent">No sample grids were written (<code>samples/step-*.png</code>).</p>'
+    *earlier, last = grids
+    shown = earlier
+    if len(earlier) > _MAX_GRIDS:
+        shown = [earlier[round(i * (len(earlier) - 1) / (_MAX_GRIDS - 1))] for i in range(_MAX_GRIDS)]
+    hero, aspect = _picture(*last, _HERO_PIXELS)
+    out = f'<figure class="card hero">{hero}<figcaption>After {last[0]:,} steps</figcaption></figure>'
+    strip = [
+        f"<figure>{_picture(step, path, _THUMB_PIXELS)[0]}<figcaption>step {step:,}</figcaption></figure>"
+        for step, path in shown
+    ]
+    if strip:
+        # Wide sheets need wide thumbnails for the same tile size.
+        width = min(480, round(150 * math.sqrt(max(1.0, aspect))))
+        out += f'<div class="strip" style="--thumb: {width}px">{"".join(strip)}</div>'
+    if len(shown) < len(earlier):
+        out += f'<p class="note">{len(shown)} of {len(earlier)} earlier grids; all are in <code>samples</code>.</p>'
+    return out
+
+
+_STEP = re.compile(r"step-(\d+)\.png")
+
+
+def _picture(step: int, path: Path, max_pixels: int) -> tuple[str, float]:
+    """Return the picture as an HTML element with its data inside, and its width by its height."""
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+    except OSError as error:  # a run killed while it wrote the picture
+        log.warning("write_report cannot show %s: %s", path, error)
+        return f'<p class="absent">{html.escape(path.name)} cannot be read.</p>', 1.0
+    if max(image.size) > max_pixels:
+        image.thumbnail((max_pixels, max_pixels), Image.Resampling.LANCZOS)
+    stream, kind = io.BytesIO(), "png"
+    image.save(stream, "PNG", optimize=True)
+    if stream.tell() > _PNG_BYTES:
+        stream, kind = io.BytesIO(), "jpeg"
+        image.save(stream, "JPEG", quality=90)
+    data = base64.b64encode(stream.getvalue()).decode("ascii")
+    size = f'width="{image.width}" height="{image.height}"'
+    return (
+        f'<img src="data:image/{kind};base64,{data}" alt="Sample grid at step {step}" {size}>',
+        image.width / image.height,
+    )
+
+
+def _summary_table(summary: Mapping[str, Any]) -> str:
+    if not summary:
+        return '<p class="absent">The run has no summary.</p>'
+    rows = "".join(
+        f"<tr><th scope=row><code>{html.escape(str(key))}</code></th><td>{_cell(str(key), value)}</td></tr>"
+        for key, value in summary.items()
+    )
+    return f'<div class="card scroll"><table>{rows}</table></div>'
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return '<span class="lead">not measured</span>'
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.6g}" + (f" ({_duration(value)})" if key.endswith("seconds") and value >= 60 else "")
+    if isinstance(value, Mapping | list | tuple) and value:
+        return f"<pre>{html.escape(json.dumps(value, indent=1, default=str, ensure_ascii=False))}</pre>"
+    return html.escape(str(value)) if value or not isinstance(value, Mapping | list | tuple) else "none"
+
+
+def _config(resolved_config: str) -> str:
+    if not resolved_config.strip():
+        return '<p class="absent">No configuration was recorded.</p>'
+    lines = len(resolved_config.strip().splitlines())
+    return (
+        f'<details class="card"><summary>Resolved configuration, {lines:,} lines</summary>'
+        f"<pre>{html.escape(resolved_config)}</pre></details>"
+    )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"

@@ -1,0 +1,108 @@
+"""A run lives in one directory; this is its layout, and how other programs find things in it.
+
+``<run>/`` holds ``config.yaml``, ``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by
+every checkpoint), ``pipeline/`` (the result, linked from the last checkpoint), ``samples/``, ``logs/``,
+``summary.json`` and ``report.html``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from sd_lightning import checkpoint
+from sd_lightning._errors import UsageError
+
+
+def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
+    """Return the checkpoint that ``resume=`` means.
+
+    Args:
+        resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory.
+        run_dir: The run's own directory.
+
+    Raises:
+        UsageError: The path holds no valid checkpoint.
+    """
+    if resume == "auto":
+        return checkpoint.newest_valid(run_dir)
+    path = Path(resume)
+    if not path.exists():
+        raise UsageError(f"resume={resume}: no such folder; expected auto, a run or one of its checkpoints")
+    if (path / checkpoint.MANIFEST_NAME).exists():
+        problems = checkpoint.verify(path)
+        if problems:
+            raise UsageError(
+                f"resume={resume}: the checkpoint is damaged: {problems[0]}; give an earlier one, or resume=auto"
+            )
+        return path
+    found = checkpoint.newest_valid(path)
+    if found is None:
+        raise UsageError(f"resume={resume}: no valid checkpoint in it; expected a run or one of its checkpoints")
+    return found
+
+
+def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
+    """Return the pipeline folder of a run, a checkpoint or a pipeline folder.
+
+    Args:
+        path: Any of the three; of an unfinished run, the newest valid checkpoint's.
+        who: The setting it was given by, for the message.
+
+    Raises:
+        UsageError: There is none.
+    """
+    root = Path(path)
+    for candidate in (root, root / "pipeline"):
+        if (candidate / "model_index.json").is_file():
+            return candidate
+    if not root.exists():
+        raise UsageError(f"{who}={path}: no such folder; expected a run, a checkpoint or a pipeline folder")
+    newest = checkpoint.newest_valid(root)
+    if newest is None:
+        raise UsageError(
+            f"{who}={path}: neither a finished pipeline nor a valid checkpoint in it; expected a run, a checkpoint or "
+            "a folder with model_index.json"
+        )
+    return newest / "pipeline"
+
+
+def prepare(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
+    """Make the run's directory; refuse to mix two runs in one.
+
+    Raises:
+        UsageError: It holds another run, is not a directory, or cannot be written.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"output_dir={run_dir}: a file is in the way; choose another output_dir")
+    if checkpoint.all_checkpoints(run_dir) and not resuming:
+        if not overwrite:
+            raise UsageError(
+                f"output_dir={run_dir} already holds a run; continue it with resume=auto, choose another output_dir=, "
+                "or delete it with overwrite=true"
+            )
+        shutil.rmtree(run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".tmp-{secrets.token_hex(4)}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"output_dir={run_dir} cannot be written ({error.strerror}); choose another output_dir="
+        ) from error
+
+
+def publish_pipeline(run_dir: Path, newest: Path) -> Path:
+    """Make ``<run>/pipeline`` the pipeline of a checkpoint, by hard links; it is never half of one."""
+    final, tmp, old = run_dir / "pipeline", run_dir / ".tmp-pipeline", run_dir / ".old-pipeline"
+    for leftover in (tmp, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    checkpoint.hard_link_tree(newest / "pipeline", tmp)
+    if final.exists():
+        final.rename(old)
+    tmp.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    return final

@@ -1,0 +1,261 @@
+"""The one view of training state: what a rank owns of every trained parameter, whatever the engine.
+
+EMA, portable checkpoints, export and the parity tests stand on :class:`ParameterShard` and
+:class:`TrainingState` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+
+LazyTensor = Tensor | Callable[[], Tensor]
+
+# How an update is computed, not what it computes: never taken from a checkpoint.
+_IMPLEMENTATION_KEYS = ("params", "fused", "foreach", "capturable", "differentiable")
+
+
+@dataclass
+class ParameterShard:
+    """A flat range of one trained parameter and everything an optimizer keeps for it."""
+
+    name: str
+    """Name in the module: "unet.conv_in.weight"."""
+    shape: tuple[int, ...]
+    """Global shape of the whole parameter."""
+    begin: int
+    end: int
+    """The range ``[begin, end)`` of the row-major flattened parameter that this rank owns."""
+    master: Tensor
+    """The weights that the optimizer updates; ``end - begin`` elements in row-major order, any strides."""
+    states: dict[str, LazyTensor] = field(default_factory=dict)
+    """Optimizer states by name, elementwise like the master; a function makes a dequantised one when needed."""
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """What the optimizer keeps once per parameter, such as ``step``."""
+    writes: bool = True
+    """Whether this rank writes the range to checkpoints (one of several that hold the same does)."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.name, self.begin
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """What a checkpoint holds of one parameter, besides its weights."""
+
+    states: tuple[str, ...]
+    scalars: dict[str, Any]
+
+
+Read = Callable[[str, str, Tensor, int, int], None]
+"""(kind, parameter name, out, begin, end): fill ``out`` with a flat range of the saved tensor ``kind/name``."""
+
+
+class TrainingState(Protocol):
+    """What every engine implements."""
+
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Return what this rank owns, as live tensors."""
+        ...
+
+    def optimizer_groups(self) -> list[list[dict[str, Any]]]:
+        """Return, per optimizer and group, its hyper-parameters and the names of its parameters (``params``)."""
+        ...
+
+    def load(
+        self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read
+    ) -> None:
+        """Take weights, optimizer states and hyper-parameters from a checkpoint."""
+        ...
+
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Compute with other weights until :meth:`swap_out`; keys are ``ParameterShard.key``."""
+        ...
+
+    def swap_out(self) -> None:
+        """Compute with the trained weights again, bit for bit."""
+        ...
+
+
+class ReplicatedState:
+    """Training state of engines in which every rank holds everything: one process, or DDP.
+
+    Args:
+        parameters: Trained parameters by name.
+        optimizers: The optimizers that step them.
+        rank: This process; rank 0 writes checkpoints.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        rank: int = 0,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._optimizers = list(optimizers)
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._rank = rank
+        self._trained: dict[str, Tensor] | None = None
+
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Return one shard per parameter: the whole of it."""
+        shards = []
+        for name, parameter in self._parameters.items():
+            states, scalars = _split(self._optimizer_state(parameter))
+            shards.append(
+                ParameterShard(
+                    name, tuple(parameter.shape), 0, parameter.numel(), parameter.detach(), states, scalars,
+                    writes=self._rank == 0,
+                )
+            )
+        return shards
+
+    def optimizer_groups(self) -> list[list[dict[str, Any]]]:
+        """Return hyper-parameters and parameter names of every group."""
+        return [
+            [
+                {k: v for k, v in group.items() if k not in _IMPLEMENTATION_KEYS}
+                | {"params": [self._names[p] for p in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self._optimizers
+        ]
+
+    def load(
+        self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read
+    ) -> None:
+        """Fill parameters and create the optimizers' states; with ``groups=None`` only weights are loaded.
+
+        Raises:
+            UsageError: The optimizers' groups do not hold the same parameters as those saved.
+        """
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                read("master", name, parameter, 0, parameter.numel())
+        if groups is None:
+            return
+        self._check_groups(groups)
+        for optimizer, saved_groups in zip(self._optimizers, groups, strict=True):
+            for gindex, (group, hyper_parameters) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+                group.update({k: v for k, v in hyper_parameters.items() if k not in _IMPLEMENTATION_KEYS})
+                for pindex, parameter in enumerate(group["params"]):
+                    name = self._names[parameter]
+                    if not saved[name].states and not saved[name].scalars:
+                        continue  # saved before the first step, or a parameter that never had a gradient
+                    if hasattr(optimizer, "init_state"):  # bitsandbytes: block-quantised states
+                        _load_quantised(optimizer, (group, parameter, gindex, pindex), name, saved[name], read)
+                    else:
+                        optimizer.state[parameter] = _load_states(group, parameter, name, saved[name], read)
+
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Point the parameters at other weights: no copy where dtype, device and layout agree."""
+        if self._trained is not None:
+            raise RuntimeError("swap_in called twice without swap_out")
+        self._trained = {}
+        for name, parameter in self._parameters.items():
+            other = weights[name, 0]
+            if (other.dtype, other.device) != (parameter.dtype, parameter.device):
+                other = torch.empty_like(parameter).copy_(other)
+            self._trained[name] = parameter.data
+            parameter.data = other
+
+    def swap_out(self) -> None:
+        """Point the parameters back at the trained weights."""
+        if self._trained is None:
+            raise RuntimeError("swap_out called without swap_in")
+        for name, parameter in self._parameters.items():
+            parameter.data = self._trained[name]
+        self._trained = None
+
+    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        for optimizer in self._optimizers:
+            if parameter in optimizer.state:
+                return dict(optimizer.state[parameter])
+        return {}
+
+    def _check_groups(self, groups: list[list[dict[str, Any]]]) -> None:
+        ours = [[g["params"] for g in optimizer] for optimizer in self.optimizer_groups()]
+        theirs = [[g["params"] for g in optimizer] for optimizer in groups]
+        if ours != theirs:
+            sizes = [[len(g) for g in optimizer] for optimizer in ours], [[len(g) for g in o] for o in theirs]
+            raise UsageError(
+                f"resume: the optimizer's parameter groups hold {sizes[0]} parameters, those of the checkpoint "
+                f"{sizes[1]}, or others by name; resume with the same trained networks, or start a new run from its "
+                "weights with init_from="
+            )
+
+
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """Divide what an optimizer keeps for a parameter into elementwise states and scalars."""
+    if "qmap1" in state:
+        return _dequantised(state), {"step": state["step"]}
+    states: dict[str, LazyTensor] = {}
+    scalars: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            states[name] = value
+        else:
+            scalars[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return states, scalars
+
+
+def _load_states(
+    group: Mapping[str, Any], parameter: nn.Parameter, name: str, saved: SavedParameter, read: Read
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for key, value in saved.scalars.items():
+        on_device = isinstance(value, Tensor) and (group.get("fused") or group.get("capturable"))
+        state[key] = value.to(parameter.device) if on_device else value
+    for kind in saved.states:
+        state[kind] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+        read(kind, name, state[kind], 0, parameter.numel())
+    return state
+
+
+# ---------------------------------------------------------------------- 8-bit optimizer states (bitsandbytes)
+
+
+def _dequantised(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """Return functions that dequantise block-quantised states, one at a time."""
+
+    def dequantise(kind: str) -> Tensor:
+        from bitsandbytes.functional import dequantize_blockwise
+
+        number = kind.removeprefix("state")
+        quantised: Tensor = state[kind]
+        return dequantize_blockwise(
+            quantised.reshape(-1), absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=256
+        ).reshape(quantised.shape)
+
+    return {kind: lambda kind=kind: dequantise(kind) for kind in ("state1", "state2") if kind in state}
+
+
+def _load_quantised(
+    optimizer: Any, where: tuple[dict[str, Any], nn.Parameter, int, int], name: str, saved: SavedParameter, read: Read
+) -> None:
+    """Make the optimizer's own 8-bit state and fill it; not bit-exact, since blocks are quantised again."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    group, parameter, gindex, pindex = where
+    optimizer.init_state(group, parameter, gindex, pindex)
+    state = optimizer.state[parameter]
+    state["step"] = int(saved.scalars["step"])
+    for kind in saved.states:
+        if "qmap1" not in state:  # bitsandbytes keeps small parameters' states in float32
+            read(kind, name, state[kind], 0, parameter.numel())
+            continue
+        number = kind.removeprefix("state")
+        values = torch.empty_like(state[kind], dtype=torch.float32)
+        read(kind, name, values, 0, parameter.numel())
+        quantised, quant_state = quantize_blockwise(values.reshape(-1), code=state[f"qmap{number}"], blocksize=256)
+        state[kind].reshape(-1).copy_(quantised)
+        state[f"absmax{number}"].copy_(quant_state.absmax)

@@ -1,0 +1,102 @@
+"""What every test shares: an offline, deterministic environment, the `gpu` skip, and the trained base model."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+# Before torch is imported anywhere, and inherited by the processes that tests start. Two threads: float sums depend
+# on the number, and two is what every machine we support has.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    MPLBACKEND="Agg",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="disabled",
+)
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+os.environ.pop("HYDRA_FULL_ERROR", None)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give long tests their time; skip `gpu` tests, with the reason, where there is no CUDA device."""
+    for item in items:
+        # The first test that asks for the trained model pays for its training.
+        long = item.get_closest_marker("slow") or "trained_run" in getattr(item, "fixturenames", ())
+        if long and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason=f"needs a CUDA GPU; torch {torch.__version__} sees none")
+    for item in gpu_items:
+        item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The checkout that the tests belong to."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python *args` in a process of its own and return it with `stdout` and `stderr` as text.
+
+    Keyword arguments: `cwd`, `timeout` (seconds, default 240), `env` (added to this process's), `check` (default
+    False: the test looks at `returncode`).
+    """
+
+    def run(
+        *args: str | Path,
+        cwd: Path | None = None,
+        timeout: float = 240,
+        env: dict[str, str] | None = None,
+        check: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, *map(str, args)],
+            cwd=cwd,
+            env=os.environ | (env or {}),
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+        )
+        if check and done.returncode != 0:
+            pytest.fail(f"python {' '.join(map(str, args))} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained_run(
+    tmp_path_factory: pytest.TempPathFactory, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> Path:
+    """The run directory of the default digits training, made once per session; treat it as read-only.
+
+    `SD_LIGHTNING_TRAINED_RUN=<run dir>` reuses a finished one while a test is being written.
+    """
+    ready = os.environ.get("SD_LIGHTNING_TRAINED_RUN")
+    if ready:
+        return Path(ready)
+    run_dir = tmp_path_factory.mktemp("trained") / "digits"
+    run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def trained_summary(trained_run: Path) -> dict[str, object]:
+    """`summary.json` of `trained_run`."""
+    return json.loads((trained_run / "summary.json").read_text())

@@ -1,0 +1,410 @@
+"""Datamodule in a real Trainer: every run sees the same samples, exactly once, whoever reads and wherever it stops.
+
+Ranks are played one after the other in this process (`RankTrainer`); a real process group is in the slow test.
+"""
+
+import hashlib
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.datamodule import SDDataModule, digits_data, validation_batches
+from sd_lightning.data.loader import LoaderOptions
+from sd_lightning.data.samples import ImageOptions
+from sd_lightning.data.source import BadSample
+
+NUM, BATCH = 26, 8  # three global batches an epoch, two samples left out
+
+
+class Squares:
+    """Images of different sizes and shapes with three captions each; some are broken."""
+
+    dropped: dict[str, str] = {}
+
+    def __init__(self, num: int = NUM, broken: tuple[int, ...] = ()) -> None:
+        self.num, self.broken = num, broken
+
+    def __len__(self) -> int:
+        return self.num
+
+    def image(self, index: int) -> Image.Image:
+        if index in self.broken:
+            raise BadSample("torn")
+        pixels = torch.arange(20 * 30 * 3).mul(index + 3).remainder(251).to(torch.uint8)
+        return Image.fromarray(pixels.view(20, 30, 3).numpy())
+
+    def captions(self, index: int) -> list[str]:
+        return [f"{kind} {index}" for kind in ("first", "second", "third")]
+
+    def name(self, index: int) -> str:
+        return f"square-{index}"
+
+
+def tokenize(captions: list[str]) -> Tensor:
+    """Two encoders, four tokens: the first bytes of the caption's hash."""
+    ids = [list(hashlib.sha256(caption.encode()).digest()[:8]) for caption in captions]
+    return torch.tensor(ids, dtype=torch.int64).view(len(captions), 2, 4)
+
+
+class Recorder(pl.LightningModule):
+    """Stands in for SDLightningModule and records the bits of every training sample."""
+
+    def __init__(self, seed: int = 5) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seed = seed
+        self.latent_diffusion = SimpleNamespace(tokenize=tokenize)
+        self.encoder = SimpleNamespace(encode_moments=self._encode)
+        self.num_encoded = 0
+        self.steps: list[list[tuple[int, int, str]]] = []
+        self.val_batches: list[dict[str, Any]] = []
+        self.last: dict[str, Any] = {}
+
+    def _encode(self, pixel_values: Tensor) -> Tensor:
+        self.num_encoded += len(pixel_values)
+        return torch.nn.functional.avg_pool2d(pixel_values, 4)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.last = batch
+        images = batch["pixel_values"] if "pixel_values" in batch else batch["latent_moments"]
+        parts = [images, batch["input_ids"], batch["original_size"], batch["crop_top_left"]]
+        self.steps.append(
+            [
+                (int(epoch), int(index), hashlib.sha256(b"".join(p[i].numpy().tobytes() for p in parts)).hexdigest())
+                for i, (epoch, index) in enumerate(zip(batch["epoch"], batch["index"]))
+            ]
+        )
+        return self.weight * 1.0
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.val_batches.append(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class RankTrainer(pl.Trainer):
+    """A Trainer that believes to be one of several ranks."""
+
+    ranks = (1, 0)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.ranks[0], "rank": self.ranks[1]}
+
+
+def trainer(max_steps: int, accumulate: int = 1, ranks: tuple[int, int] = (1, 0), **options: Any) -> RankTrainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    made = RankTrainer(
+        accelerator="cpu", max_steps=max_steps, max_epochs=-1, accumulate_grad_batches=accumulate, **quiet | options
+    )
+    made.ranks = ranks
+    return made
+
+
+def datamodule(num_workers: int = 0, source: Any = None, val: Any = None, **options: Any) -> SDDataModule:
+    images = ImageOptions(16, center_crop=False, random_flip=True, proportion_empty_prompts=0.3)
+    defaults: dict[str, Any] = {"batch_size": BATCH, "images": images, "loader": LoaderOptions(num_workers)}
+    return SDDataModule(source or Squares(), val, **defaults | options)
+
+
+def samples_of(runs: list[Recorder], accumulate: int) -> list[list[tuple[int, int, str]]]:
+    """Join the ranks' micro-batches to what each optimizer step saw, in the sampler's order."""
+    micro = [sum(parts, []) for parts in zip(*(run.steps for run in runs), strict=True)]
+    return [sum(micro[i : i + accumulate], []) for i in range(0, len(micro), accumulate)]
+
+
+def fit(
+    max_steps: int,
+    *,
+    world: int = 1,
+    accumulate: int = 1,
+    num_workers: int = 0,
+    resume: Callable[[RankTrainer, SDDataModule], None] | None = None,
+    **options: Any,
+) -> list[list[tuple[int, int, str]]]:
+    """Train on every rank in turn; return the samples of each optimizer step."""
+    runs = []
+    for rank in range(world):
+        module, data = Recorder(), datamodule(num_workers, **options)
+        made = trainer(max_steps, accumulate, (world, rank))
+        if resume is not None:
+            resume(made, data)
+        made.fit(module, data)
+        runs.append(module)
+    return samples_of(runs, accumulate)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[list[tuple[int, int, str]]]:
+    """Seven steps of one process: two epochs and a third of the next."""
+    return fit(7)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 2), (2, 2), (4, 1), (4, 2)])
+def test_every_division_sees_the_same_bits(
+    uninterrupted: list[list[tuple[int, int, str]]], world: int, accumulate: int, num_workers: int
+) -> None:
+    assert fit(7, world=world, accumulate=accumulate, num_workers=num_workers) == uninterrupted
+
+
+def test_epochs_differ_and_repeat_no_sample(uninterrupted: list[list[tuple[int, int, str]]]) -> None:
+    first, second = (sum(uninterrupted[i : i + 3], []) for i in (0, 3))
+    assert {epoch for epoch, _, _ in first} == {0} and {epoch for epoch, _, _ in second} == {1}
+    assert len({index for _, index, _ in first}) == len(first) == 24
+    hashes = [{index: digest for _, index, digest in part} for part in (first, second)]
+    common = hashes[0].keys() & hashes[1].keys()
+    assert len(common) >= 20 and sum(hashes[0][i] != hashes[1][i] for i in common) > len(common) // 2
+
+
+@pytest.mark.parametrize(("stop", "num_workers"), [(1, 0), (2, 2), (3, 0), (4, 2), (6, 0)])
+def test_run_that_lightning_ended_resumes_with_exactly_the_unseen_samples(
+    uninterrupted: list[list[tuple[int, int, str]]], tmp_path: Path, stop: int, num_workers: int
+) -> None:
+    module, accumulate = Recorder(), 2
+    stopped = trainer(stop, accumulate)
+    stopped.fit(module, datamodule(num_workers))
+    stopped.save_checkpoint(tmp_path / "stopped.ckpt")
+    resumed = Recorder()
+    trainer(7, accumulate).fit(resumed, datamodule(num_workers), ckpt_path=str(tmp_path / "stopped.ckpt"))
+    assert samples_of([module], accumulate) == uninterrupted[:stop]
+    assert samples_of([resumed], accumulate) == uninterrupted[stop:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_run_killed_after_a_lightning_checkpoint_resumes_with_exactly_the_unseen_samples(
+    uninterrupted: list[list[tuple[int, int, str]]], tmp_path: Path, num_workers: int
+) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    trainer(7, 2, callbacks=[saver], enable_checkpointing=True).fit(Recorder(), datamodule(num_workers))
+    for step in range(1, 7) if num_workers == 0 else (2, 4):
+        resumed = Recorder()
+        trainer(7, 2).fit(resumed, datamodule(num_workers), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+        assert samples_of([resumed], 2) == uninterrupted[step:], f"killed after step {step}"
+
+
+@pytest.mark.parametrize(
+    ("stop", "world", "accumulate", "num_workers"),
+    [(1, 1, 1, 0), (2, 2, 2, 0), (3, 4, 1, 0), (4, 1, 4, 2), (5, 2, 1, 2)],
+)
+def test_derived_position_resumes_at_another_world_size(
+    uninterrupted: list[list[tuple[int, int, str]]], stop: int, world: int, accumulate: int, num_workers: int
+) -> None:
+    def resume(made: RankTrainer, data: SDDataModule) -> None:
+        data.resume(*divmod(stop, 3))
+
+    resumed = fit(7 - stop, world=world, accumulate=accumulate, num_workers=num_workers, resume=resume)
+    assert resumed == uninterrupted[stop:]
+
+
+def test_resume_up_to_the_first_batch_reaches_worker_processes(uninterrupted: list[list[tuple[int, int, str]]]) -> None:
+    class ResumeAtStart(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.datamodule.resume(0, 2)
+
+    module = Recorder()
+    trainer(3, callbacks=[ResumeAtStart()]).fit(module, datamodule(num_workers=2))
+    assert samples_of([module], 1) == uninterrupted[2:5]
+
+
+def test_second_fit_starts_from_the_beginning(uninterrupted: list[list[tuple[int, int, str]]]) -> None:
+    data = datamodule()
+    data.resume(0, 2)
+    trainer(1).fit(Recorder(), data)
+    again = Recorder()
+    trainer(2).fit(again, data)
+    assert samples_of([again], 1) == uninterrupted[:2]
+
+
+def test_batch_holds_what_the_module_reads() -> None:
+    module = Recorder()
+    trainer(1).fit(module, datamodule())
+    batch = module.last
+    shapes = {key: (tuple(value.shape), value.dtype) for key, value in batch.items() if isinstance(value, Tensor)}
+    pair = ((BATCH, 2), torch.int64)
+    assert shapes == {
+        "pixel_values": ((BATCH, 3, 16, 16), torch.float32),
+        "input_ids": ((BATCH, 2, 4), torch.int64),
+        "epoch": ((BATCH,), torch.int64),
+        "index": ((BATCH,), torch.int64),
+        "original_size": pair,
+        "crop_top_left": pair,
+        "target_size": pair,
+    }
+    assert "bad" not in batch and len(batch["captions"]) == BATCH
+    assert batch["original_size"][0].tolist() == [20, 30] and batch["target_size"][0].tolist() == [16, 16]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_broken_image_is_replaced_counted_and_named_once(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    data = datamodule(num_workers, source=Squares(broken=(4, 5)), max_bad_fraction=0.1)
+    module = Recorder()
+    with caplog.at_level(logging.WARNING, "sd_lightning"):
+        trainer(6).fit(module, data)
+    assert data.bad_samples == data.gather_bad_samples() == {"square-4": "torn", "square-5": "torn"}
+    named = [record.getMessage() for record in caplog.records]
+    assert sorted(named) == [f"data: square-{i} is left out: torn" for i in (4, 5)]
+    whole = fit(6)
+    assert [[key[:2] for key in step] for step in samples_of([module], 1)] == [[k[:2] for k in step] for step in whole]
+    differing = {new[1] for a, b in zip(samples_of([module], 1), whole) for new, old in zip(a, b) if new != old}
+    assert differing == {4, 5}
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_too_many_broken_images_stop_the_run_with_the_list(cache: bool) -> None:
+    images = ImageOptions(16, center_crop=True)
+    data = datamodule(source=Squares(broken=(4, 5, 9)), max_bad_fraction=0.1, cache_latents=cache, images=images)
+    with pytest.raises(UsageError, match=r"3 samples cannot be used, .*max_bad_fraction=0.1 .*square-\d \(torn\)"):
+        trainer(6).fit(Recorder(), data)
+
+
+def test_only_broken_images_stop_the_run_even_if_all_may_be_bad() -> None:
+    data = datamodule(source=Squares(broken=tuple(range(NUM))), max_bad_fraction=1.0)
+    with pytest.raises(UsageError, match="none of the 26 images can be read: square-.* and 6 more"):
+        trainer(1).fit(Recorder(), data)
+
+
+def test_dropped_entries_of_a_source_count_before_training() -> None:
+    source = Squares()
+    source.dropped = {"a.png": "there is no file a.png"}
+    with pytest.raises(UsageError, match=r"1 samples cannot be used.*a.png \(there is no file a.png\)"):
+        datamodule(source=source)
+    assert datamodule(source=source, max_bad_fraction=0.1).bad_samples == source.dropped
+
+
+def test_cached_latents_are_the_encoded_pixels_and_are_encoded_once() -> None:
+    images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
+    broken = Squares(broken=(4, 25))
+    options: dict[str, Any] = {"source": broken, "val": Squares(5), "images": images, "max_bad_fraction": 0.2}
+    cached, plain = Recorder(), Recorder()
+    data = datamodule(cache_latents=True, **options)
+    trainer(7, check_val_every_n_epoch=1).fit(cached, data)
+    assert cached.num_encoded == NUM - 2 + 5
+    trainer(7).fit(plain, datamodule(**options))
+    assert torch.equal(cached.last["latent_moments"], plain._encode(plain.last["pixel_values"]))
+    for key in ("input_ids", "original_size", "crop_top_left", "target_size", "index"):
+        assert torch.equal(cached.last[key], plain.last[key])
+    assert data.bad_samples == {"square-4": "torn", "square-25": "torn"}
+    trainer(1).fit(cached, data)
+    assert cached.num_encoded == NUM - 2 + 5
+    other = Recorder()
+    trainer(1).fit(other, data)
+    assert other.num_encoded == NUM - 2 + 5, "another encoder must not train on the latents of the first"
+
+
+def test_cached_latents_are_the_same_at_every_world_size() -> None:
+    images = ImageOptions(16, center_crop=True)
+    one = fit(3, images=images, cache_latents=True)
+    assert fit(3, images=images, cache_latents=True, world=2, accumulate=2, num_workers=2) == one
+
+
+def test_validation_is_in_order_without_randomness_and_with_wrong_captions() -> None:
+    module = Recorder()
+    trainer(3).fit(module, datamodule(val=Squares(5), val_batch_size=2))
+    batches = module.val_batches[:3]
+    assert [batch["index"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+    captions = sum((batch["captions"] for batch in batches), [])
+    assert captions == [f"first {i}" for i in range(5)]
+    wrong = torch.cat([batch["wrong_input_ids"] for batch in batches])
+    assert torch.equal(wrong, tokenize([f"first {i}" for i in (1, 2, 3, 4, 0)]))
+    assert all(batch["crop_top_left"].tolist() == [[0, 4]] * len(batch["index"]) for batch in batches)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_validation_shares_are_equal_and_disjoint(world: int) -> None:
+    shares = [validation_batches(10, 3, world, rank) for rank in range(world)]
+    assert len({tuple(map(len, share)) for share in shares}) == 1
+    indices = [index for share in shares for batch in share for _, index in batch]
+    assert indices == list(range(10 // world * world))
+
+
+def test_fewer_validation_images_than_ranks_are_repeated() -> None:
+    assert [validation_batches(2, 8, 3, rank) for rank in range(3)] == [[[(0, 0)]], [[(0, 1)]], [[(0, 0)]]]
+
+
+def test_worker_processes_end_with_the_run() -> None:
+    import multiprocessing
+
+    data = datamodule(loader=LoaderOptions(2, persistent_workers=True, prefetch_factor=4))
+    module = Recorder()
+    trainer(4).fit(module, data)
+    assert samples_of([module], 1) == fit(4)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: datamodule(batch_size=0), "data.batch_size=0: expected 1 or more"),
+        (lambda: datamodule(val_batch_size=0), "data.val_batch_size=0"),
+        (lambda: datamodule(max_bad_fraction=1.5), r"data.max_bad_fraction=1.5: expected a fraction in \[0, 1\]"),
+        (lambda: datamodule(cache_latents=True), "cache_latents=true .* data.random_flip=true changes it"),
+        (lambda: digits_data(center_crop=False), "cache_latents=true .* data.center_crop=false changes it"),
+        (lambda: ImageOptions(100), "data.resolution=100: .* multiple of 8.* write data.resolution=96"),
+        (lambda: ImageOptions(proportion_empty_prompts=2), "data.proportion_empty_prompts=2"),
+        (lambda: LoaderOptions(-1), "data.num_workers=-1"),
+        (lambda: LoaderOptions(0, persistent_workers=True), "persistent_workers=true has no effect .*num_workers=0"),
+        (lambda: LoaderOptions(0, prefetch_factor=2), "prefetch_factor=2 has no effect"),
+        (lambda: LoaderOptions(1, prefetch_factor=0), "prefetch_factor=0: expected 1 or more"),
+    ],
+)
+def test_bad_options_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_another_module_is_refused() -> None:
+    with pytest.raises(UsageError, match="got a BoringModel to train; expected an SDLightningModule"):
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        trainer(1).fit(BoringModel(), datamodule())
+
+
+DDP = """
+import sys, torch, lightning.pytorch as pl
+sys.path.insert(0, sys.argv[1])
+from test_data_datamodule import *
+images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
+module, data = Recorder(), datamodule(images=images, cache_latents=True, val=Squares(7), source=Squares(70, (4, 33)),
+                                      max_bad_fraction=0.1)
+made = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=9, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False)
+made.fit(module, data)
+bad = data.gather_bad_samples()
+shown = [batch["index"].tolist() for batch in module.val_batches]
+torch.save((module.steps, shown, bad), f"{sys.argv[2]}/{made.global_rank}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_real_processes_share_the_encoding_and_see_the_same_bits(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(DDP)
+    command = [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
+    one = fit(9, images=images, cache_latents=True, source=Squares(70, (4, 33)), max_bad_fraction=0.1)
+    assert [a + b for a, b in zip(ranks[0][0], ranks[1][0], strict=True)] == one
+    assert (ranks[0][1][-1], ranks[1][1][-1]) == ([0, 1, 2], [3, 4, 5])
+    assert ranks[0][2] == ranks[1][2] == {"square-4": "torn", "square-33": "torn"}

@@ -1,0 +1,376 @@
+"""The callbacks that measure and show a training run, driven by Lightning's own loop on a clock that tests set."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from torch.utils.data import DataLoader, Dataset
+
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks import progress, throughput
+from sd_lightning.callbacks.progress import TrainingProgress, clock_time
+from sd_lightning.callbacks.throughput import Throughput, paused, peak_flops, peak_memory_bytes
+from sd_lightning.report import read_metrics
+
+
+class Clock:
+    """Seconds that pass only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(throughput, "peak_flops", lambda device, dtype: 1e6)
+    return clock
+
+
+class SlowData(Dataset):
+    """Each sample takes its time to read."""
+
+    def __init__(self, clock: Clock, seconds: float, size: int = 64) -> None:
+        self.clock, self.seconds, self.size = clock, seconds, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.clock.now += self.seconds
+        return {"latents": torch.ones(3)}
+
+
+class Model(LightningModule):
+    """Every training step takes 1 s (the first 100 s), every validation step 50 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.clock = clock
+        self.first = True
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.clock.now += 100.0 if self.first else 1.0
+        self.first = False
+        return self.layer(batch["latents"]).square().mean()
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.clock.now += 50.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Counting(Model):
+    def flops_per_sample(self, batch: dict[str, torch.Tensor]) -> int:
+        self.clock.now += 1000.0
+        return 25_000
+
+
+def loader(clock: Clock, read_seconds: float = 0.0, size: int = 64) -> DataLoader:
+    return DataLoader(SlowData(clock, read_seconds, size), batch_size=4)
+
+
+def trainer(folder: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": 12,
+        "log_every_n_steps": 4,
+        "limit_val_batches": 0,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "logger": CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1),
+        "enable_progress_bar": any(isinstance(c, TrainingProgress) for c in callbacks),
+    }
+    return Trainer(callbacks=list(callbacks), **defaults | arguments)
+
+
+def test_speed_and_data_wait_are_logged_at_the_logging_interval(tmp_path: Path, clock: Clock) -> None:
+    speed = Throughput()
+    trainer(tmp_path, speed).fit(Model(clock), loader(clock, read_seconds=0.75))
+    metrics = read_metrics(tmp_path)
+    # 4 samples of 0.75 s and a step of 1 s; the step of 100 s, which is the first, is left out.
+    assert metrics["perf/images_per_second"] == [(step, pytest.approx(1.0)) for step in (3, 7, 11)]
+    assert metrics["perf/data_wait"] == [(step, pytest.approx(0.75)) for step in (3, 7, 11)]
+    assert metrics["perf/peak_memory_gib"][-1][1] == pytest.approx(
+        (peak_memory_bytes(torch.device("cpu")) or 0) / 2**30, rel=0.2
+    )
+    assert "perf/mfu" not in metrics
+    assert speed.summary()["images_per_second"] == pytest.approx(1.0)
+
+
+class Sampling(Callback):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step % 3 == 0:
+            with paused(trainer, "sampling"), paused(trainer, "encoding"):
+                self.clock.now += 500.0
+
+
+class SlowSave(ModelCheckpoint):
+    def __init__(self, clock: Clock, folder: Path) -> None:
+        super().__init__(folder, every_n_train_steps=4)
+        self.clock = clock
+
+    def on_save_checkpoint(self, *args: Any) -> None:
+        self.clock.now += 300.0
+
+
+def test_validation_sampling_saving_and_counting_change_no_number(tmp_path: Path, clock: Clock) -> None:
+    speed = Throughput()
+    run = trainer(
+        tmp_path,
+        Sampling(clock),
+        speed,
+        SlowSave(clock, tmp_path / "checkpoints"),
+        limit_val_batches=2,
+        val_check_interval=2,
+        num_sanity_val_steps=1,
+        enable_checkpointing=True,
+    )
+    run.fit(Counting(clock), loader(clock, read_seconds=0.75), loader(clock))
+    assert list((tmp_path / "checkpoints").glob("*.ckpt"))
+    assert clock.now > 1000 + 4 * 500 + 3 * 300 + 12 * 50 + 1000
+    metrics = read_metrics(tmp_path)
+    assert metrics["perf/images_per_second"] == [(step, pytest.approx(1.0)) for step in (3, 7, 11)]
+    assert metrics["perf/data_wait"] == [(step, pytest.approx(0.75)) for step in (3, 7, 11)]
+    # 25 kFLOP by sample and one sample a second on a device of 1 MFLOP/s
+    assert metrics["perf/mfu"] == [(step, pytest.approx(0.025)) for step in (3, 7, 11)]
+
+
+def test_accumulated_batches_are_one_step(tmp_path: Path, clock: Clock) -> None:
+    speed = Throughput()
+    trainer(tmp_path, speed, accumulate_grad_batches=4, max_steps=4, log_every_n_steps=1).fit(
+        Model(clock), loader(clock)
+    )
+    assert read_metrics(tmp_path)["perf/images_per_second"] == [(s, pytest.approx(4.0)) for s in (1, 2, 3)]
+
+
+def test_the_datamodules_global_batch_size_is_what_counts(tmp_path: Path, clock: Clock) -> None:
+    class Data(LightningDataModule):
+        batch_size = 32
+
+        def train_dataloader(self) -> DataLoader:
+            return loader(clock)
+
+    speed = Throughput()
+    trainer(tmp_path, speed).fit(Model(clock), datamodule=Data())
+    assert speed.summary()["images_per_second"] == pytest.approx(32.0)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(1, 4 / 9), (4, 16 / 12), (20, 44 / 19)])
+def test_window_is_the_number_of_steps_averaged(tmp_path: Path, clock: Clock, window: int, expected: float) -> None:
+    class LateStall(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.clock.now += 8.0 if batch_idx == 11 else 0.0
+
+    trainer(tmp_path, Throughput(window)).fit(LateStall(clock), loader(clock))
+    assert read_metrics(tmp_path)["perf/images_per_second"][-1][1] == pytest.approx(expected)
+
+
+def test_a_run_of_one_step_measures_no_speed(tmp_path: Path, clock: Clock) -> None:
+    speed = Throughput()
+    trainer(tmp_path, speed, max_steps=1, log_every_n_steps=1).fit(Model(clock), loader(clock))
+    assert "images_per_second" not in speed.summary() and speed.images_per_second is None
+    assert "perf/images_per_second" not in read_metrics(tmp_path)
+
+
+def test_the_trainers_own_profiler_still_works_and_is_put_back(tmp_path: Path, clock: Clock) -> None:
+    profiler = SimpleProfiler()
+    run = trainer(tmp_path, Throughput(), profiler=profiler)
+    run.fit(Model(clock), loader(clock))
+    assert run.profiler is profiler
+    assert len(profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 12
+
+    class Broken(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("broken")
+
+    run = trainer(tmp_path, Throughput())
+    with pytest.raises(RuntimeError, match="broken"):
+        run.fit(Broken(clock), loader(clock))
+    assert type(run.profiler) is PassThroughProfiler
+
+
+def test_measured_peak_is_a_plausible_number_of_this_machine() -> None:
+    peak = peak_flops(torch.device("cpu"), torch.float32)
+    assert 1e8 < peak < 1e14
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
+        ("NVIDIA H100 NVL", torch.bfloat16, 835.5e12),
+        ("NVIDIA H200", torch.float16, 989.5e12),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+    ],
+)
+def test_known_gpus_have_their_dense_peak(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, peak: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    assert peak_flops(torch.device("cuda", 0), dtype) == pytest.approx(peak, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_the_devices_and_utilisation_below_one(tmp_path: Path) -> None:
+    class Large(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4096, 4096, bias=False)
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.layer(batch["latents"]).square().mean()
+
+        def flops_per_sample(self, batch: dict[str, torch.Tensor]) -> int:
+            return 3 * 2 * 4096**2
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    data = [{"latents": torch.ones(2048, 4096)} for _ in range(40)]
+    speed = Throughput()
+    run = trainer(tmp_path, speed, accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=40)
+    run.fit(Large(), DataLoader(data, batch_size=None))
+    values = speed.summary()
+    assert 0.0 < values["mfu"] < 1.0
+    assert values["peak_memory_gib"] == pytest.approx(torch.cuda.max_memory_allocated() / 2**30)
+
+
+def test_throughput_refuses_an_empty_window() -> None:
+    with pytest.raises(UsageError, match="Throughput got window=0; expected a whole number of steps of at least 1"):
+        Throughput(window=0)
+
+
+def test_outside_a_terminal_a_plain_line_is_printed_now_and_then(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, TrainingProgress(refresh_seconds=5), Throughput(), log_every_n_steps=2).fit(
+        Model(clock), loader(clock)
+    )
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split(" | ")[0] for line in lines] == ["step 1/12", "step 6/12", "step 11/12", "step 12/12"]
+    pattern = r"step 11/12 \| loss [\d.e-]+ \| 4 img/s \| left 0:01 \| elapsed 1:50"
+    assert re.fullmatch(pattern, lines[2]), lines[2]
+
+
+def test_refresh_seconds_sets_the_distance_of_the_lines(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for refresh_seconds, count in ((0, 12), (1e6, 1)):
+        trainer(tmp_path, TrainingProgress(refresh_seconds)).fit(Model(clock), loader(clock))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+        assert len(lines) == count
+        assert lines[-1].startswith("step 12/12 | loss ") and "steps/s" in lines[-1]
+
+
+def test_metrics_of_the_progress_bar_are_shown(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Logging(Model):
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            self.log("train/loss", 0.123456, prog_bar=True)
+            self.log("train/hidden", 7.0)
+            return super().training_step(batch, batch_idx)
+
+    trainer(tmp_path, TrainingProgress()).fit(Logging(clock), loader(clock))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("step 12/12 | loss 0.1235 | ") and "hidden" not in last
+
+
+def test_a_run_bounded_by_epochs_knows_its_steps(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, TrainingProgress(), max_steps=-1, max_epochs=2).fit(Model(clock), loader(clock, size=20))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("step 10/10 | ")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    yield lambda: re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+
+class Notes(Callback):
+    """Print and remember what the bar says during validation, where Lightning's own bars would flicker."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def note(self, trainer: Trainer) -> None:
+        bar = trainer.progress_bar_callback
+        assert isinstance(bar, TrainingProgress) and bar._bar is not None
+        self.seen.append((bar._bar.tasks[0].description, len(bar._bar.tasks)))
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.note(trainer)
+        trainer.progress_bar_callback.print("a word from [validation]")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with paused(trainer, "sampling"):
+            self.note(trainer)
+
+
+def test_in_a_terminal_one_bar_covers_the_run_and_names_what_goes_on(
+    tmp_path: Path, clock: Clock, terminal: Any
+) -> None:
+    notes = Notes()
+    run = trainer(tmp_path, notes, TrainingProgress(), Throughput(), limit_val_batches=1, val_check_interval=6)
+    run.fit(Model(clock), loader(clock), loader(clock))
+    assert [text for text, _ in notes.seen] == ["validating", "sampling"] * 2
+    assert all(tasks == 1 for _, tasks in notes.seen)
+    shown = terminal()
+    assert shown.count("a word from [validation]\n") == 2, "text is printed above the bar, brackets and all"
+    assert re.search(r"training .*12/12 loss [\d.e-]+  4 img/s  left 0:00  elapsed 3:31", shown)
+    assert shown.rstrip().endswith("\x1b[?25h"), "the cursor is back"
+
+
+def test_the_bar_is_closed_when_training_fails(tmp_path: Path, clock: Clock, terminal: Any) -> None:
+    class Broken(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("broken")
+
+    bar = TrainingProgress()
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer(tmp_path, bar).fit(Broken(clock), loader(clock))
+    assert bar._bar is None
+    assert terminal().rstrip().endswith("\x1b[?25h")
+
+
+def test_other_ranks_stay_silent(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "is_global_zero", property(lambda self: False))
+    trainer(tmp_path, TrainingProgress(refresh_seconds=0)).fit(Model(clock), loader(clock))
+    assert "step" not in capsys.readouterr().out
+
+
+def test_progress_refuses_a_negative_distance() -> None:
+    with pytest.raises(UsageError, match="TrainingProgress got refresh_seconds=-1; expected 0 or more seconds"):
+        TrainingProgress(refresh_seconds=-1)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (36610, "10:10:10")])
+def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
+    assert clock_time(seconds) == text

@@ -390,8 +390,16 @@ made = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=9, log
                   enable_progress_bar=False)
 made.fit(module, data)
 bad = data.gather_bad_samples()
+broken = tuple(range(0, 70, 5))  # a rank meets fewer than the limit of 10 in an epoch, both together 12
+try:
+    made = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=20, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False)
+    made.fit(Recorder(), datamodule(images=images, source=Squares(70, broken), max_bad_fraction=0.15))
+    error = "none"
+except UsageError as refused:
+    error = str(refused)
 shown = [batch["index"].tolist() for batch in module.val_batches]
-torch.save((module.steps, shown, bad), f"{sys.argv[2]}/{made.global_rank}.pt")
+torch.save((module.steps, shown, bad, error, made.global_step), f"{sys.argv[2]}/{made.global_rank}.pt")
 """
 
 
@@ -407,4 +415,7 @@ def test_two_real_processes_share_the_encoding_and_see_the_same_bits(tmp_path: P
     one = fit(9, images=images, cache_latents=True, source=Squares(70, (4, 33)), max_bad_fraction=0.1)
     assert [a + b for a, b in zip(ranks[0][0], ranks[1][0], strict=True)] == one
     assert (ranks[0][1][-1], ranks[1][1][-1]) == ([0, 1, 2], [3, 4, 5])
+    for *_, error, steps in ranks:
+        assert "data: 12 samples cannot be used" in error and "allows (10)" in error
+        assert steps == 8, "stopped at the start of the second epoch"
     assert ranks[0][2] == ranks[1][2] == {"square-4": "torn", "square-33": "torn"}

@@ -48,8 +48,12 @@ class LatentEncoder:
         """Move the frozen networks to a device, in the encoder's dtype."""
         self.device = device
         for network in self.networks:
-            upcast = network is self._model.vae and self._model.components["vae"].config.get("force_upcast", False)
-            network.to(device=device, dtype=torch.float32 if upcast and self.dtype == torch.float16 else self.dtype)
+            dtype = self.dtype
+            if network is self._model.vae and dtype == torch.float16:
+                dtype = torch.float32 if self._model.components["vae"].config.get("force_upcast") else dtype
+            network.to(device)
+            if next(network.parameters()).dtype != dtype:  # diffusers warns at every cast
+                network.to(dtype)
         return self
 
     @torch.no_grad()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.latent_diffusion import LatentDiffusion, scheduler_class
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,6 +36,8 @@ class SamplingOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"sampling got {name}={value}; expected at least 1")
+        if self.scheduler is not None:
+            scheduler_class(self.scheduler)
         if self.guidance_scale < 0:
             raise UsageError(f"sampling got guidance_scale={self.guidance_scale}; expected at least 0 (1 is none)")
 
@@ -72,7 +74,7 @@ def generate(
         if size is not None and size % 8:
             raise UsageError(f"generate got {name}={size}; expected a multiple of 8, e.g. {name}={size // 8 * 8 or 8}")
     device = device or next(latent_diffusion.unet.parameters()).device
-    pipeline = latent_diffusion.pipeline(scheduler=options.scheduler)
+    pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())
     for network in networks:
         network.to(device)

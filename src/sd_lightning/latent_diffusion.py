@@ -112,7 +112,7 @@ class LatentDiffusion:
             torch.manual_seed(seed)
             networks = {key: _instantiate(component) for key, component in components.items()}
             if architecture.token_embedding_std is not None:
-                embedding = networks["text_encoder"].get_input_embeddings().weight
+                embedding = networks["text_encoder"].get_input_embeddings().weight  # type: ignore[operator]
                 nn.init.normal_(embedding, std=architecture.token_embedding_std)
         if name == "tiny" and torch.device(device).type != "meta":
             networks["vae"], components["vae"] = _load(components["vae"], assets.TINY_VAE)
@@ -430,7 +430,8 @@ def _load(component: Component, folder: Path, *, variant: str | None = None) -> 
         config = {k: v for k, v in dict(network.config).items() if not k.startswith("_")}
     else:
         config = {
-            k: v for k, v in network.config.to_dict().items()
+            k: v
+            for k, v in network.config.to_dict().items()
             if k not in ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
         }
     return network, Component(component.library, component.class_name, config)

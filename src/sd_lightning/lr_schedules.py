@@ -16,10 +16,10 @@ def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
 
 
-def cosine(
-    optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, final_fraction: float = 0.0
-) -> LambdaLR:
-    """Rise linearly over ``warmup_steps`` under half a cosine that ends at ``final_fraction`` (SGDR, 1608.03983, eq. 5).
+def cosine(optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, final_fraction: float = 0.0) -> LambdaLR:
+    """Rise linearly over ``warmup_steps`` and fall along half a cosine to ``final_fraction``.
+
+    SGDR, arXiv 1608.03983, equation 5, without restarts.
 
     Raises:
         UsageError: A number is out of range.

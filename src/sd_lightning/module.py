@@ -115,6 +115,8 @@ class SDLightningModule(pl.LightningModule):
         loss = self._sample_losses(noisy, self._conditioning(batch)).mean()
         self._loss = loss.detach()
         self.log("train/loss", self._loss, batch_size=len(batch["latents"]), sync_dist=self.trainer.world_size > 1)
+        if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=len(batch["latents"]))
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

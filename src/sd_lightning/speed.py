@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,9 +36,7 @@ class Speed:
 
     def __post_init__(self) -> None:
         if self.attention not in ("auto", *_KERNELS):
-            raise UsageError(
-                f"Speed got attention={self.attention!r}; expected one of auto, {', '.join(_KERNELS)}"
-            )
+            raise UsageError(f"Speed got attention={self.attention!r}; expected one of auto, {', '.join(_KERNELS)}")
         if self.attention == "cudnn" and not torch.cuda.is_available():
             raise UsageError(
                 "Speed got attention='cudnn' but there is no CUDA device; choose auto, math or flash on CPU"
@@ -50,7 +48,7 @@ class Speed:
             if self.gradient_checkpointing:
                 _enable_gradient_checkpointing(network)
             if self.channels_last:
-                network.to(memory_format=torch.channels_last)
+                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if self.compile_blocks:
                 for block in repeated_blocks(network).values():
                     block.compile()
@@ -72,7 +70,7 @@ def use_attention_kernel(name: AttentionKernel) -> None:
     cuda.enable_cudnn_sdp(name in ("auto", "cudnn"))
 
 
-def _enable_gradient_checkpointing(network: nn.Module) -> None:
+def _enable_gradient_checkpointing(network: Any) -> None:
     if hasattr(network, "enable_gradient_checkpointing"):  # diffusers
         network.enable_gradient_checkpointing()
     elif hasattr(network, "gradient_checkpointing_enable"):  # transformers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -69,9 +70,7 @@ class TrainingState(Protocol):
         """Return, per optimizer and group, its hyper-parameters and the names of its parameters (``params``)."""
         ...
 
-    def load(
-        self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read
-    ) -> None:
+    def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
         """Take weights, optimizer states and hyper-parameters from a checkpoint."""
         ...
 
@@ -113,7 +112,13 @@ class ReplicatedState:
             states, scalars = _split(self._optimizer_state(parameter))
             shards.append(
                 ParameterShard(
-                    name, tuple(parameter.shape), 0, parameter.numel(), parameter.detach(), states, scalars,
+                    name,
+                    tuple(parameter.shape),
+                    0,
+                    parameter.numel(),
+                    parameter.detach(),
+                    states,
+                    scalars,
                     writes=self._rank == 0,
                 )
             )
@@ -130,9 +135,7 @@ class ReplicatedState:
             for optimizer in self._optimizers
         ]
 
-    def load(
-        self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read
-    ) -> None:
+    def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
         """Fill parameters and create the optimizers' states; with ``groups=None`` only weights are loaded.
 
         Raises:
@@ -236,7 +239,7 @@ def _dequantised(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
             quantised.reshape(-1), absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=256
         ).reshape(quantised.shape)
 
-    return {kind: lambda kind=kind: dequantise(kind) for kind in ("state1", "state2") if kind in state}
+    return {kind: partial(dequantise, kind) for kind in ("state1", "state2") if kind in state}
 
 
 def _load_quantised(

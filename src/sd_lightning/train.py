@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning import _conf, checkpoint, runs
+from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def train(cfg: DictConfig) -> int:
     if resume is not None and 0 <= cfg.trainer.max_steps <= checkpoint.step_of(resume):
         log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
         return 0
+    quiet_libraries()
     trainer = build_trainer(cfg, resume)
     datamodule = _conf.instantiate(cfg.data)
     module = build_module(cfg)
@@ -55,6 +57,11 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
         The checkpoint to resume, if any.
     """
     check_trainer(cfg)
+    if not isinstance(cfg.overwrite, bool):
+        raise UsageError(f"overwrite={cfg.overwrite}: expected true or false")
+    for name in ("resume", "init_from", "output_dir"):
+        if not isinstance(cfg[name], str | None):
+            raise UsageError(f"{name}={cfg[name]}: expected a path; write {name}=runs/<name>")
     if cfg.resume is not None and cfg.init_from is not None:
         raise UsageError(
             f"got resume={cfg.resume} and init_from={cfg.init_from}; resume continues a run, init_from starts a new "
@@ -90,7 +97,9 @@ def check_trainer(cfg: DictConfig) -> None:
         raise UsageError(f"trainer.accelerator={trainer.accelerator}: there is no CUDA device; write cpu or auto")
     devices = _num_devices(trainer.devices, cuda)
     if cuda and devices > cuda:
-        raise UsageError(f"trainer.devices={devices}: this machine has {cuda} CUDA device(s); write trainer.devices={cuda}")
+        raise UsageError(
+            f"trainer.devices={devices}: this machine has {cuda} CUDA device(s); write trainer.devices={cuda}"
+        )
     processes = devices * trainer.num_nodes
     if processes > 1 and cfg.strategy["_target_"].endswith(".single"):
         raise UsageError(
@@ -215,7 +224,7 @@ def write_results(run_dir: Path, summary: Mapping[str, Any]) -> None:
     from sd_lightning.report import read_metrics, write_report
 
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    metrics = read_metrics(run_dir / "logs")
+    metrics = read_metrics(run_dir / "logs") if (run_dir / "logs").exists() else {}
     write_report(run_dir, summary, metrics, (run_dir / "config.yaml").read_text())
 
 

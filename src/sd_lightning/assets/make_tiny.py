@@ -37,7 +37,7 @@ def make_tokenizer(corpus: list[str], *, max_length: int) -> Any:
     words = [*alphabet, *(letter + "</w>" for letter in alphabet), *(a + b for a, b in merges)]
     words += ["<|startoftext|>", "<|endoftext|>"]
     vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)  # type: ignore[arg-type]
 
 
 def train_vae(images: Tensor, *, seed: int = 0) -> Any:

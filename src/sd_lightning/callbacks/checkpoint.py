@@ -104,23 +104,29 @@ class PortableCheckpoint(Checkpoint):
         step = trainer.global_step
         shards = training_state(trainer).parameter_shards()
         ema = ema_of(trainer)
-        tmp: Path = strategy.broadcast(checkpoint.begin(self.run_dir, step) if trainer.is_global_zero else None)
-        error: BaseException | None = None
+        tmp: Path | None = None
+        error: Exception | None = None
         try:
-            (tmp / "state").mkdir(exist_ok=True)
-            entries = _entries(shards, ema)
-            write_shards(tmp / "state", trainer.global_rank, trainer.world_size, entries)
-        except OSError as caught:
+            if trainer.is_global_zero:
+                tmp = checkpoint.begin(self.run_dir, step)
+                (tmp / "state").mkdir()
+        except Exception as caught:
+            error = caught
+        self._agree(trainer, tmp, step, error)
+        tmp = strategy.broadcast(tmp)
+        assert tmp is not None
+        try:
+            write_shards(tmp / "state", trainer.global_rank, trainer.world_size, _entries(shards, ema))
+        except Exception as caught:
             error = caught
         self._agree(trainer, tmp, step, error)
         if trainer.is_global_zero:
             try:
-                known = merge_index(tmp / "state", trainer.world_size)
-                known = {f"state/{name}": digest for name, digest in known.items()}
+                known = {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}
                 known |= self._write_pipeline(tmp, pl_module, averaged=ema is not None)
                 (tmp / "trainer.json").write_text(typed_json.dumps(self._trainer_state(trainer, shards)))
                 checkpoint.commit(tmp, known=known)
-            except OSError as caught:
+            except Exception as caught:
                 error = caught
         self._agree(trainer, tmp, step, error)
         self.last_saved = checkpoint.checkpoint_path(self.run_dir, step)
@@ -129,11 +135,11 @@ class PortableCheckpoint(Checkpoint):
             log.info("saved %s", self.last_saved)
         return self.last_saved
 
-    def _agree(self, trainer: pl.Trainer, tmp: Path, step: int, error: BaseException | None) -> None:
+    def _agree(self, trainer: pl.Trainer, tmp: Path | None, step: int, error: Exception | None) -> None:
         """Let all ranks fail together: remove what was written and raise if saving failed on any."""
         if trainer.strategy.reduce_boolean_decision(error is None, all=True):
             return
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and tmp is not None:
             shutil.rmtree(tmp, ignore_errors=True)
         if error is None:
             raise UsageError(f"Saving the checkpoint of step {step} failed on another process; see its message")
@@ -165,7 +171,10 @@ class PortableCheckpoint(Checkpoint):
         for leftover in (frozen, tmp):
             shutil.rmtree(leftover, ignore_errors=True)
         model: LatentDiffusion = pl_module.latent_diffusion
-        model.save_pretrained(tmp, skip=tuple(pl_module.trained_networks()))
+        try:
+            model.save_pretrained(tmp, skip=tuple(pl_module.trained_networks()))
+        except Exception as error:
+            raise checkpoint.disk_full(error, self.run_dir, 0) or error from error
         tmp.rename(frozen)
 
     def _trainer_state(self, trainer: pl.Trainer, shards: list[ParameterShard]) -> dict[str, Any]:
@@ -201,7 +210,9 @@ class PortableCheckpoint(Checkpoint):
         shared = sum(f.stat().st_size for f in (self.run_dir / "frozen").rglob("*") if f.is_file())
         log.info(
             "a checkpoint takes up to %.3g GB (+ %.3g GB of frozen parts, once); the newest %d are kept",
-            size / 1e9, shared / 1e9, self.keep,
+            size / 1e9,
+            shared / 1e9,
+            self.keep,
         )
         checkpoint.check_free_space(self.run_dir, 2 * size, "checkpoints")
 
@@ -297,4 +308,3 @@ def _entries(shards: list[ParameterShard], ema: EMA | None) -> list[Entry]:
 def _callback_states(trainer: pl.Trainer) -> dict[str, Any]:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return {c.state_key: state for c in callbacks if (state := c.state_dict())}
-

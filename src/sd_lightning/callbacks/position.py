@@ -29,6 +29,7 @@ class RunPosition:
     def of(cls, trainer: pl.Trainer) -> RunPosition:
         """Read the position off a running trainer."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        module: Any = trainer.lightning_module
         sampler = data.train_sampler
         steps = trainer.global_step
         epoch, done = divmod(trainer.fit_loop.epoch_loop.total_batch_idx + 1, len(sampler))
@@ -39,7 +40,7 @@ class RunPosition:
             steps_in_epoch=done // trainer.accumulate_grad_batches,
             batch_size=data.batch_size,
             samples_per_epoch=sampler.samples_per_epoch,
-            seed=trainer.lightning_module.seed,
+            seed=module.seed,
         )
 
     def check_same_run(self, trainer: pl.Trainer) -> None:

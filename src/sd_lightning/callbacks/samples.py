@@ -53,7 +53,9 @@ class SampleGrid(Callback):
         seed: int = 0,
     ) -> None:
         for name, value, least in (
-            ("every_n_steps", every_n_steps, 0), ("columns", columns, 1), ("accuracy_samples", accuracy_samples, 0)
+            ("every_n_steps", every_n_steps, 0),
+            ("columns", columns, 1),
+            ("accuracy_samples", accuracy_samples, 0),
         ):
             if value < least:
                 raise UsageError(f"SampleGrid got {name}={value}; expected at least {least}")

@@ -61,7 +61,8 @@ class SDDataModule(LightningDataModule):
             val_batch_size: Validation samples per process and batch; default ``batch_size``.
             images: Size, augmentation and caption dropout.
             loader: DataLoader options.
-            max_bad_fraction: Stop the run when more than this fraction of a source cannot be used.
+            max_bad_fraction: Stop the run when more than this fraction of the samples cannot be used. Every rank
+                counts its own; they are added up at the start of each epoch.
             cache_latents: Encode all images once, before the first step, and keep the latents in
                 host memory.
 
@@ -137,7 +138,7 @@ class SDDataModule(LightningDataModule):
             self.train_sampler.resume(*self._position)
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loader_options.build(dataset, self.train_sampler, on_cuda=self._device().type == "cuda")
-        return EpochLoader(loader, self.train_sampler)
+        return EpochLoader(loader, self.train_sampler, on_start=self._compare_bad)
 
     def val_dataloader(self) -> WholeBatchLoader | list[Any]:
         """Return the loader over this rank's share of the held-out images, in order, nothing random.
@@ -167,18 +168,18 @@ class SDDataModule(LightningDataModule):
         return batch
 
     def gather_bad_samples(self) -> dict[str, str]:
-        """Return the bad samples that any rank has met; a collective call.
-
-        Raises:
-            UsageError: Together they exceed ``max_bad_fraction``.
-        """
+        """Return the bad samples that any rank has met; a collective call."""
         if dist.is_available() and dist.is_initialized():
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, self.bad_samples)
             for part in parts:
                 self.bad_samples |= part
-        self._check_bad()
         return self.bad_samples
+
+    def _compare_bad(self) -> None:
+        """Stop all ranks when what each of them tolerates is too much together; once per epoch."""
+        self.gather_bad_samples()
+        self._check_bad()
 
     def _dataset(self, source: Source, images: ImageOptions, *, wrong_captions: bool = False) -> CaptionedImages:
         module = self._module()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,13 +108,29 @@ class EpochLoader(WholeBatchLoader):
     ``state_dict``/``load_state_dict`` make Lightning's own checkpoints resume exactly, too.
     """
 
-    def __init__(self, loader: DataLoader[Any], batch_sampler: GlobalBatchSampler) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        batch_sampler: GlobalBatchSampler,
+        *,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
+        """Wrap a DataLoader.
+
+        Args:
+            loader: The DataLoader, which uses the sampler.
+            batch_sampler: The sampler.
+            on_start: Called on every rank when an epoch's first batch is asked for.
+        """
         super().__init__(loader)
+        self._on_start = on_start
         self.batch_sampler = batch_sampler
         self._given = (0, 0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the micro-batches of the rest of the epoch."""
+        if self._on_start is not None:
+            self._on_start()
         sampler = self.batch_sampler
         epoch, start = sampler.epoch, sampler.batches_done * sampler.accumulate
         for given, batch in enumerate(self._loader, start + 1):

@@ -176,16 +176,18 @@ def _summary_table(summary: Mapping[str, Any]) -> str:
 
 def _cell(key: str, value: Any) -> str:
     if value is None:
-        return '<span class="lead">not measured</span>'
+        return '<span class="lead">—</span>'
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.6g}" + (f" ({_duration(value)})" if key.endswith("seconds") and value >= 60 else "")
+    if isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value):
+        return html.escape(", ".join(map(str, value))) or "none"
     if isinstance(value, Mapping | list | tuple) and value:
         return f"<pre>{html.escape(json.dumps(value, indent=1, default=str, ensure_ascii=False))}</pre>"
-    return html.escape(str(value)) if value or not isinstance(value, Mapping | list | tuple) else "none"
+    return "none" if isinstance(value, Mapping) else html.escape(str(value))
 
 
 def _config(resolved_config: str) -> str:

@@ -1,0 +1,31 @@
+"""What the command line shows of other libraries: their errors, and none of their advice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+_ADVICE = (
+    r".*does not have many workers.*",  # data is read in the training process on purpose where it is tiny
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
+    r".*checkpoint.*use_reentrant.*",
+    r".*Experiment logs directory .* exists and is not empty.*",  # resuming
+    r".*not be a power of 2.*",
+)
+
+
+def quiet_libraries() -> None:
+    """Keep advertisements and advice of libraries off the console, for entry points only."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("diffusers", "transformers", "bitsandbytes", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(_no_advice)
+    for pattern in _ADVICE:
+        warnings.filterwarnings("ignore", message=pattern)
+
+
+def _no_advice(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(word in message for word in ("litlogger", "TPU available", "HPU available", "GPU available"))

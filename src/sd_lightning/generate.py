@@ -1,0 +1,180 @@
+"""Draw pictures with a trained run or a pretrained pipeline: ``python -m sd_lightning.generate [key=value …]``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sd_lightning import _conf, runs
+from sd_lightning._console import quiet_libraries
+from sd_lightning._errors import UsageError
+from sd_lightning.generation import SamplingOptions, generate
+from sd_lightning.latent_diffusion import LatentDiffusion
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from PIL import Image
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pipeline of the hub or on disk."""
+
+    pretrained: str | None = None
+    revision: str | None = None
+    variant: str | None = None
+    vae: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw, with what, and where to put it; ``conf/generate.yaml`` explains the keys."""
+
+    run: str | None = None
+    model: Pretrained = field(default_factory=Pretrained)
+    prompts: list[str] | str = ""
+    negative_prompt: str = ""
+    num_images_per_prompt: int = 1
+    seed: int = 0
+    num_inference_steps: int = 25
+    guidance_scale: float = 7.5
+    scheduler: str | None = None
+    batch_size: int = 4
+    height: int | None = None
+    width: int | None = None
+    device: str = "auto"
+    output_dir: str = "generated"
+    columns: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.model.pretrained is None):
+            given = "neither" if self.run is None else "both"
+            raise UsageError(
+                f"generate got {given} of run= and model.pretrained=; give run=runs/<name>, or model.pretrained=<hub "
+                "id or folder>"
+            )
+        for name in ("num_images_per_prompt", "columns"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"generate got {name}={value}; expected at least 1")
+
+    @property
+    def source(self) -> str | Path:
+        return self.model.pretrained or runs.find_pipeline(str(self.run), who="run")
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        names = ("num_inference_steps", "guidance_scale", "scheduler", "batch_size", "height", "width")
+        return SamplingOptions(**{name: getattr(self, name) for name in names})
+
+
+def run(cfg: DictConfig) -> int:
+    """Draw the pictures, write each with its settings in its metadata, and a grid of all."""
+    quiet_libraries()
+    request: Request = _conf.instantiate(cfg)
+    prompts = [p for p in read_prompts(request.prompts) for _ in range(request.num_images_per_prompt)]
+    source, options, device = request.source, request.sampling, _device(request.device)
+    output_dir = _output_dir(request.output_dir)
+    where = request.model
+    model = LatentDiffusion.from_pretrained(source, revision=where.revision, variant=where.variant, vae=where.vae)
+    seeds = range(request.seed, request.seed + len(prompts))
+    images = generate(
+        model, prompts, seeds=seeds, options=options, negative_prompt=request.negative_prompt, device=device
+    )
+    settings = {
+        "model": str(source),
+        "negative_prompt": request.negative_prompt,
+        "num_inference_steps": options.num_inference_steps,
+        "guidance_scale": options.guidance_scale,
+        "scheduler": type(model.sampling_scheduler(options.scheduler)).__name__,
+    }
+    for image, prompt, seed in zip(images, prompts, seeds, strict=True):
+        write_png(image, output_dir / file_name(prompt, seed), {"prompt": prompt, "seed": seed, **settings})
+    grid = _write_grid(images, prompts, output_dir, request.columns)
+    print(f"{len(images)} pictures in {output_dir}/, all of them in {grid}")
+    return 0
+
+
+def read_prompts(prompts: Any) -> list[str]:
+    """Return the captions of a list, or of a text file with one caption per line.
+
+    Raises:
+        UsageError: There are none, or the file cannot be read.
+    """
+    if isinstance(prompts, str):
+        path = Path(prompts)
+        if not path.is_file():
+            raise UsageError(
+                f"generate got prompts={prompts!r}, which is not a file; write 'prompts=[{prompts}]' for a caption, or "
+                "give a text file with one caption per line"
+            )
+        captions = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    else:
+        captions = [str(p) for p in prompts or []]
+    captions = [caption for caption in captions if caption]
+    if not captions:
+        raise UsageError("generate got no prompts; write 'prompts=[a handwritten three]' or prompts=captions.txt")
+    return captions
+
+
+def file_name(prompt: str, seed: int) -> str:
+    """Return "a-handwritten-three-seed-0.png"."""
+    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+    return f"{slug}-seed-{seed}.png"
+
+
+def write_png(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
+    """Write a PNG with its settings as text chunks: one JSON under "sd_lightning", and "prompt" and "seed" alone."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text("sd_lightning", json.dumps(settings))
+    for key in ("prompt", "seed"):
+        info.add_text(key, str(settings[key]))
+    image.save(path, pnginfo=info)
+
+
+def _write_grid(images: Sequence[Image.Image], prompts: Sequence[str], folder: Path, columns: int | None) -> Path:
+    from sd_lightning.report import image_grid
+
+    path = folder / "grid.png"
+    image_grid(list(images), columns or math.ceil(math.sqrt(len(images))), captions=list(prompts)).save(path)
+    return path
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"generate got device={name}, which is not there; write device=cpu or auto") from error
+    return device
+
+
+def _output_dir(name: str) -> Path:
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output_dir={name} cannot be made ({error.strerror}); choose another") from error
+    return path
+
+
+def main() -> None:
+    _conf.main("generate", run)
+
+
+if __name__ == "__main__":
+    main()

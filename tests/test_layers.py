@@ -30,6 +30,7 @@ LAYERS: dict[str, int] = {
     "flops": 2,
     "generation": 2,
     "latent_diffusion": 2,
+    "pipeline_folder": 2,
     "report": 2,
     "runs": 2,
     "speed": 2,

@@ -41,7 +41,8 @@ def sdxl_conditioning(text_encoders: Sequence[nn.Module], batch: Mapping[str, Te
     time_ids = torch.cat([batch["original_size"], batch["crop_top_left"], batch["target_size"]], dim=1)
     return {
         "encoder_hidden_states": torch.cat(hidden, dim=-1),
-        "added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids.to(hidden[0].dtype)},
+        # float32 whatever the encoders compute in: bfloat16 does not know odd sizes above 256.
+        "added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids.float()},
     }
 
 

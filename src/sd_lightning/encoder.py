@@ -47,10 +47,9 @@ class LatentEncoder:
     def to(self, device: torch.device) -> LatentEncoder:
         """Move the frozen networks to a device, in the encoder's dtype."""
         self.device = device
+        overflows = self.dtype == torch.float16 and self._model.vae.config.force_upcast
         for network in self.networks:
-            dtype = self.dtype
-            if network is self._model.vae and dtype == torch.float16:
-                dtype = torch.float32 if self._model.components["vae"].config.get("force_upcast") else dtype
+            dtype = torch.float32 if overflows and network is self._model.vae else self.dtype
             network.to(device)
             if next(network.parameters()).dtype != dtype:  # diffusers warns at every cast
                 network.to(dtype)

@@ -118,7 +118,10 @@ def read_prompts(prompts: Any) -> list[str]:
                 f"generate got prompts={prompts!r}, which is not a file; write 'prompts=[{prompts}]' for a caption, or "
                 "give a text file with one caption per line"
             )
-        captions = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        try:
+            captions = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"generate got prompts={prompts}, which cannot be read as UTF-8 text ({error})") from error
     else:
         captions = [str(p) for p in prompts or []]
     captions = [caption for caption in captions if caption]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,10 @@ class SamplingOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"sampling got {name}={value}; expected at least 1")
+        for name in ("height", "width"):
+            size = getattr(self, name)
+            if size is not None and size % 8:
+                raise UsageError(f"sampling got {name}={size}; expected a multiple of 8, e.g. {name}={size // 8 * 8 or 8}")
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
         if self.guidance_scale < 0:
@@ -65,26 +69,25 @@ def generate(
         device: Where to compute; where the UNet is, if not given.
 
     Raises:
-        UsageError: The number of seeds differs, or the size does not fit the VAE.
+        UsageError: The number of seeds differs.
     """
     options = options or SamplingOptions()
     if len(seeds) != len(prompts):
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
-    for name, size in (("height", options.height), ("width", options.width)):
-        if size is not None and size % 8:
-            raise UsageError(f"generate got {name}={size}; expected a multiple of 8, e.g. {name}={size // 8 * 8 or 8}")
     device = device or next(latent_diffusion.unet.parameters()).device
     pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())
     for network in networks:
         network.to(device)
     images: list[Image.Image] = []
-    with torch.no_grad(), _evaluation_mode(networks), _common_dtype(networks, device):
+    vae = latent_diffusion.vae
+    with torch.no_grad(), _evaluation_mode(networks), _common_dtype(networks, device), _decoding_as_is(vae, device):
         for begin in range(0, len(prompts), options.batch_size):
             batch = slice(begin, begin + options.batch_size)
             images += pipeline(
                 list(prompts[batch]),
-                negative_prompt=[negative_prompt] * len(prompts[batch]),
+                # None, not "": some pipelines have a special embedding for no negative prompt.
+                negative_prompt=[negative_prompt] * len(prompts[batch]) if negative_prompt else None,
                 num_inference_steps=options.num_inference_steps,
                 guidance_scale=options.guidance_scale,
                 height=options.height,
@@ -104,6 +107,23 @@ def _evaluation_mode(networks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for network, mode in zip(networks, training, strict=True):
             network.train(mode)
+
+
+@contextlib.contextmanager
+def _decoding_as_is(vae: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let the VAE decode in its own dtype under autocast too: some overflow in half precision (``force_upcast``)."""
+    decode: Callable[..., Any] = vae.decode  # type: ignore[assignment]
+    dtype = next(vae.parameters()).dtype
+
+    def as_is(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, enabled=False):
+            return decode(latents.to(dtype), *args, **kwargs)
+
+    vae.decode = as_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del vae.decode
 
 
 def _common_dtype(networks: Sequence[nn.Module], device: torch.device) -> contextlib.AbstractContextManager[object]:

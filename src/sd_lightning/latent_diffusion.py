@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +14,24 @@ from torch import Tensor, nn
 from sd_lightning import assets
 from sd_lightning._errors import UsageError
 from sd_lightning.architectures import ARCHITECTURES, Architecture, Component
-from sd_lightning.conditioning import clip_conditioning, sdxl_conditioning
+from sd_lightning.conditioning import clip_conditioning, map_conditioning, sdxl_conditioning
+from sd_lightning.pipeline_folder import (
+    config_file,
+    file_keys,
+    find_folder,
+    instantiate,
+    load_network,
+    load_tokenizer,
+    read_component,
+    read_json,
+    saved_config,
+    weights_file,
+    write_json,
+)
 from sd_lightning.safetensors_file import write_tensors
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-log = logging.getLogger(__name__)
 
 Conditioning = dict[str, Any]
 """Keyword arguments of the UNet besides ``sample`` and ``timestep``."""
@@ -31,9 +40,19 @@ _CONDITIONERS: dict[str, Callable[[Sequence[nn.Module], Mapping[str, Tensor]], C
     "StableDiffusionPipeline": clip_conditioning,
     "StableDiffusionXLPipeline": sdxl_conditioning,
 }
+_PARTS = {
+    "StableDiffusionPipeline": ("unet", "vae", "text_encoder", "tokenizer"),
+    "StableDiffusionXLPipeline": ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
+}
 _BLOCK_CLASSES = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
 # Written by save_pretrained beside the networks, never trained: what a pipeline's model_index names as absent.
 _ABSENT = {"StableDiffusionPipeline": ("safety_checker", "feature_extractor", "image_encoder")}
+# Arguments of the pipeline that are not parts. Captions are dropped to "" in training, so that is what a model built
+# here is guided away from; the published SDXL models want zeros in its place.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "StableDiffusionPipeline": {"requires_safety_checker": False},
+    "StableDiffusionXLPipeline": {"force_zeros_for_empty_prompt": False},
+}
 
 
 class LatentDiffusion:
@@ -53,6 +72,7 @@ class LatentDiffusion:
         tokenizers: Mapping[str, Any],
         components: Mapping[str, Component],
         pipeline_class: str,
+        pipeline_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Hold ready parts; use :meth:`build` or :meth:`from_pretrained` to get them.
 
@@ -61,16 +81,14 @@ class LatentDiffusion:
             tokenizers: tokenizer and, for SDXL, tokenizer_2.
             components: One record per network and one for "scheduler".
             pipeline_class: "StableDiffusionPipeline" or "StableDiffusionXLPipeline".
+            pipeline_options: Arguments of the pipeline that are not parts.
         """
-        if pipeline_class not in _CONDITIONERS:
-            raise UsageError(
-                f"LatentDiffusion got a {pipeline_class}; it knows {' and '.join(_CONDITIONERS)}; "
-                "give a Stable Diffusion 1.x, 2.x or XL pipeline"
-            )
+        _check_pipeline_class(pipeline_class, "LatentDiffusion")
         self.networks = dict(networks)
         self.tokenizers = dict(tokenizers)
         self.components = dict(components)
         self.pipeline_class = pipeline_class
+        self.pipeline_options = {**_OPTIONS[pipeline_class], **(pipeline_options or {})}
         self._token_ids: dict[str, Tensor] = {}
 
     # ------------------------------------------------------------------ building and loading
@@ -110,12 +128,12 @@ class LatentDiffusion:
             components[key] = Component("transformers", components[key].class_name, config)
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(seed)
-            networks = {key: _instantiate(component) for key, component in components.items()}
+            networks = {key: instantiate(component) for key, component in components.items()}
             if architecture.token_embedding_std is not None:
                 embedding = networks["text_encoder"].get_input_embeddings().weight  # type: ignore[operator]
                 nn.init.normal_(embedding, std=architecture.token_embedding_std)
         if name == "tiny" and torch.device(device).type != "meta":
-            networks["vae"], components["vae"] = _load(components["vae"], assets.TINY_VAE)
+            networks["vae"], components["vae"] = load_network(components["vae"], assets.TINY_VAE)
         names = [k.replace("text_encoder", "tokenizer") for k in components if k.startswith("text_encoder")]
         return cls(
             networks,
@@ -144,34 +162,32 @@ class LatentDiffusion:
         Raises:
             UsageError: There is no such pipeline, or a part of it is missing or unreadable.
         """
-        root = _local_folder(pretrained_model_name_or_path, revision=revision, variant=variant)
-        index = _read_json(root / "model_index.json")
+        root = find_folder(pretrained_model_name_or_path, revision=revision, variant=variant)
+        index = read_json(root / "model_index.json")
         pipeline_class = str(index.get("_class_name"))
-        wanted = [k for k in index if k in ("unet", "vae") or k.startswith(("text_encoder", "tokenizer"))]
+        _check_pipeline_class(pipeline_class, str(root))
+        scheduler = read_json(root / "scheduler" / "scheduler_config.json")
         networks: dict[str, nn.Module] = {}
         components: dict[str, Component] = {}
         tokenizers: dict[str, Any] = {}
-        for key in wanted:
-            library, class_name = index[key]
-            if class_name is None:
-                continue
-            folder = root / key
-            if not folder.is_dir():
-                raise UsageError(f"{root}: model_index.json names {key}/, which is missing; copy the whole pipeline")
-            if key.startswith("tokenizer"):
-                from transformers import CLIPTokenizer
-
-                tokenizers[key] = CLIPTokenizer.from_pretrained(folder)
+        records = {name: read_component(index, name, root) for name in _PARTS[pipeline_class]}
+        for name, component in records.items():
+            if name.startswith("tokenizer"):
+                tokenizers[name] = load_tokenizer(root / name)
+            elif name == "vae" and vae is not None:
+                networks[name], components[name] = load_network(component, Path(vae))
             else:
-                networks[key], components[key] = _load(Component(library, class_name), folder, variant=variant)
-        if vae is not None:
-            networks["vae"], components["vae"] = _load(Component("diffusers", "AutoencoderKL"), Path(vae))
-        missing = {"unet", "vae", "text_encoder", "tokenizer"} - networks.keys() - tokenizers.keys()
-        if missing:
-            raise UsageError(f"{root}: the pipeline has no {', '.join(sorted(missing))}; copy the whole pipeline")
-        scheduler = _read_json(root / "scheduler" / "scheduler_config.json")
+                networks[name], components[name] = load_network(component, root / name, variant=variant)
         components["scheduler"] = Component("diffusers", scheduler.pop("_class_name"), scheduler)
-        return cls(networks, tokenizers=tokenizers, components=components, pipeline_class=pipeline_class)
+        zeros = "force_zeros_for_empty_prompt"
+        options = {zeros: index.get(zeros, True)} if zeros in _OPTIONS[pipeline_class] else None
+        return cls(
+            networks,
+            tokenizers=tokenizers,
+            components=components,
+            pipeline_class=pipeline_class,
+            pipeline_options=options,
+        )
 
     # ------------------------------------------------------------------ parts
 
@@ -221,7 +237,27 @@ class LatentDiffusion:
     def meta_networks(self, names: Sequence[str]) -> dict[str, nn.Module]:
         """Return copies of the named networks on the meta device: shapes without storage."""
         with torch.device("meta"):
-            return {name: _instantiate(self.components[name]).eval() for name in names}
+            return {name: instantiate(self.components[name]).eval() for name in names}
+
+    def unused_parameters(self) -> dict[str, list[str]]:
+        """Return, per text encoder, the parameters that the conditioning does not depend on.
+
+        SDXL takes the penultimate hidden states and so leaves the last layer of its first encoder out. Such a
+        parameter never has a gradient, which DistributedDataParallel waits for.
+        """
+        networks = self.meta_networks(tuple(self.text_encoders))
+        length = next(iter(self.tokenizers.values())).model_max_length
+        with torch.device("meta"):
+            sizes = {name: torch.empty(1, 2) for name in ("original_size", "crop_top_left", "target_size")}
+            input_ids = torch.empty(1, len(networks), length, dtype=torch.int64)
+            conditioning = self.condition(list(networks.values()), {"input_ids": input_ids, **sizes})
+        sums: list[Tensor] = []
+        map_conditioning(conditioning, lambda tensor: sums.append(tensor.sum()))
+        sum(sums, torch.zeros((), device="meta")).backward()
+        return {
+            name: [key for key, parameter in network.named_parameters() if parameter.grad is None]
+            for name, network in networks.items()
+        }
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Return token ids (B, E, L), int64, for B captions, E text encoders and L tokens, padded and truncated."""
@@ -253,10 +289,8 @@ class LatentDiffusion:
 
         cls = getattr(diffusers, self.pipeline_class)
         absent = dict.fromkeys(_ABSENT.get(self.pipeline_class, ()))
-        extra = {"requires_safety_checker": False} if "safety_checker" in absent else {}
-        pipeline = cls(
-            **self.networks, **self.tokenizers, **absent, **extra, scheduler=self.sampling_scheduler(scheduler)
-        )
+        parts = {**self.networks, **self.tokenizers, **absent}
+        pipeline = cls(**parts, **self.pipeline_options, scheduler=self.sampling_scheduler(scheduler))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -283,20 +317,19 @@ class LatentDiffusion:
         folder.mkdir(parents=True, exist_ok=True)
         for name, tokenizer in self.tokenizers.items():
             tokenizer.save_pretrained(folder / name)
-        index: dict[str, Any] = {"_class_name": self.pipeline_class, "_diffusers_version": _diffusers_version()}
+        index: dict[str, Any] = {"_class_name": self.pipeline_class, "_diffusers_version": version("diffusers")}
         index |= {name: [None, None] for name in _ABSENT.get(self.pipeline_class, ())}
         index |= {name: ["transformers", "CLIPTokenizer"] for name in self.tokenizers}
-        if "safety_checker" in index:
-            index["requires_safety_checker"] = False
+        index |= self.pipeline_options
         for name, component in self.components.items():
             index[name] = [component.library, component.class_name]
             (folder / name).mkdir(exist_ok=True)
-            _write_json(folder / name / config_file(component, name), saved_config(component))
+            write_json(folder / name / config_file(component, name), saved_config(component))
             if name in self.networks and name not in skip:
                 state = self.networks[name].state_dict()
                 keys = file_keys(component, state)
                 write_tensors(folder / name / weights_file(component), {keys[k]: v for k, v in state.items()})
-        _write_json(folder / "model_index.json", index)
+        write_json(folder / "model_index.json", index)
 
 
 def load_model(
@@ -324,34 +357,7 @@ def load_model(
     return LatentDiffusion.build(architecture, seed=seed)
 
 
-# ---------------------------------------------------------------------- the diffusers folder layout
-
-
-def weights_file(component: Component) -> str:
-    """Name of a network's weight file in a pipeline folder."""
-    return "diffusion_pytorch_model.safetensors" if component.library == "diffusers" else "model.safetensors"
-
-
-def config_file(component: Component, name: str) -> str:
-    """Name of a component's configuration file in a pipeline folder."""
-    return "scheduler_config.json" if name == "scheduler" else "config.json"
-
-
-def saved_config(component: Component) -> dict[str, Any]:
-    """Return the JSON content of a component's configuration file."""
-    if component.library == "diffusers":
-        return {"_class_name": component.class_name, "_diffusers_version": _diffusers_version(), **component.config}
-    return {"architectures": [component.class_name], "model_type": "clip_text_model", **component.config}
-
-
-def file_keys(component: Component, names: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
-    """Map names of a live network's tensors to the keys in its weight file.
-
-    transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory; files on the hub, and every
-    other front end, have it, and transformers 5 reads both.
-    """
-    prefix = "text_model." if component.class_name == "CLIPTextModel" else ""
-    return {name: name if name.startswith("text_model.") else prefix + name for name in names}
+# ---------------------------------------------------------------------- names inside a model
 
 
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
@@ -397,80 +403,9 @@ def scheduler_class(name: str) -> str:
     return chosen
 
 
-# ---------------------------------------------------------------------- private
-
-
-def _diffusers_version() -> str:
-    from importlib.metadata import version
-
-    return version("diffusers")
-
-
-def _class(component: Component) -> Any:
-    return getattr(importlib.import_module(component.library), component.class_name)
-
-
-def _instantiate(component: Component) -> nn.Module:
-    if component.library == "diffusers":
-        return _class(component).from_config(dict(component.config))
-    from transformers import CLIPTextConfig
-
-    return _class(component)(CLIPTextConfig(**component.config))
-
-
-def _load(component: Component, folder: Path, *, variant: str | None = None) -> tuple[nn.Module, Component]:
-    """Load one network in float32 and the record of what it is."""
-    options = {"variant": variant} if variant else {}
-    try:
-        network = _class(component).from_pretrained(folder, torch_dtype=torch.float32, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"{folder}: cannot load {component.class_name}: {reason}") from error
-    if component.library == "diffusers":
-        config = {k: v for k, v in dict(network.config).items() if not k.startswith("_")}
-    else:
-        config = {
-            k: v
-            for k, v in network.config.to_dict().items()
-            if k not in ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
-        }
-    return network, Component(component.library, component.class_name, config)
-
-
-def _local_folder(name: str | Path, *, revision: str | None, variant: str | None) -> Path:
-    root = Path(name).expanduser()
-    if (root / "model_index.json").is_file():
-        return root
-    if root.exists():
+def _check_pipeline_class(name: str, who: str) -> None:
+    if name not in _CONDITIONERS:
         raise UsageError(
-            f"model.pretrained={name}: the folder has no model_index.json; expected a pipeline in the diffusers "
-            "layout (unet/, vae/, text_encoder/, tokenizer/, scheduler/)"
+            f"{who}: got a {name}; expected {' or '.join(_CONDITIONERS)}; give a Stable Diffusion 1.x, 2.x or XL "
+            "pipeline"
         )
-    if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") != 1:
-        raise UsageError(
-            f"model.pretrained={name}: no such folder; expected a folder in the diffusers layout or a hub id such as "
-            "stabilityai/stable-diffusion-2-1"
-        )
-    from diffusers import DiffusionPipeline
-
-    try:
-        return Path(DiffusionPipeline.download(str(name), revision=revision, variant=variant))
-    except Exception as error:  # the hub client raises many types: offline, gated, missing, unauthorised
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"model.pretrained={name}: cannot be downloaded from the hub ({type(error).__name__}: {reason}); check "
-            "the id, the network and your access, or give a local folder"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}: missing; copy the whole pipeline folder") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: not valid JSON ({error})") from error
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, default=list) + "\n")

@@ -10,8 +10,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sd_lightning._errors import UsageError
+from sd_lightning.conditioning import map_conditioning
 from sd_lightning.encoder import Dtype, LatentEncoder
 from sd_lightning.flops import training_flops_per_sample
 from sd_lightning.generation import SamplingOptions, generate
@@ -64,6 +66,13 @@ class SDLightningModule(pl.LightningModule):
                 f"SDLightningModule got text_encoder_lr={text_encoder_lr} but the text encoder is frozen; "
                 "set train_text_encoder=true or leave text_encoder_lr out"
             )
+        if text_encoder_lr is not None and not text_encoder_lr >= 0:
+            raise UsageError(
+                f"SDLightningModule got text_encoder_lr={text_encoder_lr}; expected a number of at least 0, e.g. "
+                "text_encoder_lr=1e-5"
+            )
+        if not 0 <= seed < 2**63:
+            raise UsageError(f"SDLightningModule got seed={seed}; expected 0 to 2**63 - 1, e.g. seed=0")
         self.latent_diffusion = latent_diffusion
         self.objective = (objective or Objective()).resolve(latent_diffusion.scheduler_config)
         self.schedule = self.objective.noise_schedule(latent_diffusion.scheduler_config)
@@ -82,6 +91,9 @@ class SDLightningModule(pl.LightningModule):
                 self.add_module(name, network)
         for network in self.trained_networks().values():
             network.requires_grad_(True).train()
+        for name, unused in latent_diffusion.unused_parameters().items() if train_text_encoder else ():
+            for key in unused:
+                latent_diffusion.networks[name].get_parameter(key).requires_grad_(False)
 
     def trained_networks(self) -> dict[str, nn.Module]:
         """Return the networks that are trained, by name: what strategies shard."""
@@ -101,7 +113,11 @@ class SDLightningModule(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make what is left of global randomness (dropout) a function of seed, step and rank, so resumes are exact."""
-        torch.manual_seed(hash((self.seed, self.global_step, batch_idx, self.global_rank)) % 2**63)
+        seed = hash((self.seed, self.global_step, batch_idx, self.global_rank)) % 2**63
+        # torch.manual_seed queues a call, with a formatted stack, for every kind of device that is not in use.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Encode images and captions with the frozen encoders."""
@@ -160,15 +176,17 @@ class SDLightningModule(pl.LightningModule):
         return self.latent_diffusion.condition(encoders, {**batch, "input_ids": batch[prefix + "input_ids"]})
 
     def _sample_losses(self, noisy: NoisyBatch, conditioning: Conditioning) -> Tensor:
-        prediction = self.unet(noisy.noisy_latents, noisy.timesteps, **conditioning).sample
+        dtype = next(self.unet.parameters()).dtype  # an engine may compute in another one than float32
+        latents, conditioning = noisy.noisy_latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
+        prediction = self.unet(latents, noisy.timesteps, **conditioning).sample
         return self.objective.loss(prediction, noisy)
 
     # ------------------------------------------------------------------ optimization
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        groups: list[dict[str, Any]] = [{"params": list(self.unet.parameters())}]
+        groups: list[dict[str, Any]] = [{"params": _trained(self.unet)}]
         if self._text_encoder_names:
-            parameters = [p for name in self._text_encoder_names for p in getattr(self, name).parameters()]
+            parameters = [p for name in self._text_encoder_names for p in _trained(getattr(self, name))]
             rate = {} if self.text_encoder_lr is None else {"lr": self.text_encoder_lr}
             groups.append({"params": parameters, **rate})
         optimizer = self._optimizer_factory(groups)
@@ -176,9 +194,16 @@ class SDLightningModule(pl.LightningModule):
             return optimizer
         scheduler = self._scheduler_factory(optimizer)
         config: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            config |= {"monitor": "train/loss"}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            # Lightning would step it after the callbacks of the step, and a checkpoint written by one be a step behind.
+            config |= {"reduce_on_plateau": False}
         return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Step the scheduler; ``ReduceLROnPlateau`` watches the training loss."""
+        if isinstance(scheduler, ReduceLROnPlateau):
+            metric = self.trainer.strategy.reduce(self._loss, reduce_op="mean")
+        super().lr_scheduler_step(scheduler, metric)
 
     # ------------------------------------------------------------------ use
 
@@ -226,6 +251,10 @@ class SDLightningModule(pl.LightningModule):
         """Floating-point operations of one training step for one sample of ``batch``, forward and backward."""
         conditioning = self._conditioning(batch) if "conditioning" in batch else None
         return training_flops_per_sample(self.latent_diffusion, batch["latents"], batch["input_ids"], conditioning)
+
+
+def _trained(network: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in network.parameters() if parameter.requires_grad]
 
 
 def _options(options: SamplingOptions | None, fields: dict[str, Any]) -> SamplingOptions:

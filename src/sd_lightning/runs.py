@@ -69,30 +69,43 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     return newest / "pipeline"
 
 
-def prepare(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
-    """Make the run's directory; refuse to mix two runs in one.
+def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
+    """Refuse to mix two runs in one directory, and one that cannot be written; nothing is left or removed.
 
     Raises:
         UsageError: It holds another run, is not a directory, or cannot be written.
     """
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UsageError(f"output_dir={run_dir}: a file is in the way; choose another output_dir")
-    if checkpoint.all_checkpoints(run_dir) and not resuming:
-        if not overwrite:
+    try:
+        if run_dir.exists() and not run_dir.is_dir():
+            raise UsageError(f"output_dir={run_dir}: a file is in the way; choose another output_dir=<folder>")
+        if checkpoint.all_checkpoints(run_dir) and not resuming and not overwrite:
             raise UsageError(
                 f"output_dir={run_dir} already holds a run; continue it with resume=auto, choose another output_dir=, "
                 "or delete it with overwrite=true"
             )
-        shutil.rmtree(run_dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / f".tmp-{secrets.token_hex(4)}"
-        probe.touch()
-        probe.unlink()
+        folder = run_dir
+        while not folder.exists():
+            folder = folder.parent
+        # As root, os.access says yes to everything.
+        probe = folder / f".tmp-{secrets.token_hex(4)}"
+        probe.mkdir()
+        probe.rmdir()
     except OSError as error:
         raise UsageError(
-            f"output_dir={run_dir} cannot be written ({error.strerror}); choose another output_dir="
+            f"output_dir={run_dir} cannot be written ({error.strerror}); choose another output_dir=<folder>"
         ) from error
+
+
+def prepare(run_dir: Path, *, overwrite: bool) -> None:
+    """Make the run's directory; the last step before training, when everything else has been checked.
+
+    Args:
+        run_dir: What :func:`check_output_dir` accepted.
+        overwrite: Delete what an earlier run left in it.
+    """
+    if overwrite and checkpoint.all_checkpoints(run_dir):
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
 
 
 def publish_pipeline(run_dir: Path, newest: Path) -> Path:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.tensor_store import Entry
 
 LazyTensor = Tensor | Callable[[], Tensor]
 
@@ -36,7 +37,8 @@ class ParameterShard:
     master: Tensor
     """The weights that the optimizer updates; ``end - begin`` elements in row-major order, any strides."""
     states: dict[str, LazyTensor] = field(default_factory=dict)
-    """Optimizer states by name, elementwise like the master; a function makes a dequantised one when needed."""
+    """Optimizer states by name, elementwise like the master; a function makes a dequantised one when needed. Only a
+    shard that is the whole parameter may have states of another shape (Adafactor's rows and columns)."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """What the optimizer keeps once per parameter, such as ``step``."""
     writes: bool = True
@@ -46,12 +48,35 @@ class ParameterShard:
     def key(self) -> tuple[str, int]:
         return self.name, self.begin
 
+    def saved(self) -> SavedParameter:
+        """Return what a checkpoint says about the parameter."""
+        shapes = {kind: tuple(s.shape) if self._is_other(s) else self.shape for kind, s in self.states.items()}
+        return SavedParameter(self.shape, shapes, self.scalars)
+
+    def entries(self, **averages: Tensor) -> list[Entry]:
+        """Return what goes into the tensor store: ``master/…``, one per state, and averages by their kind."""
+        entries = []
+        for kind, tensor in {"master": self.master, **self.states, **averages}.items():
+            key = f"{kind}/{self.name}"
+            if self._is_other(tensor):
+                entries.append(Entry(key, tuple(tensor.shape), 0, tensor.numel(), tensor))
+            else:
+                dtype = tensor.dtype if isinstance(tensor, Tensor) else self.master.dtype
+                entries.append(Entry(key, self.shape, self.begin, self.end, tensor, dtype))
+        return entries
+
+    def _is_other(self, state: LazyTensor) -> TypeGuard[Tensor]:
+        """Whether a state does not hold one value per element of the master."""
+        return isinstance(state, Tensor) and state.numel() != self.end - self.begin
+
 
 @dataclass(frozen=True)
 class SavedParameter:
     """What a checkpoint holds of one parameter, besides its weights."""
 
-    states: tuple[str, ...]
+    shape: tuple[int, ...]
+    states: dict[str, tuple[int, ...]]
+    """Shape by name of each optimizer state."""
     scalars: dict[str, Any]
 
 
@@ -104,22 +129,24 @@ class ReplicatedState:
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._rank = rank
         self._trained: dict[str, Tensor] | None = None
+        self._refuse_replaced_parameters()
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return one shard per parameter: the whole of it."""
         shards = []
         for name, parameter in self._parameters.items():
-            states, scalars = _split(self._optimizer_state(parameter))
+            states, scalars = _split(self._optimizer_state(parameter), self._local)
+            begin, end = self._range(parameter)
             shards.append(
                 ParameterShard(
                     name,
                     tuple(parameter.shape),
-                    0,
-                    parameter.numel(),
-                    parameter.detach(),
+                    begin,
+                    end,
+                    self._local(parameter),
                     states,
                     scalars,
-                    writes=self._rank == 0,
+                    writes=self._writes(parameter),
                 )
             )
         return shards
@@ -128,8 +155,7 @@ class ReplicatedState:
         """Return hyper-parameters and parameter names of every group."""
         return [
             [
-                {k: v for k, v in group.items() if k not in _IMPLEMENTATION_KEYS}
-                | {"params": [self._names[p] for p in group["params"]]}
+                hyper_parameters(group) | {"params": [self._names[p] for p in group["params"]]}
                 for group in optimizer.param_groups
             ]
             for optimizer in self._optimizers
@@ -143,13 +169,13 @@ class ReplicatedState:
         """
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                read("master", name, parameter, 0, parameter.numel())
+                read("master", name, self._local(parameter), *self._range(parameter))
         if groups is None:
             return
-        self._check_groups(groups)
+        check_same_groups(self.optimizer_groups(), groups)
         for optimizer, saved_groups in zip(self._optimizers, groups, strict=True):
-            for gindex, (group, hyper_parameters) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
-                group.update({k: v for k, v in hyper_parameters.items() if k not in _IMPLEMENTATION_KEYS})
+            for gindex, (group, values) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+                group.update(hyper_parameters(values))
                 for pindex, parameter in enumerate(group["params"]):
                     name = self._names[parameter]
                     if not saved[name].states and not saved[name].scalars:
@@ -157,7 +183,7 @@ class ReplicatedState:
                     if hasattr(optimizer, "init_state"):  # bitsandbytes: block-quantised states
                         _load_quantised(optimizer, (group, parameter, gindex, pindex), name, saved[name], read)
                     else:
-                        optimizer.state[parameter] = _load_states(group, parameter, name, saved[name], read)
+                        optimizer.state[parameter] = self._load_states(group, parameter, name, saved[name], read)
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Point the parameters at other weights: no copy where dtype, device and layout agree."""
@@ -176,8 +202,44 @@ class ReplicatedState:
         if self._trained is None:
             raise RuntimeError("swap_out called without swap_in")
         for name, parameter in self._parameters.items():
-            parameter.data = self._trained[name]
+            parameter.data = self._trained[name].to(parameter.device)  # the trainer may have moved them meanwhile
         self._trained = None
+
+    def _refuse_replaced_parameters(self) -> None:
+        """bitsandbytes puts a contiguous copy in the place of a weight in another layout: all views of it go stale."""
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, "init_state") and not all(p.is_contiguous() for p in self._parameters.values()):
+                raise UsageError(
+                    f"{type(optimizer).__name__} works on contiguous weights only, and some are in the NHWC layout; "
+                    "set speed.channels_last=false or choose optimizer=adamw"
+                )
+
+    # What a rank holds of a parameter, or of an optimizer state like it: engines that shard say it here.
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def _range(self, parameter: nn.Parameter) -> tuple[int, int]:
+        return 0, parameter.numel()
+
+    def _writes(self, parameter: nn.Parameter) -> bool:
+        return self._rank == 0
+
+    def _load_states(
+        self, group: Mapping[str, Any], parameter: nn.Parameter, name: str, saved: SavedParameter, read: Read
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for key, value in saved.scalars.items():
+            on_device = isinstance(value, Tensor) and (group.get("fused") or group.get("capturable"))
+            state[key] = value.to(parameter.device) if on_device else value
+        for kind, shape in saved.states.items():
+            if shape == tuple(parameter.shape):
+                state[kind] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+                read(kind, name, self._local(state[kind]), *self._range(parameter))
+            else:
+                state[kind] = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+                read(kind, name, state[kind], 0, state[kind].numel())
+        return state
 
     def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         for optimizer in self._optimizers:
@@ -185,19 +247,32 @@ class ReplicatedState:
                 return dict(optimizer.state[parameter])
         return {}
 
-    def _check_groups(self, groups: list[list[dict[str, Any]]]) -> None:
-        ours = [[g["params"] for g in optimizer] for optimizer in self.optimizer_groups()]
-        theirs = [[g["params"] for g in optimizer] for optimizer in groups]
-        if ours != theirs:
-            sizes = [[len(g) for g in optimizer] for optimizer in ours], [[len(g) for g in o] for o in theirs]
-            raise UsageError(
-                f"resume: the optimizer's parameter groups hold {sizes[0]} parameters, those of the checkpoint "
-                f"{sizes[1]}, or others by name; resume with the same trained networks, or start a new run from its "
-                "weights with init_from="
-            )
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer group sets for its parameters, without how the update is computed."""
+    return {k: v for k, v in group.items() if k not in _IMPLEMENTATION_KEYS}
 
 
-def _split(state: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+def check_same_groups(ours: list[list[dict[str, Any]]], theirs: list[list[dict[str, Any]]]) -> None:
+    """Compare the parameters of optimizer groups with those of a checkpoint.
+
+    Raises:
+        UsageError: They differ.
+    """
+    names = [[group["params"] for group in optimizer] for optimizer in ours]
+    saved = [[group["params"] for group in optimizer] for optimizer in theirs]
+    if names != saved:
+        sizes = [[[len(group) for group in optimizer] for optimizer in each] for each in (names, saved)]
+        raise UsageError(
+            f"resume: the optimizer's parameter groups hold {sizes[0]} parameters, those of the checkpoint {sizes[1]}, "
+            "or others by name; resume with the same trained networks, or start a new run from its weights with "
+            "init_from="
+        )
+
+
+def _split(
+    state: Mapping[str, Any], local: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
     """Divide what an optimizer keeps for a parameter into elementwise states and scalars."""
     if "qmap1" in state:
         return _dequantised(state), {"step": state["step"]}
@@ -205,23 +280,10 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, A
     scalars: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            states[name] = value
+            states[name] = local(value)
         else:
             scalars[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     return states, scalars
-
-
-def _load_states(
-    group: Mapping[str, Any], parameter: nn.Parameter, name: str, saved: SavedParameter, read: Read
-) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    for key, value in saved.scalars.items():
-        on_device = isinstance(value, Tensor) and (group.get("fused") or group.get("capturable"))
-        state[key] = value.to(parameter.device) if on_device else value
-    for kind in saved.states:
-        state[kind] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
-        read(kind, name, state[kind], 0, parameter.numel())
-    return state
 
 
 # ---------------------------------------------------------------------- 8-bit optimizer states (bitsandbytes)

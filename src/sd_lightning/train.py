@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sd_lightning import _conf, checkpoint, runs
 from sd_lightning._console import quiet_libraries
@@ -21,10 +21,28 @@ log = logging.getLogger(__name__)
 
 GIVEN = {
     "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler"},
-    "trainer": {"strategy", "callbacks", "logger"},
+    "trainer": {"strategy", "callbacks", "logger", "use_distributed_sampler"},
     "callbacks.checkpoint": {"resume"},
 }
-_PRECISIONS = ("32", "32-true", "bf16-mixed", "16-mixed")
+"""Arguments that are passed here and not in the configuration, by section."""
+HINTS = {
+    "name": str,
+    "output_dir": str,
+    "resume": str | None,
+    "init_from": str | None,
+    "overwrite": bool,
+    "seed": int,
+    "trainer.precision": Literal[32, "32", "32-true", "bf16-mixed", "16-mixed"],
+    "trainer.gradient_clip_val": float | None,
+    "trainer.val_check_interval": float | None,
+    "trainer.log_every_n_steps": int,
+}
+"""Types of what belongs to no target's signature, or is narrower here."""
+_SECTIONS = (
+    *("model", "module", "objective", "optimizer", "lr_scheduler", "strategy", "trainer", "data", "speed", "sampling"),
+    "callbacks.checkpoint",
+)
+"""What a run cannot do without."""
 
 
 def train(cfg: DictConfig) -> int:
@@ -42,7 +60,8 @@ def train(cfg: DictConfig) -> int:
     trainer = build_trainer(cfg, resume)
     datamodule = _conf.instantiate(cfg.data)
     module = build_module(cfg)
-    _write_config(cfg, run_dir)
+    check_parts(trainer, module, datamodule)
+    open_run(cfg, run_dir, trainer)
     trainer.fit(module, datamodule)
     return finish(trainer, run_dir, cfg)
 
@@ -51,17 +70,13 @@ def train(cfg: DictConfig) -> int:
 
 
 def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
-    """Refuse what cannot work before data or processes are touched.
+    """Refuse what cannot work before data, processes or the output folder are touched.
 
     Returns:
         The checkpoint to resume, if any.
     """
+    _check_keys(cfg)
     check_trainer(cfg)
-    if not isinstance(cfg.overwrite, bool):
-        raise UsageError(f"overwrite={cfg.overwrite}: expected true or false")
-    for name in ("resume", "init_from", "output_dir"):
-        if not isinstance(cfg[name], str | None):
-            raise UsageError(f"{name}={cfg[name]}: expected a path; write {name}=runs/<name>")
     if cfg.resume is not None and cfg.init_from is not None:
         raise UsageError(
             f"got resume={cfg.resume} and init_from={cfg.init_from}; resume continues a run, init_from starts a new "
@@ -73,8 +88,24 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
         cfg.model.pretrained = str(runs.find_pipeline(cfg.init_from, who="init_from"))
     resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
     if _is_first_process():
-        runs.prepare(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite)
+        runs.check_output_dir(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite)
     return resume
+
+
+def _check_keys(cfg: DictConfig) -> None:
+    """Check what no target's signature tells: the top-level values, and that no section was removed."""
+    from omegaconf import OmegaConf
+
+    for name in _SECTIONS:
+        node = OmegaConf.select(cfg, name)
+        if not OmegaConf.is_dict(node) or "_target_" not in node:
+            given = "is missing" if node is None else f"is {node}"
+            raise UsageError(f"{name} {given}: expected a section with _target_, what to build; leave it as it was")
+    if not 0 <= cfg.seed < 2**63:
+        raise UsageError(f"seed={cfg.seed}: expected a whole number from 0 to 2**63 - 1; write seed=0")
+    rate = cfg.optimizer.get("lr")
+    if isinstance(rate, int | float) and rate < 0:
+        raise UsageError(f"optimizer.lr={rate}: expected a number of at least 0; write optimizer.lr={-rate}")
 
 
 def check_trainer(cfg: DictConfig) -> None:
@@ -84,17 +115,28 @@ def check_trainer(cfg: DictConfig) -> None:
     from sd_lightning.data.sampler import micro_batch_size
 
     trainer = cfg.trainer
-    precision = str(trainer.precision)
-    if precision not in _PRECISIONS:
-        raise UsageError(f"trainer.precision={precision}: expected one of {', '.join(_PRECISIONS)}")
     cuda = torch.cuda.device_count() if trainer.accelerator in ("auto", "cuda", "gpu") else 0
-    if precision == "16-mixed" and not cuda:
+    if trainer.precision == "16-mixed" and not cuda:
         raise UsageError(
             "trainer.precision=16-mixed needs a CUDA device, and Lightning would silently compute in bfloat16 on CPU; "
             "write trainer.precision=bf16-mixed or 32"
         )
     if trainer.accelerator in ("cuda", "gpu") and not cuda:
         raise UsageError(f"trainer.accelerator={trainer.accelerator}: there is no CUDA device; write cpu or auto")
+    for name in ("accumulate_grad_batches", "max_steps", "num_nodes"):
+        if trainer[name] < 1:
+            raise UsageError(f"trainer.{name}={trainer[name]}: expected at least 1; write trainer.{name}=1")
+    interval = trainer.get("val_check_interval")
+    if interval is not None and not (isinstance(interval, int) and interval >= 1) and not 0 < interval <= 1:
+        raise UsageError(
+            f"trainer.val_check_interval={interval}: expected a number of forward passes of at least 1, or a fraction of "
+            "an epoch; write trainer.val_check_interval=60, or trainer.limit_val_batches=0 for no validation"
+        )
+    if (trainer.get("gradient_clip_val") or 0) < 0:
+        raise UsageError(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val}: expected a norm of at least 0; write "
+            "trainer.gradient_clip_val=1, or null for no clipping"
+        )
     devices = _num_devices(trainer.devices, cuda)
     if cuda and devices > cuda:
         raise UsageError(
@@ -106,9 +148,6 @@ def check_trainer(cfg: DictConfig) -> None:
             f"strategy=single is one process, but trainer.devices={trainer.devices} trainer.num_nodes="
             f"{trainer.num_nodes} ask for {processes}; add strategy=ddp"
         )
-    for name in ("accumulate_grad_batches", "max_steps"):
-        if trainer[name] < 1:
-            raise UsageError(f"trainer.{name}={trainer[name]}: expected at least 1")
     micro_batch_size(cfg.data.batch_size, processes, trainer.accumulate_grad_batches)
 
 
@@ -121,7 +160,9 @@ def _num_devices(devices: Any, cuda: int) -> int:
         return int(devices)
     if not isinstance(devices, (int, str)) and len(devices):
         return len(devices)
-    raise UsageError(f"trainer.devices={devices}: expected a number of at least 1, a list of indices, or auto")
+    raise UsageError(
+        f"trainer.devices={devices}: expected a number of at least 1, a list of indices, or auto; write trainer.devices=1"
+    )
 
 
 def _is_first_process() -> bool:
@@ -136,16 +177,21 @@ def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
     callbacks = []
     for name, node in cfg.callbacks.items():
         given = {"resume": resume} if name == "checkpoint" else {}
-        callbacks.append(_conf.instantiate(node, **given))
-    loggers = [_conf.instantiate(node) for node in (cfg.logger or {}).values()]
+        if node is not None:
+            callbacks.append(_conf.instantiate(node, **given))
+    loggers = [_conf.instantiate(node) for node in (cfg.get("logger") or {}).values() if node is not None]
     options = {
         "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
         "enable_model_summary": False,
         "default_root_dir": cfg.output_dir,
     }
     return _conf.instantiate(
-        cfg.trainer, strategy=_conf.instantiate(cfg.strategy), callbacks=callbacks, logger=loggers or False, **options
+        cfg.trainer,
+        strategy=_conf.instantiate(cfg.strategy),
+        callbacks=callbacks,
+        logger=loggers or False,
+        use_distributed_sampler=False,
+        **{key: value for key, value in options.items() if key not in cfg.trainer},
     )
 
 
@@ -163,11 +209,34 @@ def build_module(cfg: DictConfig) -> pl.LightningModule:
     return module
 
 
-def _write_config(cfg: DictConfig, run_dir: Path) -> None:
+def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
+    """Check what shows only when the parts are there, but must not wait until they are at work."""
+    from sd_lightning.callbacks import PortableCheckpoint, SampleGrid
+
+    datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
+    module.configure_optimizers()  # makes no states yet
+    _callback(trainer, PortableCheckpoint).check_resume(module, datamodule)
+    samples = _callback(trainer, SampleGrid)
+    if samples is not None:
+        module.latent_diffusion.sampling_scheduler(samples.options.scheduler)
+
+
+def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
+    """Make the run's directory, write the configuration into it, and start the loggers."""
     from omegaconf import OmegaConf
 
-    if _is_first_process():
-        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    if not _is_first_process():
+        return
+    runs.prepare(run_dir, overwrite=cfg.overwrite)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    for logger in trainer.loggers:
+        try:
+            logger.experiment  # noqa: B018
+        except Exception as error:  # W&B without a key or a network, a broken database, ...
+            raise UsageError(
+                f"logger: {type(logger).__name__} cannot start ({type(error).__name__}: {error}); mend that, or write "
+                "logger=default"
+            ) from error
 
 
 # ---------------------------------------------------------------------- afterwards
@@ -253,7 +322,7 @@ def _callback(trainer: pl.Trainer, kind: type) -> Any:
 
 
 def main() -> None:
-    _conf.main("train", train, given=GIVEN)
+    _conf.main("train", train, given=GIVEN, hints=HINTS)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import inspect
 import os
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def fits(value: Any, hint: Any) -> bool:
     arguments = typing.get_args(hint)
     origin = typing.get_origin(hint) or hint
     if origin in (typing.Union, types.UnionType):
-        return any(fits(value, each) for each in arguments)
+        return any(fits(value, each) for each in _judged(arguments))
     if origin is typing.Literal:
         return any(type(value) is type(each) and value == each for each in arguments)
     if origin in SEQUENCES:
@@ -67,7 +68,7 @@ def describe(hint: Any) -> str:
     if hint in (None, types.NoneType):
         return "null"
     if origin in (typing.Union, types.UnionType):
-        ordered = sorted(arguments, key=lambda each: each is types.NoneType)
+        ordered = sorted(_judged(arguments), key=lambda each: each is types.NoneType)
         return " or ".join(dict.fromkeys(describe(each) for each in ordered))
     if origin is typing.Literal:
         return "one of " + ", ".join(as_override(each) for each in arguments)
@@ -86,7 +87,7 @@ def describe(hint: Any) -> str:
     return getattr(origin, "__name__", str(origin))
 
 
-def example(hint: Any, given: Any, known: typing.Sequence[Any]) -> Any:
+def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
     """Return a value that fits the annotation, to show in a message.
 
     Args:
@@ -146,11 +147,22 @@ def _is_built_later(value: Any) -> bool:
     return isinstance(value, dict) and "_target_" in value
 
 
+def _judged(alternatives: tuple[Any, ...]) -> Sequence[Any]:
+    """Leave out of a union the classes no plain value is of, such as the Tensor in ``float | Tensor``."""
+    kept = [each for each in alternatives if not _is_foreign_class(_unwrap(each))]
+    return kept if any(each is not types.NoneType for each in kept) else alternatives
+
+
+def _is_foreign_class(hint: Any) -> bool:
+    is_open = hint in (Any, object) or getattr(hint, "_is_protocol", False)
+    return inspect.isclass(hint) and not is_open and _is_permissive(hint)
+
+
 def _is_permissive(hint: Any) -> bool:
     return fits(object(), hint)
 
 
-def _fits_tuple(value: typing.Sequence[Any], hints: tuple[Any, ...]) -> bool:
+def _fits_tuple(value: Sequence[Any], hints: tuple[Any, ...]) -> bool:
     if not hints:
         return True
     if hints[-1] is Ellipsis:

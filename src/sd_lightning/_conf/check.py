@@ -9,6 +9,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,8 @@ class _Walk:
 
     given: Mapping[str, set[str]] = field(default_factory=dict)
     """By path of a node: the arguments that the entry point itself passes to its target."""
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    """By path of a value: an annotation that the entry point adds, or that goes before its target's."""
     default_at: Callable[[str], Any] = lambda path: None
     """The value that the default configuration has at a path, or None."""
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +49,7 @@ def check(
     path: str = "",
     *,
     given: Mapping[str, set[str]] | None = None,
+    hints: Mapping[str, Any] | None = None,
     default_at: Callable[[str], Any] | None = None,
 ) -> None:
     """Check every ``_target_`` node of a tree: it exists, and its arguments are right.
@@ -54,7 +58,9 @@ def check(
         node: A DictConfig, ListConfig or plain container.
         path: Dotted path of ``node``, for the messages.
         given: By path of a node, the arguments its target receives from the entry point and
-            that the configuration therefore need not hold, e.g. ``{"trainer": {"callbacks"}}``.
+            that the configuration therefore must not hold, e.g. ``{"trainer": {"callbacks"}}``.
+        hints: By path of a value, an annotation: of values that belong to no target, or narrower
+            than the target's, e.g. ``{"overwrite": bool}``.
         default_at: Gives the default configuration's value at a path, used as the example in
             a message.
 
@@ -64,8 +70,10 @@ def check(
         OmegaConfBaseException: At a broken interpolation; ``main`` words it for the user.
     """
     written = _plain(node, resolve=False)
-    walk = _Walk(given or {}, default_at or (lambda path: None), dict(_leaves(written, path)))
-    _check_node(_plain(node, resolve=True), path, walk, lenient=False)
+    walk = _Walk(given or {}, hints or {}, default_at or (lambda path: None), dict(_leaves(written, path)))
+    resolved = _plain(node, resolve=True)
+    _check_node(resolved, path, walk, lenient=False)
+    _check_finite(resolved, path, walk)
 
 
 def nearest_argument(node: Any, key: str) -> str | None:
@@ -119,6 +127,8 @@ def _check_values(node: dict[Any, Any], path: str, walk: _Walk, lenient: bool) -
             if may_miss or key in walk.given.get(path, ()):
                 continue
             raise UsageError(f"{where} has no value and no default; give one: {where}=<value>")
+        if where in walk.hints:
+            _check_type(where, value, walk.hints[where], MISSING, walk)
         _check_node(value, where, walk, lenient)
 
 
@@ -141,13 +151,19 @@ def _check_target(node: dict[str, Any], path: str, walk: _Walk, is_partial: bool
         for key in arguments:
             if key not in named:
                 raise UsageError(_unknown_argument(path, name, str(key), list(named)))
+    for key in walk.given.get(path, set()) & set(arguments):
+        if arguments[key] != MISSING:
+            raise UsageError(
+                f"{_join(path, key)}={as_override(arguments[key])}: the program sets this argument of {name} itself; "
+                f"leave it out{f', and choose with {key}=<option>' if walk.default_at(key) is not None else ''}"
+            )
     if not is_partial:
         received = set(arguments) | set(walk.given.get(path, ()))
         received |= set(list(named)[: len(node.get("_args_") or ())])
         _check_required(path, name, named, received)
     hints = _type_hints(target)
     for key, value in arguments.items():
-        if key in hints and key in named and value != MISSING:
+        if key in hints and key in named and value != MISSING and _join(path, key) not in walk.hints:
             _check_type(_join(path, key), value, hints[key], named[key].default, walk)
 
 
@@ -161,12 +177,27 @@ def _check_required(path: str, name: str, named: Mapping[str, inspect.Parameter]
         )
 
 
+def _check_finite(node: Any, path: str, walk: _Walk) -> None:
+    """Refuse NaN and infinity: torch accepts them nearly everywhere, and the run would train to no avail."""
+    for where, value in _leaves(node, path):
+        if isinstance(value, float) and not math.isfinite(value):
+            place = _written_at(where, walk)
+            default = walk.default_at(place)
+            remedy = f"; write {place}={as_override(default)}" if default not in (None, MISSING) else ""
+            raise UsageError(f"{place}={value}: expected a finite number{remedy}")
+
+
+def _written_at(where: str, walk: _Walk) -> str:
+    """Return the path at which a value is set: another one where it is interpolated."""
+    source = re.fullmatch(r"\$\{([\w.]+)\}", str(walk.written.get(where)))
+    return source[1] if source else where
+
+
 def _check_type(where: str, value: Any, hint: Any, default: Any, walk: _Walk) -> None:
     if fits(value, hint) or (value is None and default is None):
         return
-    source = re.fullmatch(r"\$\{([\w.]+)\}", str(walk.written.get(where)))
-    place = source[1] if source else where
-    user = f" (as {where})" if source else ""
+    place = _written_at(where, walk)
+    user = f" (as {where})" if place != where else ""
     instead = example(hint, value, [walk.default_at(place), default])
     remedy = "" if instead == MISSING else f"; write {place}={as_override(instead)}"
     raise UsageError(f"{place}={as_override(value)}: expected {describe(hint)}{user}{remedy}")

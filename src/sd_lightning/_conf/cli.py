@@ -42,6 +42,7 @@ def main(
     task: Task,
     *,
     given: Mapping[str, set[str]] | None = None,
+    hints: Mapping[str, Any] | None = None,
 ) -> None:
     """Run ``task(cfg)`` with the configuration that the command line composes.
 
@@ -55,6 +56,7 @@ def main(
         config_name: Name of the primary config, e.g. ``"train"``.
         task: The entry point; its return value (None is 0) is the exit code.
         given: See ``check``.
+        hints: See ``check``.
 
     Raises:
         SystemExit: If the exit code is not 0.
@@ -62,7 +64,7 @@ def main(
     wants_trace = os.environ.get(FULL_ERROR) == "1"
     sys.argv[1:] = without_launcher_arguments(sys.argv[1:])
     try:
-        code = _run(config_name, task, given or {})
+        code = _run(config_name, task, functools.partial(check, given=given, hints=hints))
     except Exception as error:
         from sd_lightning._conf.messages import explain
 
@@ -89,7 +91,7 @@ def without_launcher_arguments(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _run(config_name: str, task: Task, given: Mapping[str, set[str]]) -> int:
+def _run(config_name: str, task: Task, check_tree: Callable[..., None]) -> int:
     """Hand the command line to Hydra; return the exit code of the task."""
     import hydra
 
@@ -102,7 +104,7 @@ def _run(config_name: str, task: Task, given: Mapping[str, set[str]]) -> int:
         # Exceptions wait here: raised inside a job, Hydra would print about them itself.
         if not failures:
             try:
-                _prepare(cfg, config_name, given)
+                _prepare(cfg, config_name, check_tree)
                 with _outside_hydra(), _environment(FULL_ERROR, users_setting):
                     codes.append(task(cfg) or 0)
             except Exception as error:
@@ -131,7 +133,7 @@ def _parse_arguments(arguments: Sequence[str]) -> None:
     parser.parse_args(list(arguments))
 
 
-def _prepare(cfg: Any, config_name: str, given: Mapping[str, set[str]]) -> None:
+def _prepare(cfg: Any, config_name: str, check_tree: Callable[..., None]) -> None:
     """Check the configuration and resolve it in place."""
     from omegaconf import OmegaConf
 
@@ -139,7 +141,7 @@ def _prepare(cfg: Any, config_name: str, given: Mapping[str, set[str]]) -> None:
 
     command_line = CommandLine.parse(config_name, sys.argv[1:])
     check_additions(command_line)
-    check(cfg, given=given, default_at=command_line.default_at)
+    check_tree(cfg, default_at=command_line.default_at)
     OmegaConf.resolve(cfg)  # ${hydra:…} cannot be looked up any more once the task runs
     _log_to_console()
 

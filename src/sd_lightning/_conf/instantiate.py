@@ -6,6 +6,8 @@ import functools
 import sys
 from typing import Any
 
+from sd_lightning._conf.annotations import as_override
+from sd_lightning._conf.check import SPECIAL_KEYS
 from sd_lightning._errors import UsageError
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
@@ -38,11 +40,11 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
         node = OmegaConf.create(node, flags={"allow_objects": True})
     path = node._get_full_key(None)
     try:
-        if not kwargs:
+        is_partial = OmegaConf.is_dict(node) and bool(node.get("_partial_", False))
+        if not kwargs and not is_partial:
             return hydra_instantiate(node, _convert_="all")
-        is_partial = bool(node.get("_partial_", False))
         build = functools.partial(_deferred(node, set(kwargs)), **kwargs)
-        return build if is_partial else build()
+        return functools.partial(_call, build, node, path) if is_partial else build()
     except InstantiationException as error:
         _raise_cause(error, node, path)
     except USER_ERRORS as error:
@@ -50,6 +52,14 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
     except Exception as error:
         if not _is_misconfiguration(error):
             raise
+        raise _refusal(error, node, path) from error
+
+
+def _call(build: Any, node: Any, path: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a partial; the target refuses its arguments with a UsageError, as if it had been built at once."""
+    try:
+        return build(*args, **kwargs)
+    except USER_ERRORS as error:
         raise _refusal(error, node, path) from error
 
 
@@ -87,10 +97,15 @@ def _refusal(error: Exception, node: Any, path: str) -> UsageError:
         return error
     from omegaconf import OmegaConf
 
-    target = node.get("_target_") if OmegaConf.is_dict(node) else None
-    who = path or target or "configuration"
+    is_dict = OmegaConf.is_dict(node)
+    who = path or (node.get("_target_") if is_dict else None) or "configuration"
+    of_node = is_dict and path == node._get_full_key(None)
+    arguments = {str(k): v for k, v in node.items() if k not in SPECIAL_KEYS} if of_node else {}
+    meant = {key: value for key, value in arguments.items() if key in str(error)} or arguments
+    given = " ".join(f"{key}={as_override(value)}" for key, value in meant.items())
     return UsageError(
-        f"{who}: cannot build it with these arguments: {error} ({type(error).__name__}; HYDRA_FULL_ERROR=1 shows where)"
+        f"{who}: cannot build it with these arguments: {error} ({type(error).__name__}; "
+        f"{f'given {given}; ' if given else ''}change them, or see where with HYDRA_FULL_ERROR=1)"
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sd_lightning._conf.check import nearest_argument
+from sd_lightning._conf.check import SPECIAL_KEYS, nearest_argument
 from sd_lightning._errors import UsageError
 
 
@@ -153,8 +153,27 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str]) -> str
         return _one_line(_bad_composition(error, command_line))
     if isinstance(error, yaml.YAMLError):
         return _one_line(f"a config file is no valid YAML: {error}")
-    is_from_hydra = isinstance(error, ValueError | OSError) and _raised_by(error) == "hydra"
-    return _one_line(f"command line: {error}; see --help") if is_from_hydra else None
+    raised_by = _raised_by(error)
+    if isinstance(error, ValueError | OSError) and raised_by == "hydra":
+        return _one_line(_bad_choice(command_line) or f"command line: {error}; see --help")
+    # What Lightning finds out about its arguments only when it starts.
+    if raised_by == "lightning" and (isinstance(error, ValueError) or "Misconfiguration" in type(error).__name__):
+        return _one_line(f"trainer: {error} (change trainer.*, or see where with HYDRA_FULL_ERROR=1)")
+    return None
+
+
+def _bad_choice(command_line: CommandLine) -> str | None:
+    """Word an option of a config group that is no name, such as ``logger=null``."""
+    for each in command_line.overrides:
+        group, _, value = each.lstrip("+").partition("=")
+        if command_line.is_group(group) and re.fullmatch(r"(?i)null|true|false|[\d.eE+-]+", value):
+            folders = [Path(folder) / group for folder in command_line.folders]
+            options = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+            return (
+                f"{group}={value}: {group} is a group of configs, and {value} is none of them; available: "
+                f"{', '.join(options)}; write {group}={options[0] if options else '<name>'}"
+            )
+    return None
 
 
 def _unreadable_override(override: str, message: str, command_line: CommandLine) -> str:
@@ -247,7 +266,7 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
         remedy = f"; write {near}={value}"
     elif near and key.startswith(f"{near}."):
         below = command_line.default_at(near)
-        names = [str(each) for each in below if each != "_target_"] if isinstance(below, dict) else []
+        names = [str(each) for each in below if each not in SPECIAL_KEYS] if isinstance(below, dict) else []
         remedy = f"; {near} has {', '.join(names)}" if names else f"; {near} has no keys below it"
     elif near:
         remedy = f"; the nearest is {near}"
@@ -277,7 +296,8 @@ def _bad_value(error: Any, command_line: CommandLine) -> str:
 def _paths(node: Any, path: str = "") -> list[str]:
     if not isinstance(node, dict):
         return [path]
-    below = [found for key, value in node.items() for found in _paths(value, f"{path}.{key}" if path else str(key))]
+    items = [(key, value) for key, value in node.items() if key not in SPECIAL_KEYS]
+    below = [found for key, value in items for found in _paths(value, f"{path}.{key}" if path else str(key))]
     return [path, *below] if path else below
 
 

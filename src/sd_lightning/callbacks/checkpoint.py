@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.position import RunPosition, restore_position
 from sd_lightning.callbacks.throughput import paused
-from sd_lightning.latent_diffusion import LatentDiffusion, file_keys, weights_file
+from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.pipeline_folder import file_keys, weights_file
 from sd_lightning.scheduler_state import load_scheduler_state, scheduler_state
 from sd_lightning.state import ParameterShard, SavedParameter
 from sd_lightning.strategies import training_state
@@ -58,20 +60,21 @@ class PortableCheckpoint(Checkpoint):
         """Seconds that the run spent in ``fit``, earlier sessions included."""
         self._clock = 0.0
         self._last_step = 0
-        self._linked: dict[str, str] = {}
 
     # ------------------------------------------------------------------ hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._clock = time.perf_counter()
+        self.last_saved = None
         if self.resume is not None:
             self._restore(trainer, pl_module)
-        self._clock = time.perf_counter()
         self._last_step = trainer.global_step
         self._refuse_unsavable(trainer)
         if trainer.is_global_zero:
             checkpoint.clean(self.run_dir)
             self._write_frozen(pl_module)
             self._announce(trainer)
+        self.resume = None  # a second fit goes on from here
         trainer.strategy.barrier("checkpoint.on_fit_start")
 
     def on_train_batch_end(
@@ -81,12 +84,17 @@ class PortableCheckpoint(Checkpoint):
         if step == self._last_step:
             return
         self._last_step = step
-        if trainer.should_stop or (self.every_n_steps and step % self.every_n_steps == 0):
+        # The last one is saved before the last pictures are drawn, which takes a while.
+        at_end = trainer.should_stop or step == trainer.max_steps
+        if at_end or (self.every_n_steps and step % self.every_n_steps == 0):
             self.save(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.last_saved is None or checkpoint.step_of(self.last_saved) != trainer.global_step:
             self.save(trainer, pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seconds()
 
     # ------------------------------------------------------------------ saving
 
@@ -166,7 +174,7 @@ class PortableCheckpoint(Checkpoint):
     def _write_frozen(self, pl_module: Any) -> None:
         """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""
         frozen, tmp = self.run_dir / "frozen", self.run_dir / ".tmp-frozen"
-        if frozen.exists() and self.resume is not None and self.run_dir in self.resume.parents:
+        if frozen.exists() and self.resume is not None and self.run_dir.resolve() in self.resume.resolve().parents:
             return
         for leftover in (frozen, tmp):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -183,8 +191,7 @@ class PortableCheckpoint(Checkpoint):
             "format": _FORMAT,
             "position": vars(RunPosition.of(trainer)),
             "train_seconds": self._seconds(),
-            "parameters": {s.name: {"shape": s.shape, "states": list(s.states)} for s in shards},
-            "scalars": {s.name: s.scalars for s in shards},
+            "parameters": {shard.name: vars(shard.saved()) for shard in shards},
             "optimizer_groups": state.optimizer_groups(),
             "schedulers": [scheduler_state(config.scheduler) for config in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
@@ -218,18 +225,27 @@ class PortableCheckpoint(Checkpoint):
 
     # ------------------------------------------------------------------ restoring
 
+    def check_resume(self, pl_module: Any, datamodule: Any) -> None:
+        """Compare the checkpoint to resume, if any, with a run that has not been started yet.
+
+        Raises:
+            UsageError: The checkpoint is of another model, or of a run with another batch size or seed.
+        """
+        if self.resume is None:
+            return
+        saved = read_trainer_state(self.resume)
+        RunPosition(**saved["position"]).check_same_run(batch_size=datamodule.batch_size, seed=pl_module.seed)
+        shapes = {name: tuple(p.shape) for name, p in pl_module.named_parameters() if p.requires_grad}
+        check_same_model(saved["parameters"], shapes, self.resume)
+
     def _restore(self, trainer: pl.Trainer, pl_module: Any) -> None:
         assert self.resume is not None
+        self.check_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         saved = read_trainer_state(self.resume)
         state = training_state(trainer)
         shards = state.parameter_shards()
         position = RunPosition(**saved["position"])
-        position.check_same_run(trainer)
-        check_same_model(saved["parameters"], shards, self.resume)
-        parameters = {
-            name: SavedParameter(tuple(entry["states"]), saved["scalars"][name])
-            for name, entry in saved["parameters"].items()
-        }
+        parameters = {name: SavedParameter(**entry) for name, entry in saved["parameters"].items()}
         with ShardedTensors(self.resume / "state") as store:
 
             def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
@@ -244,7 +260,14 @@ class PortableCheckpoint(Checkpoint):
                 else:
                     ema.restart()
                     log.warning("%s has no EMA; the average starts at its weights", self.resume)
-        for config, scheduler in zip(trainer.lr_scheduler_configs, saved["schedulers"], strict=False):
+        configs, schedulers = trainer.lr_scheduler_configs, saved["schedulers"]
+        if len(configs) != len(schedulers):
+            theirs, ours = ([s["type"] for s in schedulers], [type(c.scheduler).__name__ for c in configs])
+            raise UsageError(
+                f"resume={self.resume}: the checkpoint's run had the lr_scheduler {', '.join(theirs) or 'none'}, this run "
+                f"has {', '.join(ours) or 'none'}; resume with the same, or start a new run with init_from="
+            )
+        for config, scheduler in zip(configs, schedulers):
             load_scheduler_state(config.scheduler, scheduler)
         trainer.precision_plugin.load_state_dict(saved["precision"])
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -270,14 +293,13 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
     return saved
 
 
-def check_same_model(saved: dict[str, Any], shards: list[ParameterShard], path: Path) -> None:
-    """Compare the trained parameters of a checkpoint with those of the model.
+def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Compare the trained parameters of a checkpoint with the shapes of the model's by name.
 
     Raises:
         UsageError: They differ; the message names the first few.
     """
     theirs = {name: tuple(entry["shape"]) for name, entry in saved.items()}
-    ours = {shard.name: shard.shape for shard in shards}
     differing = [
         f"{name}: {theirs.get(name, 'absent')} in the checkpoint, {ours.get(name, 'absent')} in the model"
         for name in dict.fromkeys([*ours, *theirs])
@@ -292,17 +314,9 @@ def check_same_model(saved: dict[str, Any], shards: list[ParameterShard], path: 
 
 
 def _entries(shards: list[ParameterShard], ema: EMA | None) -> list[Entry]:
-    entries = []
-    for shard in shards:
-        if not shard.writes:
-            continue
-        tensors: dict[str, Any] = {"master": shard.master, **shard.states}
-        if ema is not None:
-            tensors["ema"] = ema.shadow[shard.key]
-        for kind, tensor in tensors.items():
-            dtype = tensor.dtype if isinstance(tensor, Tensor) else shard.master.dtype
-            entries.append(Entry(f"{kind}/{shard.name}", shard.shape, shard.begin, shard.end, tensor, dtype))
-    return entries
+    mine = [shard for shard in shards if shard.writes]
+    averages = [{} if ema is None else {"ema": ema.shadow[shard.key]} for shard in mine]
+    return [entry for shard, average in zip(mine, averages) for entry in shard.entries(**average)]
 
 
 def _callback_states(trainer: pl.Trainer) -> dict[str, Any]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state import TrainingState
+from sd_lightning.state import ParameterShard, TrainingState
 from sd_lightning.strategies import training_state
+
+_holding_average: weakref.WeakKeyDictionary[pl.LightningModule, EMA] = weakref.WeakKeyDictionary()
+"""Modules that hold an average since their last ``fit`` ended, and who keeps their trained weights."""
 
 
 class EMA(Callback):
@@ -24,8 +29,8 @@ class EMA(Callback):
     ``fit`` continues from the trained weights, which checkpoints keep as well.
 
     Args:
-        decay: The limit; the decay of update ``n`` is ``min(decay, (1 + n) / (10 + n))`` as in diffusers'
-            ``EMAModel``, so that the average forgets its start.
+        decay: The limit; with ``n`` updates before it, an update has the decay ``min(decay, (1 + n) / (10 + n))``, and
+            the first one 0, as in diffusers' ``EMAModel``: the average forgets its start.
         update_after_step: Optimizer steps before averaging starts; until then it follows the weights.
         update_every: Optimizer steps between updates.
         offload: Keep the average in host memory.
@@ -47,22 +52,26 @@ class EMA(Callback):
         self.num_updates = 0
         self.shadow: dict[tuple[str, int], Tensor] = {}
         self._state: TrainingState | None = None
+        self._module: pl.LightningModule | None = None
         self._live: list[Tensor] = []
         self._average: list[Tensor] = []
         self._last_step = 0
-        self._holds_average = False
+        self._swapped = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._holds_average and self._state is not None:  # a second fit continues from the trained weights
-            self._state.swap_out()
-            self._holds_average = False
-        self._state = training_state(trainer)
+        holder = _holding_average.pop(pl_module, None)
+        if holder is not None:
+            holder._swap_out()  # continue from the trained weights
+        if self._module is not None and self._module is not pl_module:
+            self.shadow, self.num_updates, self._swapped = {}, 0, False  # the average of the other module ends here
+        self._module, self._state = pl_module, training_state(trainer)
         shards = self._state.parameter_shards()
         self._live = [shard.master for shard in shards]
-        fresh = {shard.key: self._copy(shard.master) for shard in shards}
-        self.shadow = {key: self.shadow.get(key, value) for key, value in fresh.items()}
+        self.shadow = {shard.key: self._average_of(shard) for shard in shards}
         self._average = list(self.shadow.values())
-        self._last_step = trainer.global_step
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last_step = trainer.global_step  # by now a checkpoint has been restored
 
     def restart(self) -> None:
         """Let the average begin at the present weights (a checkpoint without an average was loaded)."""
@@ -85,44 +94,61 @@ class EMA(Callback):
         if step <= self.update_after_step:
             torch._foreach_copy_(self._average, self._live)
         elif step % self.update_every == 0:
-            self.num_updates += 1
-            decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+            n = self.num_updates
+            decay = min(self.decay, (1 + n) / (10 + n)) if n else 0.0
             torch._foreach_lerp_(self._average, self._masters(), 1.0 - decay)
+            self.num_updates += 1
 
     def _masters(self) -> list[Tensor]:
         if not self.offload and all(tensor.dtype == torch.float32 for tensor in self._live):
             return self._live
         return [tensor.to(average.device, torch.float32) for tensor, average in zip(self._live, self._average)]
 
-    def _copy(self, master: Tensor) -> Tensor:
-        device = torch.device("cpu") if self.offload else master.device
-        return torch.empty_like(master, dtype=torch.float32, device=device).copy_(master)
+    def _average_of(self, shard: ParameterShard) -> Tensor:
+        """Return the average of an earlier fit, or a copy of the weights to begin with."""
+        device = torch.device("cpu") if self.offload else shard.master.device
+        average = self.shadow.get(shard.key)
+        if average is not None:
+            return average.to(device)
+        return torch.empty_like(shard.master, dtype=torch.float32, device=device).copy_(shard.master)
 
     # ------------------------------------------------------------------ use of the average
+
+    def _swap_in(self) -> None:
+        if self._state is None:
+            raise RuntimeError("EMA.averaged() needs a running trainer")
+        self._state.swap_in(self.shadow)
+        self._swapped = True
+
+    def _swap_out(self) -> None:
+        if self._state is not None and self._swapped:
+            self._state.swap_out()
+            self._swapped = False
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Compute with the average inside the block."""
-        if self._state is None:
-            raise RuntimeError("EMA.averaged() needs a running trainer")
-        self._state.swap_in(self.shadow)
+        self._swap_in()
         try:
             yield
         finally:
-            self._state.swap_out()
+            self._swap_out()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._state is not None and not self._holds_average:
-            self._state.swap_in(self.shadow)
+        if trainer.state.fn == TrainerFn.FITTING:  # after fit the module holds the average
+            self._swap_in()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._state is not None and not self._holds_average:
-            self._state.swap_out()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._swap_out()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if pl_module not in _holding_average:
+            self._swap_out()  # interrupted in a validation
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._state is not None and not self._holds_average:
-            self._state.swap_in(self.shadow)
-            self._holds_average = True
+        self._swap_in()
+        _holding_average[pl_module] = self
 
 
 def ema_of(trainer: pl.Trainer) -> EMA | None:

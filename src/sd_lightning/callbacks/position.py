@@ -32,7 +32,10 @@ class RunPosition:
         module: Any = trainer.lightning_module
         sampler = data.train_sampler
         steps = trainer.global_step
-        epoch, done = divmod(trainer.fit_loop.epoch_loop.total_batch_idx + 1, len(sampler))
+        # Not from the total of batches: a fit that ended in the middle of an epoch leaves the rest of it out.
+        epoch, done = sampler.epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if done >= len(sampler):
+            epoch, done = epoch + 1, 0
         return cls(
             optimizer_steps=steps,
             global_samples=steps * data.batch_size,
@@ -43,17 +46,13 @@ class RunPosition:
             seed=module.seed,
         )
 
-    def check_same_run(self, trainer: pl.Trainer) -> None:
+    def check_same_run(self, *, batch_size: int, seed: int) -> None:
         """Refuse to continue with another batch size or seed: the data would not go on where they stopped.
 
         Raises:
             UsageError: They differ from the run's.
         """
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        for name, ours, theirs in (
-            ("data.batch_size", data.batch_size, self.batch_size),
-            ("seed", trainer.lightning_module.seed, self.seed),
-        ):
+        for name, ours, theirs in (("data.batch_size", batch_size, self.batch_size), ("seed", seed, self.seed)):
             if ours != theirs:
                 raise UsageError(
                     f"resume: {name}={ours}, but the checkpoint's run used {name}={theirs}; resume with that value, "

@@ -104,6 +104,16 @@ class SDDataModule(LightningDataModule):
                 "data.center_crop=true data.random_flip=false, or data.cache_latents=false"
             )
 
+    def check_batches(self, world_size: int, accumulate: int) -> None:
+        """Check that the training set fills a global batch on that many processes.
+
+        Raises:
+            UsageError: It does not, or the batch cannot be divided among them.
+        """
+        GlobalBatchSampler(
+            len(self.source_train), batch_size=self.batch_size, world_size=world_size, accumulate=accumulate, seed=0
+        )
+
     @property
     def num_train_samples(self) -> int:
         """Length of the training source."""

@@ -75,6 +75,7 @@ class Digits:
         self.split = split
         self.dropped: dict[str, str] = {}
         self.labels: list[int] = labels.tolist()
+        self._captions = [captions_of(label) for label in range(len(WORDS))]
         self._images = [_enlarge(digit, size) for digit in values.reshape(-1, 8, 8)]
 
     def __len__(self) -> int:
@@ -87,7 +88,7 @@ class Digits:
 
     def captions(self, index: int) -> list[str]:
         """Return the captions of a digit, the plain one that names it first."""
-        return captions_of(self.labels[index])
+        return self._captions[self.labels[index]]
 
     @cached_property
     def judge(self) -> DigitJudge:

@@ -34,6 +34,8 @@ def single() -> str:
 
 def ddp(*, static_graph: bool = False, bucket_cap_mb: int = 25, gradient_as_bucket_view: bool = True) -> DDPStrategy:
     """DistributedDataParallel, which takes part in everything that :func:`training_state` serves."""
+    if bucket_cap_mb < 1:
+        raise UsageError(f"strategy=ddp got bucket_cap_mb={bucket_cap_mb}; expected at least 1, e.g. bucket_cap_mb=25")
     return DDPStrategy(
         static_graph=static_graph, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view
     )

@@ -1,0 +1,206 @@
+"""The diffusers folder layout: finding a pipeline, loading its parts, and what their files are called."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.architectures import Component
+
+# What may stand in a model_index.json, by part: the file is not ours, and names classes to import.
+_CLASSES = {
+    "unet": ("diffusers", ("UNet2DConditionModel",)),
+    "vae": ("diffusers", ("AutoencoderKL",)),
+    "text_encoder": ("transformers", ("CLIPTextModel", "CLIPTextModelWithProjection")),
+    "tokenizer": ("transformers", ("CLIPTokenizer", "CLIPTokenizerFast")),
+}
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+
+
+def weights_file(component: Component) -> str:
+    """Name of a network's weight file in a pipeline folder."""
+    return "diffusion_pytorch_model.safetensors" if component.library == "diffusers" else "model.safetensors"
+
+
+def config_file(component: Component, name: str) -> str:
+    """Name of a component's configuration file in a pipeline folder."""
+    return "scheduler_config.json" if name == "scheduler" else "config.json"
+
+
+def saved_config(component: Component) -> dict[str, Any]:
+    """Return the JSON content of a component's configuration file."""
+    if component.library == "diffusers":
+        return {**component.config, "_class_name": component.class_name, "_diffusers_version": version("diffusers")}
+    return {"architectures": [component.class_name], "model_type": "clip_text_model", **component.config}
+
+
+def file_keys(component: Component, names: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+    """Map names of a live network's tensors to the keys in its weight file.
+
+    transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory; files on the hub, and every
+    other front end, have it, and transformers 5 reads both.
+    """
+    prefix = "text_model." if component.class_name == "CLIPTextModel" else ""
+    return {name: name if name.startswith("text_model.") else prefix + name for name in names}
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def find_folder(name: str | Path, *, revision: str | None, variant: str | None) -> Path:
+    """Return the folder of a pipeline, downloading it if ``name`` is a repository id of the hub.
+
+    Raises:
+        UsageError: There is no such pipeline.
+    """
+    root = Path(name).expanduser()
+    if (root / "model_index.json").is_file():
+        return root
+    if root.exists():
+        raise UsageError(
+            f"model.pretrained={name}: the folder has no model_index.json; expected a pipeline in the diffusers "
+            "layout (unet/, vae/, text_encoder/, tokenizer/, scheduler/)"
+        )
+    if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") != 1:
+        raise UsageError(
+            f"model.pretrained={name}: no such folder; expected a folder in the diffusers layout or a hub id such as "
+            "stabilityai/stable-diffusion-2-1"
+        )
+    from diffusers import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(str(name), revision=revision, variant=variant, use_safetensors=True))
+    except Exception as error:  # the hub client raises many types: offline, gated, missing, unauthorised
+        raise UsageError(
+            f"model.pretrained={name}: cannot be downloaded from the hub ({_root_cause(error)}); check the id, the "
+            "network and your access, or give a local folder"
+        ) from error
+
+
+def read_component(index: Mapping[str, Any], name: str, root: Path) -> Component:
+    """Return what ``model_index.json`` says of a part, without its configuration.
+
+    Raises:
+        UsageError: The part is missing, or of a class that is not known here.
+    """
+    library, class_name = index.get(name) or (None, None)
+    if class_name is None:
+        raise UsageError(f"{root}: the pipeline has no {name}; copy the whole pipeline")
+    known_library, known = _CLASSES[name.removesuffix("_2")]
+    if library != known_library or class_name not in known:
+        raise UsageError(
+            f"{root}: model_index.json names {library}.{class_name} as {name}; expected "
+            f"{' or '.join(f'{known_library}.{k}' for k in known)}"
+        )
+    if not (root / name).is_dir():
+        raise UsageError(f"{root}: model_index.json names {name}/, which is missing; copy the whole pipeline")
+    return Component(library, class_name)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load a CLIP tokenizer.
+
+    Raises:
+        UsageError: Its files are missing or unreadable.
+    """
+    from transformers import CLIPTokenizer
+
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make an empty one
+        raise UsageError(
+            f"{folder}: neither {' nor '.join(_TOKENIZER_FILES)} in it; copy the tokenizer of the pipeline again"
+        )
+    try:
+        return CLIPTokenizer.from_pretrained(folder)
+    except Exception as error:  # the Rust library raises plain Exceptions
+        raise UsageError(
+            f"{folder}: cannot load the tokenizer: {_first_line(error)}; copy or download that folder again"
+        ) from error
+
+
+def load_network(component: Component, folder: Path, *, variant: str | None = None) -> tuple[nn.Module, Component]:
+    """Load one network in float32 from safetensors and return it with the record of what it is.
+
+    Raises:
+        UsageError: Its files are missing, unreadable, pickled or incomplete.
+    """
+    from safetensors import SafetensorError
+
+    options: dict[str, Any] = {"variant": variant} if variant else {}
+    if component.library == "transformers":  # which otherwise says that some tensor has a wrong shape, but not which
+        options["ignore_mismatched_sizes"] = True
+    remedy = "it needs config.json and complete safetensors weights; copy or download that folder again"
+    try:
+        network, loaded = class_of(component).from_pretrained(
+            folder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"{folder}: cannot load {component.class_name}: {_first_line(error)}; {remedy}") from error
+    random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+    if random:  # both libraries would go on with random values
+        more = f" and {len(random) - 3} more" if len(random) > 3 else ""
+        raise UsageError(
+            f"{folder}: {', '.join(random[:3])}{more} of {component.class_name} missing or of another shape in the "
+            f"weights; {remedy}"
+        )
+    if component.library == "diffusers":
+        config = {k: v for k, v in dict(network.config).items() if not k.startswith("_")}
+    else:
+        config = {
+            k: v
+            for k, v in network.config.to_dict().items()
+            if k not in ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
+        }
+    return network, Component(component.library, component.class_name, config)
+
+
+def instantiate(component: Component) -> nn.Module:
+    """Build a network from its configuration, with random weights."""
+    if component.library == "diffusers":
+        return class_of(component).from_config(dict(component.config))
+    from transformers import CLIPTextConfig
+
+    return class_of(component)(CLIPTextConfig(**component.config))
+
+
+def class_of(component: Component) -> Any:
+    return getattr(importlib.import_module(component.library), component.class_name)
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UsageError: The file is missing or holds something else.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: missing; copy the whole pipeline folder") from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{path}: not a JSON object ({error}); copy or download that file again") from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, default=list) + "\n", encoding="utf-8")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _root_cause(error: BaseException) -> str:
+    """Name the first error of a chain: the hub client hides it behind hints about a stack trace."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return f"{type(error).__name__}: {_first_line(error)}"

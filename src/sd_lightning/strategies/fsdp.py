@@ -1,0 +1,226 @@
+"""FSDP2: every trained network sharded by ``fully_shard``, block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from typing_extensions import override
+
+from sd_lightning._errors import UsageError
+from sd_lightning.latent_diffusion import repeated_blocks
+from sd_lightning.state import ReplicatedState
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class FSDPStrategy(ModelParallelStrategy):
+    """Shard weights, gradients and optimizer states over all processes (PyTorch FSDP2).
+
+    Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
+
+    Args:
+        reshard_after_forward: Free gathered weights after a block's forward pass. False keeps them until backward:
+            more memory, less communication (SHARD_GRAD_OP, ZeRO-2).
+        cpu_offload: Keep weights, gradients and optimizer states in host memory.
+        replicas: Copies of the sharded model (HSDP): weights are sharded over ``world_size / replicas`` processes.
+        param_dtype: Gather and compute in this type; the weights' own type if not given.
+        reduce_dtype: Reduce gradients in this type; ``param_dtype`` if not given.
+        forward_prefetch: Blocks gathered ahead of the one that computes; 0 leaves it to the order of execution.
+        timeout_seconds: A collective that takes longer ends the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        replicas: int = 1,
+        param_dtype: Dtype | None = None,
+        reduce_dtype: Dtype | None = None,
+        forward_prefetch: int = 0,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        for name, value, least in (("replicas", replicas, 1), ("forward_prefetch", forward_prefetch, 0)):
+            if value < least:
+                raise UsageError(f"FSDPStrategy got {name}={value}; expected at least {least}")
+        if timeout_seconds <= 0:
+            raise UsageError(f"FSDPStrategy got timeout_seconds={timeout_seconds}; expected a positive number")
+        super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.replicas = replicas
+        self.forward_prefetch = forward_prefetch
+        self.mixed_precision = MixedPrecisionPolicy(
+            param_dtype=None if param_dtype is None else getattr(torch, param_dtype),
+            reduce_dtype=None if reduce_dtype is None else getattr(torch, reduce_dtype),
+        )
+        self._state: DTensorState | None = None
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def setup_environment(self) -> None:
+        super(ModelParallelStrategy, self).setup_environment()
+        self.set_world_ranks()
+        on_cuda = self.root_device.type == "cuda"
+        # Checkpoints, object collectives and offloaded gradients are reduced on the CPU.
+        self._process_group_backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+        assert self.cluster_environment is not None
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+        if self.world_size % self.replicas:
+            raise UsageError(
+                f"FSDPStrategy got replicas={self.replicas} for {self.world_size} processes; expected a divisor"
+            )
+        shape: tuple[int, ...] = (self.world_size,)
+        names: tuple[str, ...] = ("shard",)
+        if self.replicas > 1:
+            shape, names = (self.replicas, self.world_size // self.replicas), ("replicate", "shard")
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.model is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module: Any = self.lightning_module
+        for network in module.trained_networks().values():
+            if not isinstance(network, FSDPModule):  # a second fit finds them sharded
+                shard_network(network, self.device_mesh, self)
+        self.model = self.precision_plugin.convert_module(self.model)
+        if not self.cpu_offload:
+            self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def training_state(self) -> DTensorState:
+        """Return this rank's shards of the trained parameters."""
+        module: Any = self.lightning_module
+        if self._state is None or self._state.optimizers != self.optimizers:
+            parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+            self._state = DTensorState(parameters, self.optimizers, networks=module.trained_networks().values())
+        return self._state
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        # Gradients are reduced after every micro-batch: keeping them whole would undo the sharding.
+        yield
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._state = None
+
+
+def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy) -> None:
+    """Apply ``fully_shard`` to the network's blocks and then to what is left of it, its root."""
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": options.reshard_after_forward,
+        "mp_policy": options.mixed_precision,
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if options.cpu_offload
+        else OffloadPolicy(),
+    }
+    blocks = list(repeated_blocks(network).values())
+    for block in blocks:
+        fully_shard(block, **settings)
+    fully_shard(network, **settings)
+    if options.forward_prefetch:
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + options.forward_prefetch])
+
+
+class DTensorState(ReplicatedState):
+    """Training state of parameters sharded in dim 0: this rank's rows are a flat range."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        networks: Iterable[nn.Module],
+    ) -> None:
+        super().__init__(parameters, optimizers)
+        self.optimizers = list(optimizers)
+        self._networks = list(networks)
+
+    @override
+    def _local(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+    @override
+    def _range(self, parameter: nn.Parameter) -> tuple[int, int]:
+        assert isinstance(parameter, DTensor)
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        inner = parameter.numel() // max(parameter.shape[0], 1)
+        begin = min(offset[0], parameter.shape[0]) * inner
+        return begin, begin + math.prod(shape)
+
+    @override
+    def _writes(self, parameter: nn.Parameter) -> bool:
+        """One of the replicas (HSDP) writes."""
+        assert isinstance(parameter, DTensor)
+        coordinate = parameter.device_mesh.get_coordinate()
+        assert coordinate is not None
+        return all(
+            position == 0
+            for position, placement in zip(coordinate, parameter.placements, strict=True)
+            if isinstance(placement, Replicate)
+        )
+
+    @override
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        if self._trained is not None:
+            raise RuntimeError("swap_in called twice without swap_out")
+        self._reshard()
+        self._trained = {}
+        for name, parameter in self._parameters.items():
+            local = self._local(parameter)
+            self._trained[name] = local.clone()
+            local.copy_(weights[name, self._range(parameter)[0]])
+
+    @override
+    def swap_out(self) -> None:
+        if self._trained is None:
+            raise RuntimeError("swap_out called without swap_in")
+        self._reshard()
+        for name, parameter in self._parameters.items():
+            self._local(parameter).copy_(self._trained[name])
+        self._trained = None
+
+    def _reshard(self) -> None:
+        """Free gathered weights: after a forward pass without backward the root keeps them, and they would be used."""
+        for network in self._networks:
+            for module in network.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()

@@ -1,0 +1,41 @@
+"""Architectures small enough for a unit test, besides the `tiny` one that ships with the package."""
+
+from dataclasses import replace
+
+from sd_lightning.architectures import ARCHITECTURES, Architecture, Component
+
+_TINY = ARCHITECTURES["tiny"]
+_CLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8,
+}
+
+SMALL_SDXL: Architecture = replace(
+    _TINY,
+    pipeline_class="StableDiffusionXLPipeline",
+    networks={
+        "unet": Component(
+            "diffusers",
+            "UNet2DConditionModel",
+            {
+                **_TINY.networks["unet"].config,
+                "cross_attention_dim": 32 + 48,
+                "use_linear_projection": True,
+                "addition_embed_type": "text_time",
+                "addition_time_embed_dim": 8,
+                "projection_class_embeddings_input_dim": 6 * 8 + 24,
+            },
+        ),
+        "vae": _TINY.networks["vae"],
+        "text_encoder": Component("transformers", "CLIPTextModel", _CLIP),
+        "text_encoder_2": Component(
+            "transformers",
+            "CLIPTextModelWithProjection",
+            {**_CLIP, "hidden_size": 48, "projection_dim": 24, "hidden_act": "gelu"},
+        ),
+    },
+)
+"""Everything that SDXL has beyond Stable Diffusion 1.x: two text encoders, pooled embedding, time ids."""

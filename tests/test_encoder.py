@@ -1,0 +1,231 @@
+"""Frozen encoders: outside the trained module, exact whatever surrounds them, and the same cached or on the fly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+import small_training
+from sd_lightning import LatentDiffusion, SDLightningModule
+from sd_lightning.encoder import LatentEncoder
+from sd_lightning.randomness import Purpose, normal
+from small_models import SMALL_SDXL
+
+ARCHITECTURES = {"sd": "tiny", "sdxl": SMALL_SDXL}
+ENCODERS = {"sd": {"text_encoder"}, "sdxl": {"text_encoder", "text_encoder_2"}}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LatentDiffusion:
+    return LatentDiffusion.build("tiny")
+
+
+def digits(num: int = 6) -> dict[str, Any]:
+    """A batch as the data module makes it."""
+    source = small_training.data().source_train
+    images = np.stack([np.asarray(source.image(i).resize((32, 32))) for i in range(num)])
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+    return {
+        "pixel_values": pixels / 127.5 - 1,
+        "epoch": torch.arange(num) % 2,
+        "index": torch.arange(num) * 7,
+        "original_size": torch.full((num, 2), 8),
+        "crop_top_left": torch.zeros(num, 2, dtype=torch.int64),
+        "target_size": torch.full((num, 2), 32),
+    }
+
+
+def with_tokens(model: LatentDiffusion, batch: dict[str, Any]) -> dict[str, Any]:
+    captions = [f"a handwritten {n}" for n in ("one", "two", "three", "four", "five", "six")]
+    return {**batch, "input_ids": model.tokenize(captions[: len(batch["index"])])}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors of a nested dictionary, in order."""
+    if isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+# ---------------------------------------------------------------------- what the module holds
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("train_text_encoder", [False, True])
+def test_module_holds_the_trained_networks_only(family: str, train_text_encoder: bool) -> None:
+    model = LatentDiffusion.build(ARCHITECTURES[family])
+    module = SDLightningModule(model, train_text_encoder=train_text_encoder)
+    trained = {"unet"} | (ENCODERS[family] if train_text_encoder else set())
+    assert module.trained_networks().keys() == trained
+    expected = {f"{n}.{key}": value for n in trained for key, value in model.networks[n].state_dict().items()}
+    state = module.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(state[key].data_ptr() == expected[key].data_ptr() for key in state)
+    parameters = {id(p) for p in module.parameters()}
+    assert parameters == {id(p) for n in trained for p in model.networks[n].parameters()}
+    for name, network in model.networks.items():
+        assert network.training == (name in trained)
+        assert any(p.requires_grad for p in network.parameters()) == (name in trained)
+
+
+def test_frozen_encoders_stay_in_evaluation_mode_when_the_module_trains() -> None:
+    module = SDLightningModule(LatentDiffusion.build("tiny"))
+    module.train()
+    assert not any(network.training for network in module.encoder.networks)
+
+
+# ---------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_encoders_compute_in_float32_without_gradients_inside_autocast(family: str) -> None:
+    model = LatentDiffusion.build(ARCHITECTURES[family])
+    encoder = LatentEncoder(model)
+    batch = with_tokens(model, digits())
+    outside = encoder(batch, seed=0)
+    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+        inside = encoder(batch, seed=0)
+    for ours, theirs in zip(tensors(inside), tensors(outside), strict=True):
+        assert torch.equal(ours, theirs)
+        assert not ours.requires_grad
+    for produced in (inside["latents"], *tensors(inside["conditioning"])):
+        assert produced.dtype == torch.float32
+
+
+@pytest.mark.parametrize("force_upcast", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_vae_that_overflows_in_float16_stays_in_float32(dtype: Any, force_upcast: bool) -> None:
+    model = LatentDiffusion.build("tiny")
+    model.vae.register_to_config(force_upcast=force_upcast)
+    LatentEncoder(model, dtype=dtype).to(torch.device("cpu"))
+    kept = dtype == "float16" and force_upcast
+    assert model.vae.dtype == (torch.float32 if kept else getattr(torch, dtype))
+    assert model.text_encoders["text_encoder"].dtype == getattr(torch, dtype)
+    assert model.unet.dtype == torch.float32
+
+
+def test_vae_built_from_a_configuration_without_the_key_is_as_careful_as_a_loaded_one() -> None:
+    model = LatentDiffusion.build(SMALL_SDXL)
+    assert "force_upcast" not in model.components["vae"].config
+    LatentEncoder(model, dtype="float16").to(torch.device("cpu"))
+    assert model.vae.dtype == torch.float32  # diffusers' default is force_upcast=True
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_encoders_give_float32_close_to_the_exact_values(dtype: Any) -> None:
+    exact_model, model = LatentDiffusion.build("tiny"), LatentDiffusion.build("tiny")
+    model.vae.register_to_config(force_upcast=False)
+    encoder = LatentEncoder(model, dtype=dtype).to(torch.device("cpu"))
+    batch = with_tokens(model, digits())
+    exact = LatentEncoder(exact_model)(batch, seed=0)
+    half = encoder(batch, seed=0)
+    for ours, theirs in zip(
+        [half["latents"], *tensors(half["conditioning"])], [exact["latents"], *tensors(exact["conditioning"])]
+    ):
+        assert ours.dtype == torch.float32
+        error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
+        assert 0 < error < 0.03
+
+
+# ---------------------------------------------------------------------- latents
+
+
+def test_moments_are_those_of_diffusers_posterior(tiny: LatentDiffusion) -> None:
+    encoder, batch = LatentEncoder(tiny), digits()
+    moments = encoder.encode_moments(batch["pixel_values"])
+    with torch.no_grad():
+        posterior = tiny.vae.encode(batch["pixel_values"]).latent_dist
+    assert moments.shape == (6, 8, 8, 8)
+    assert torch.equal(moments, posterior.parameters)
+
+
+def test_latents_are_scaled_draws_from_the_posterior(tiny: LatentDiffusion) -> None:
+    encoder, batch = LatentEncoder(tiny), digits()
+    # Variances from tiny to large: those of a trained VAE are too small to tell a wrong formula.
+    mean, log_variance = encoder.encode_moments(batch["pixel_values"]).chunk(2, dim=1)
+    moments = torch.cat([mean, torch.linspace(-40, 4, mean.numel()).view_as(log_variance)], dim=1)
+    posterior = DiagonalGaussianDistribution(moments)
+    noise = normal(5, batch["epoch"], batch["index"], Purpose.VAE_SAMPLE, (4, 8, 8))
+    expected = (posterior.mean + posterior.std * noise) * tiny.vae.config.scaling_factor
+    latents = encoder.latents(moments, seed=5, epoch=batch["epoch"], index=batch["index"])
+    torch.testing.assert_close(latents, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_latents_of_the_digits_have_unit_variance(tiny: LatentDiffusion) -> None:
+    batch = digits(32)
+    encoder = LatentEncoder(tiny)
+    latents = encoder.latents(
+        encoder.encode_moments(batch["pixel_values"]), seed=0, epoch=batch["epoch"], index=batch["index"]
+    )
+    assert latents.square().mean().sqrt().item() == pytest.approx(1.0, abs=0.1)
+
+
+def test_draw_belongs_to_the_sample_and_not_to_its_batch(tiny: LatentDiffusion) -> None:
+    encoder, batch = LatentEncoder(tiny), digits()
+    moments = encoder.encode_moments(batch["pixel_values"])
+
+    def draw(rows: list[int], *, seed: int = 1, epoch: int = 0) -> Tensor:
+        return encoder.latents(moments[rows], seed=seed, epoch=batch["epoch"][rows] + epoch, index=batch["index"][rows])
+
+    together = draw([0, 1, 2, 3, 4, 5])
+    assert torch.equal(draw([4, 1]), together[[4, 1]])
+    assert torch.equal(torch.cat([draw([i]) for i in range(6)]), together)
+    for other in (draw([0, 1, 2, 3, 4, 5], seed=2), draw([0, 1, 2, 3, 4, 5], epoch=2)):
+        assert (other != together).flatten(1).any(1).all()
+
+
+def test_cached_moments_give_the_latents_of_encoding_on_the_fly(tiny: LatentDiffusion) -> None:
+    encoder = LatentEncoder(tiny, train_text_encoder=True)
+    batch = digits()
+    cached = {k: v for k, v in batch.items() if k != "pixel_values"}
+    cached["latent_moments"] = encoder.encode_moments(batch["pixel_values"])
+    on_the_fly = encoder(batch, seed=3)
+    assert torch.equal(encoder(cached, seed=3)["latents"], on_the_fly["latents"])
+    assert "pixel_values" not in on_the_fly and "latent_moments" not in on_the_fly
+    assert "pixel_values" in batch  # the caller's batch is left as it was
+
+
+class KeepLatents(Callback):
+    def __init__(self) -> None:
+        self.latents: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.latents.append(batch["latents"])
+
+
+def test_a_run_with_cached_latents_sees_the_latents_of_a_run_without() -> None:
+    seen = []
+    for cache_latents in (True, False):
+        keep = KeepLatents()
+        small_training.fit(small_training.module(), small_training.data(cache_latents=cache_latents), 6, keep)
+        seen.append(torch.stack(keep.latents))
+    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=1e-5)  # encoded in other batches
+
+
+# ---------------------------------------------------------------------- conditioning
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_validation_batch_gets_the_conditioning_of_the_wrong_captions_too(family: str) -> None:
+    model = LatentDiffusion.build(ARCHITECTURES[family])
+    encoder = LatentEncoder(model)
+    batch = with_tokens(model, digits())
+    encoded = encoder({**batch, "wrong_input_ids": batch["input_ids"].roll(1, 0)}, seed=0)
+    right, wrong = (encoded[key]["encoder_hidden_states"] for key in ("conditioning", "wrong_conditioning"))
+    torch.testing.assert_close(wrong, right.roll(1, 0), rtol=0, atol=1e-6)
+    assert (wrong != right).flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("make", [lambda batch: batch, lambda batch: {**batch, "wrong_input_ids": batch["input_ids"]}])
+def test_trained_text_encoder_is_left_to_the_trainer(
+    tiny: LatentDiffusion, make: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    batch = make(with_tokens(tiny, digits()))
+    encoded = LatentEncoder(tiny, train_text_encoder=True)(batch, seed=0)
+    assert encoded.keys() == (batch.keys() - {"pixel_values"}) | {"latents"}
+    assert torch.equal(encoded["input_ids"], batch["input_ids"])

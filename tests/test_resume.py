@@ -1,0 +1,237 @@
+"""A resumed run ends with the bits of one that was never interrupted: weights, moments, average, schedules, position."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import small_training as small
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.optim import lr_scheduler as schedulers
+from torch.optim import swa_utils
+from torch.optim.lr_scheduler import LRScheduler
+
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, runs
+from sd_lightning.callbacks import EMA, PortableCheckpoint
+from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
+
+E = small.STEPS_PER_EPOCH
+
+
+class Seen(Callback):
+    """Records (epoch, index) of all samples of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, list[tuple[int, int]]] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        keys = zip(batch["epoch"].tolist(), batch["index"].tolist())
+        self.steps.setdefault(trainer.global_step + 1, []).extend(keys)
+
+
+# ---------------------------------------------------------------------- where a run is left
+
+
+@pytest.mark.parametrize(
+    ("options", "left_at"),
+    [
+        ({}, (3, E, E + 1)),  # in an epoch, at its end, and after the first step of the next
+        ({"accumulate_grad_batches": 2}, (3, E)),
+        ({"num_workers": 2, "cache_latents": False}, (3, E)),
+        ({"cache_latents": False}, (3,)),
+        ({"train_text_encoder": False, "num_workers": 2}, (E,)),
+        ({"optimizer": partial(torch.optim.SGD, lr=1e-2, momentum=0.9)}, (3,)),
+        ({"optimizer": partial(torch.optim.Adafactor, lr=1e-2)}, (3,)),
+        ({"lr_scheduler": schedulers.ReduceLROnPlateau}, (3,)),
+    ],
+    ids=lambda value: ",".join(f"{k}={getattr(v, '__name__', v)}" for k, v in value.items()) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    tmp_path: Path, options: dict[str, Any], left_at: tuple[int, ...]
+) -> None:
+    steps = 2 * E + 1
+    straight = small.train(tmp_path / "straight", steps, save=left_at, **options)
+    for step in left_at:
+        resumed = small.train(
+            tmp_path / f"from-{step}", steps, resume=checkpoint_path(tmp_path / "straight", step), **options
+        )
+        small.assert_bitwise_equal(resumed, straight)
+
+
+def test_each_step_of_a_run_resumed_again_and_again_sees_its_own_samples(tmp_path: Path) -> None:
+    straight, pieces = Seen(), Seen()
+    run = tmp_path / "pieces"
+    small.fit(small.module(), small.data(), 2 * E + 2, straight)
+    for end in (2, 3, E, 2 * E - 1, 2 * E, 2 * E + 2):
+        resume = (all_checkpoints(run) or [None])[-1]
+        small.fit(small.module(), small.data(), end, pieces, PortableCheckpoint(run, every_n_steps=0, resume=resume))
+    assert pieces.steps == straight.steps
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_another_accumulation_continues_at_the_same_sample(tmp_path: Path, before: int, after: int) -> None:
+    straight, resumed = Seen(), Seen()
+    first = PortableCheckpoint(tmp_path / "a", every_n_steps=3)
+    whole = small.fit(small.module(), small.data(), E + 3, straight, first, accumulate_grad_batches=before)
+    second = PortableCheckpoint(tmp_path / "b", resume=checkpoint_path(tmp_path / "a", 3), every_n_steps=0)
+    module = small.module()
+    small.fit(module, small.data(), E + 3, resumed, second, accumulate_grad_batches=after)
+    for step in range(4, E + 4):
+        assert sorted(resumed.steps[step]) == sorted(straight.steps[step])
+    assert first.last_saved is not None and second.last_saved is not None
+    ours, theirs = small.trainer_state(first.last_saved), small.trainer_state(second.last_saved)
+    assert ours["position"] == theirs["position"]
+    for name, weight in small.weights(whole.lightning_module).items():
+        # The same sums in another order; Adam makes the most of small differences.
+        torch.testing.assert_close(small.weights(module)[name], weight, rtol=0, atol=5e-3)
+
+
+def test_a_fit_longer_than_the_last_resumes_where_its_own_data_were(tmp_path: Path) -> None:
+    """Lightning leaves the rest of an epoch out when ``max_steps`` ended a fit in it and the next fit begins."""
+    steps = (4, 3 + E, 3 + E + 1)
+    saving = small.Saving(tmp_path / "a", steps)
+    module, ema = small.module(), EMA(0.9)
+    trainer = small.fit(module, small.data(), 3, ema, saving)
+    trainer.fit_loop.epoch_loop.max_steps = 3 + E + 2
+    trainer.fit(module, trainer.datamodule)  # type: ignore[attr-defined]
+    assert saving.last_saved is not None
+    for step in steps:
+        resumed = small.train(tmp_path / f"from-{step}", 3 + E + 2, resume=checkpoint_path(tmp_path / "a", step))
+        small.assert_bitwise_equal(resumed, saving.last_saved)
+
+
+def test_a_second_fit_does_not_restore_the_checkpoint_again(tmp_path: Path) -> None:
+    small.train(tmp_path, 2)
+    saving = PortableCheckpoint(tmp_path / "next", resume=checkpoint_path(tmp_path, 2), every_n_steps=0)
+    module = small.module()
+    trainer = small.fit(module, small.data(), 3, EMA(0.9), saving)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, trainer.datamodule)  # type: ignore[attr-defined]
+    assert trainer.global_step == 4 and [path.name for path in all_checkpoints(tmp_path / "next")][-1] == "step-00000004"
+
+
+# ---------------------------------------------------------------------- learning-rate schedules
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: schedulers.StepLR(o, 2, gamma=0.5),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 4, 5], gamma=0.5),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, factor=0.3, total_iters=4),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, total_iters=5),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.7)], milestones=[4]
+    ),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 8, power=2.0),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 5),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.5, total_iters=4), schedulers.ExponentialLR(o, 0.9)], optimizer=o
+    ),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, threshold=0.2),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-4, 3e-3, step_size_up=2, cycle_momentum=True),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 2, T_mult=2),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 3e-3, total_steps=10),
+    "SWALR": lambda o: swa_utils.SWALR(o, 1e-4, anneal_epochs=6),
+}  # fmt: skip
+
+
+def test_the_table_has_every_scheduler_of_torch() -> None:
+    public = {name for name in schedulers.__all__ if name not in ("LRScheduler",)}
+    assert SCHEDULES.keys() == public | {"SWALR"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_learning_rate_schedule_resumes_bitwise(tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"lr_scheduler": SCHEDULES[name], "train_text_encoder": False}
+    straight = small.train(tmp_path / "straight", 7, save=(3, 6), **options)
+    resumed = small.train(tmp_path / "resumed", 7, resume=checkpoint_path(tmp_path / "straight", 3), **options)
+    small.assert_bitwise_equal(resumed, straight)
+    rates = {
+        small.trainer_state(checkpoint_path(tmp_path / "straight", step))["optimizer_groups"][0][0]["lr"]
+        for step in (3, 6, 7)
+    }
+    assert len(rates) > 1  # the schedule did something
+
+
+# ---------------------------------------------------------------------- damaged checkpoints
+
+
+@pytest.mark.parametrize("damage", ["altered", "truncated", "missing"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight = small.train(tmp_path / "straight", 5, save=(2, 4))
+    run = tmp_path / "run"
+    small.train(run, 4, save=(2, 4))
+    shard = checkpoint_path(run, 4) / "state/shard-00000-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    if damage == "altered":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    elif damage == "truncated":
+        shard.write_bytes(content[:-1000])
+    else:
+        shard.unlink()
+    with caplog.at_level(logging.WARNING):
+        resume = runs.find_checkpoint("auto", run)
+    assert resume == checkpoint_path(run, 2)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("sd_lightning")]
+    assert "step-00000004 is not used: state/shard-00000-of-00001.safetensors" in warning
+    small.assert_bitwise_equal(small.train(run, 5, save=(2, 4), resume=resume), straight)
+    assert [path.name for path in all_checkpoints(run)] == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+# ---------------------------------------------------------------------- what cannot be resumed
+
+
+def _resume(tmp_path: Path, module: SDLightningModule | None = None, batch_size: int = 8) -> None:
+    saving = PortableCheckpoint(tmp_path / "next", resume=checkpoint_path(tmp_path, 1), every_n_steps=0)
+    small.fit(module or small.module(), small.data(batch_size=batch_size), 3, saving)
+
+
+def test_another_model_batch_size_or_seed_is_refused_by_name(tmp_path: Path) -> None:
+    small.train(tmp_path, 1)
+    with pytest.raises(UsageError, match=r"data.batch_size=4, but the checkpoint's run used data.batch_size=8; .*init_from="):
+        _resume(tmp_path, batch_size=4)
+    with pytest.raises(UsageError, match="seed=9, but the checkpoint's run used seed=3"):
+        _resume(tmp_path, small.module(seed=9))
+    frozen = small.module(train_text_encoder=False)
+    with pytest.raises(UsageError, match=r"of another model; \d+ trained tensors differ: text_encoder.*absent in the model"):
+        _resume(tmp_path, frozen)
+    other = LatentDiffusion.build("tiny")
+    other.networks["unet"].conv_in = torch.nn.Conv2d(4, 32, 5, padding=2)
+    module = SDLightningModule(other, train_text_encoder=True, seed=3)
+    with pytest.raises(UsageError, match=r"unet.conv_in.weight: \(32, 4, 3, 3\) in the checkpoint, \(32, 4, 5, 5\) in the model"):
+        _resume(tmp_path, module)
+    assert not (tmp_path / "next/checkpoints").exists()
+
+
+def test_another_kind_of_scheduler_is_refused_by_name(tmp_path: Path) -> None:
+    small.train(tmp_path, 1, lr_scheduler=SCHEDULES["StepLR"])
+    for other, message in ((SCHEDULES["LinearLR"], "state of StepLR, but the run has LinearLR"), (None, "had the lr_scheduler StepLR, this run has none")):
+        with pytest.raises(UsageError, match=message):
+            _resume(tmp_path, small.module(lr_scheduler=other))
+
+
+# ---------------------------------------------------------------------- init_from
+
+
+def test_init_from_starts_a_new_run_at_step_0_with_the_exported_weights(tmp_path: Path) -> None:
+    saved = small.train(tmp_path / "first", 4)
+    pipeline = runs.find_pipeline(tmp_path / "first", who="init_from")
+    assert pipeline == saved / "pipeline"
+    averages = {k.removeprefix("ema/"): v for k, v in small.stored(saved).items() if k.startswith("ema/")}
+    module = SDLightningModule(LatentDiffusion.from_pretrained(pipeline), train_text_encoder=True, seed=3)
+    assert small.same(small.weights(module), averages)
+    saving = PortableCheckpoint(tmp_path / "second", every_n_steps=0)
+    trainer = small.fit(module, small.data(), 1, Seen(), saving)
+    assert trainer.global_step == 1 and saving.last_saved == checkpoint_path(tmp_path / "second", 1)
+    position = small.trainer_state(saving.last_saved)["position"]
+    assert (position["epoch"], position["steps_in_epoch"], position["global_samples"]) == (0, 1, 8)

@@ -4,7 +4,8 @@
     python benchmarks/run.py import_time      run some; --check ends with 1 when a bar is missed
 
 A case is a file `cases/NAME.py` with a docstring, `measure() -> dict[str, float]` (its metrics; a comparison is a
-named ratio) and `BARS`: metric -> the bar it has to meet, written `"<= 1.1"` or `">= 1.3"`.
+named ratio) and `BARS`: metric -> the bar it has to meet, written `"<= 1.1"` or `">= 1.3"`. A case that needs
+something from outside says so in `NEEDS`: environment variable -> what it has to hold; without it the case is skipped.
 """
 
 import argparse
@@ -47,6 +48,12 @@ def missed_bars(bars: dict[str, str], metrics: dict[str, float]) -> list[str]:
         if metric not in metrics or not COMPARE[sign](metrics[metric], float(limit)):
             missed.append(f"{metric} is {metrics.get(metric, 'missing')}; the bar is {bar}")
     return missed
+
+
+def unmet_needs(case: ModuleType) -> list[str]:
+    """What has to be set in the environment before the case can run."""
+    needs: dict[str, str] = getattr(case, "NEEDS", {})
+    return [f"{name}=<{meaning}>" for name, meaning in needs.items() if not os.environ.get(name)]
 
 
 def cpu_name() -> str:
@@ -107,8 +114,15 @@ def commit() -> str:
 
 
 def run_case(name: str, results: Path | None, *, check: bool) -> int:
-    """Measure one case in this process, print and append its line; 1 if `check` and a bar is missed."""
+    """Measure one case in this process, print and append its line; 1 if `check` and a bar is missed.
+
+    A case whose needs are not met is skipped with a line on stderr, and 0.
+    """
     case = load_case(name)
+    unmet = unmet_needs(case)
+    if unmet:
+        print(f"{name}: skipped; set {' and '.join(unmet)}", file=sys.stderr)
+        return 0
     metrics = {key: float(f"{value:.6g}") for key, value in case.measure().items()}
     machine = hardware()
     line = json.dumps(

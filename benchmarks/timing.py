@@ -2,20 +2,23 @@
 
 import statistics
 from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+Figure = TypeVar("Figure")
 
 
-def interleaved(sides: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+def interleaved(sides: Mapping[str, Callable[[], Figure]], *, rounds: int, warm_up: int = 1) -> dict[str, list[Figure]]:
     """Measure every side once per round, in an order that turns each round, so that slow minutes hit all alike.
 
     Args:
-        sides: name -> function that does the work once and returns what it took (seconds, or any figure).
+        sides: name -> function that does the work once and returns what it took (seconds, or other figures).
         rounds: how many figures per side are kept.
         warm_up: rounds before those, whose figures are dropped (byte code, file caches, allocators).
 
     Returns:
         name -> its `rounds` figures in the order they were taken.
     """
-    taken: dict[str, list[float]] = {name: [] for name in sides}
+    taken: dict[str, list[Figure]] = {name: [] for name in sides}
     order = list(sides)
     for turn in range(warm_up + rounds):
         for name in order if turn % 2 == 0 else reversed(order):

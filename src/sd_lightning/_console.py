@@ -18,6 +18,8 @@ _ADVICE = (
 def quiet_libraries() -> None:
     """Keep advertisements and advice of libraries off the console, for entry points only."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):  # read on import, which sets the level below again
+        os.environ.setdefault(name, "error")
     for name in ("diffusers", "transformers", "bitsandbytes", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):

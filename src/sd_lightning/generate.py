@@ -66,7 +66,11 @@ class Request:
         for name in ("num_images_per_prompt", "columns"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"generate got {name}={value}; expected at least 1")
+                raise UsageError(f"generate got {name}={value}; expected at least 1, e.g. {name}=4")
+        of_hub = {name: getattr(self.model, name) for name in ("revision", "variant")}
+        given = [f"model.{name}={value}" for name, value in of_hub.items() if value is not None]
+        if self.run is not None and given:
+            raise UsageError(f"generate got {' and '.join(given)} with run={self.run}; a run has one version: leave it out")
 
     @property
     def source(self) -> str | Path:
@@ -83,11 +87,12 @@ def run(cfg: DictConfig) -> int:
     quiet_libraries()
     request: Request = _conf.instantiate(cfg)
     prompts = [p for p in read_prompts(request.prompts) for _ in range(request.num_images_per_prompt)]
-    source, options, device = request.source, request.sampling, _device(request.device)
-    output_dir = _output_dir(request.output_dir)
-    where = request.model
+    options, device = request.sampling, _device(request.device)
+    seeds, output_dir = _seeds(request.seed, len(prompts)), _output_dir(request.output_dir)
+    source, where = request.source, request.model
     model = LatentDiffusion.from_pretrained(source, revision=where.revision, variant=where.variant, vae=where.vae)
-    seeds = range(request.seed, request.seed + len(prompts))
+    options.check(model)
+    output_dir.mkdir(parents=True, exist_ok=True)
     images = generate(
         model, prompts, seeds=seeds, options=options, negative_prompt=request.negative_prompt, device=device
     )
@@ -101,7 +106,8 @@ def run(cfg: DictConfig) -> int:
     for image, prompt, seed in zip(images, prompts, seeds, strict=True):
         write_png(image, output_dir / file_name(prompt, seed), {"prompt": prompt, "seed": seed, **settings})
     grid = _write_grid(images, prompts, output_dir, request.columns)
-    print(f"{len(images)} pictures in {output_dir}/, all of them in {grid}")
+    count = "1 picture" if len(images) == 1 else f"{len(images)} pictures"
+    print(f"{count} in {output_dir}/, all in {grid}")
     return 0
 
 
@@ -121,7 +127,7 @@ def read_prompts(prompts: Any) -> list[str]:
         try:
             captions = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"generate got prompts={prompts}, which cannot be read as UTF-8 text ({error})") from error
+            raise UsageError(f"generate got prompts={prompts}, which cannot be read as UTF-8 text ({error}); save it as UTF-8") from error
     else:
         captions = [str(p) for p in prompts or []]
     captions = [caption for caption in captions if caption]
@@ -166,12 +172,23 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _seeds(first: int, count: int) -> range:
+    if not 0 <= first <= 2**63 - count:
+        raise UsageError(f"generate got seed={first}; expected a whole number from 0 to 2**63 - {count}, e.g. seed=0")
+    return range(first, first + count)
+
+
 def _output_dir(name: str) -> Path:
+    """Check that pictures can be written there, without making the folder yet."""
     path = Path(name)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"output_dir={name}: a file is in the way; choose another output_dir=<folder>")
+        runs.check_writable(path)
     except OSError as error:
-        raise UsageError(f"output_dir={name} cannot be made ({error.strerror}); choose another") from error
+        raise UsageError(
+            f"output_dir={name} cannot be written ({error.strerror}); choose another output_dir=<folder>"
+        ) from error
     return path
 
 

@@ -32,18 +32,37 @@ class SamplingOptions:
     """Size in pixels; the model's own if not given."""
 
     def __post_init__(self) -> None:
-        for name in ("num_inference_steps", "batch_size", "height", "width"):
+        for name in ("num_inference_steps", "batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"sampling got {name}={value}; expected at least 1")
+            if value < 1:
+                raise UsageError(f"sampling got {name}={value}; expected at least 1, e.g. {name}=16")
         for name in ("height", "width"):
             size = getattr(self, name)
-            if size is not None and size % 8:
-                raise UsageError(f"sampling got {name}={size}; expected a multiple of 8, e.g. {name}={size // 8 * 8 or 8}")
+            if size is not None and (size < 8 or size % 8):
+                nearest = max(8, size // 8 * 8)
+                raise UsageError(f"sampling got {name}={size}; expected a multiple of 8 pixels, e.g. {name}={nearest}")
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
         if self.guidance_scale < 0:
-            raise UsageError(f"sampling got guidance_scale={self.guidance_scale}; expected at least 0 (1 is none)")
+            raise UsageError(
+                f"sampling got guidance_scale={self.guidance_scale}; expected at least 0, e.g. guidance_scale=7.5 (1 is none)"
+            )
+
+    def check(self, latent_diffusion: LatentDiffusion) -> None:
+        """Find out before any picture is drawn whether a model can be sampled so.
+
+        Raises:
+            UsageError: The scheduler is not for this model, or cannot do with that few or many steps.
+        """
+        scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
+        try:
+            scheduler.set_timesteps(self.num_inference_steps)
+            _ = scheduler.timesteps
+        except (ValueError, IndexError) as error:
+            raise UsageError(
+                f"sampling got num_inference_steps={self.num_inference_steps}, with which {type(scheduler).__name__} "
+                f"cannot work ({error}); give another number or scheduler, e.g. num_inference_steps=25"
+            ) from error
 
 
 def generate(
@@ -69,11 +88,12 @@ def generate(
         device: Where to compute; where the UNet is, if not given.
 
     Raises:
-        UsageError: The number of seeds differs.
+        UsageError: The number of seeds differs, or the model cannot be sampled with these options.
     """
     options = options or SamplingOptions()
     if len(seeds) != len(prompts):
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
+    options.check(latent_diffusion)
     device = device or next(latent_diffusion.unet.parameters()).device
     pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -298,13 +299,22 @@ class LatentDiffusion:
         """Build the scheduler that images are sampled with.
 
         Raises:
-            UsageError: diffusers has no such scheduler.
+            UsageError: diffusers has no such scheduler, or it is not one for Stable Diffusion.
         """
         import diffusers
 
         component = self.components["scheduler"]
         class_name = component.class_name if name is None else scheduler_class(name)
-        return getattr(diffusers, class_name).from_config(dict(component.config))
+        try:
+            scheduler = getattr(diffusers, class_name).from_config(dict(component.config))
+        except (ImportError, TypeError, ValueError, KeyError) as error:  # a missing package, arguments of its own
+            raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
+        if not _samples_stable_diffusion(scheduler):
+            raise UsageError(
+                f"scheduler={name or class_name}: Stable Diffusion pipelines cannot sample with it; choose another, such "
+                "as DDIMScheduler"
+            )
+        return scheduler
 
     def save_pretrained(self, folder: str | Path, *, skip: Sequence[str] = ()) -> None:
         """Write a pipeline folder in the diffusers layout (safetensors).
@@ -401,6 +411,14 @@ def scheduler_class(name: str) -> str:
             "DDIMScheduler"
         )
     return chosen
+
+
+def _samples_stable_diffusion(scheduler: Any) -> bool:
+    """Tell whether a scheduler has what the pipelines call: ``step(noise_pred, t, latents, …)`` and its company."""
+    if not all(hasattr(scheduler, name) for name in ("step", "scale_model_input", "init_noise_sigma", "order")):
+        return False
+    parameters = list(inspect.signature(scheduler.step).parameters.values())
+    return len(parameters) >= 3 and all(p.default is not p.empty for p in parameters[3:] if p.kind != p.VAR_KEYWORD)
 
 
 def _check_pipeline_class(name: str, who: str) -> None:

@@ -127,13 +127,16 @@ class SDLightningModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
-        noisy = self._add_noise(batch)
-        loss = self._sample_losses(noisy, self._conditioning(batch)).mean()
+        loss = self.training_loss(batch)
         self._loss = loss.detach()
         self.log("train/loss", self._loss, batch_size=len(batch["latents"]), sync_dist=self.trainer.world_size > 1)
         if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=len(batch["latents"]))
         return loss
+
+    def training_loss(self, batch: dict[str, Any]) -> Tensor:
+        """Return the mean training loss of an encoded batch, without side effects."""
+        return self._sample_losses(self._add_noise(batch), self._conditioning(batch)).mean()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log the held-out loss and the caption gap.

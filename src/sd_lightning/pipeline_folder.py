@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,10 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
         options["ignore_mismatched_sizes"] = True
     remedy = "it needs config.json and complete safetensors weights; copy or download that folder again"
     try:
-        network, loaded = class_of(component).from_pretrained(
-            folder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
-        )
+        with _no_progress_bar():
+            network, loaded = class_of(component).from_pretrained(
+                folder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{folder}: cannot load {component.class_name}: {_first_line(error)}; {remedy}") from error
     random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
@@ -159,6 +161,21 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
             if k not in ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
         }
     return network, Component(component.library, component.class_name, config)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers' bar off the console: it flashes by for every network, and is no download."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    if enabled:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def instantiate(component: Component) -> nn.Module:

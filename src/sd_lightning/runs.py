@@ -7,6 +7,7 @@ every checkpoint), ``pipeline/`` (the result, linked from the last checkpoint), 
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -83,17 +84,25 @@ def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
                 f"output_dir={run_dir} already holds a run; continue it with resume=auto, choose another output_dir=, "
                 "or delete it with overwrite=true"
             )
-        folder = run_dir
-        while not folder.exists():
-            folder = folder.parent
-        # As root, os.access says yes to everything.
-        probe = folder / f".tmp-{secrets.token_hex(4)}"
-        probe.mkdir()
-        probe.rmdir()
+        check_writable(run_dir)
     except OSError as error:
         raise UsageError(
             f"output_dir={run_dir} cannot be written ({error.strerror}); choose another output_dir=<folder>"
         ) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Try whether a folder can be written, or made if it does not exist; nothing is left behind.
+
+    Raises:
+        OSError: It cannot.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    # As root, os.access says yes to everything.
+    probe = folder / f".tmp-{secrets.token_hex(4)}"
+    probe.mkdir()
+    probe.rmdir()
 
 
 def prepare(run_dir: Path, *, overwrite: bool) -> None:
@@ -106,6 +115,14 @@ def prepare(run_dir: Path, *, overwrite: bool) -> None:
     if overwrite and checkpoint.all_checkpoints(run_dir):
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def is_finished(run_dir: Path, step: int) -> bool:
+    """Return whether a run has ended at a step and written its results."""
+    try:
+        return bool(json.loads((run_dir / "summary.json").read_text())["steps"] == step)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def publish_pipeline(run_dir: Path, newest: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sd_lightning import _conf, checkpoint, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
+from sd_lightning._imports import require
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -32,7 +33,7 @@ HINTS = {
     "init_from": str | None,
     "overwrite": bool,
     "seed": int,
-    "trainer.precision": Literal[32, "32", "32-true", "bf16-mixed", "16-mixed"],
+    "trainer.precision": Literal[32, "32-true", "bf16-mixed", "16-mixed"],
     "trainer.gradient_clip_val": float | None,
     "trainer.val_check_interval": float | None,
     "trainer.log_every_n_steps": int,
@@ -53,7 +54,8 @@ def train(cfg: DictConfig) -> int:
     """
     run_dir = Path(cfg.output_dir)
     resume = preflight(cfg, run_dir)
-    if resume is not None and 0 <= cfg.trainer.max_steps <= checkpoint.step_of(resume):
+    trained = resume is not None and cfg.trainer.max_steps <= checkpoint.step_of(resume)
+    if resume is not None and trained and runs.is_finished(run_dir, checkpoint.step_of(resume)):
         log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
         return 0
     quiet_libraries()
@@ -63,6 +65,8 @@ def train(cfg: DictConfig) -> int:
     check_parts(trainer, module, datamodule)
     open_run(cfg, run_dir, trainer)
     trainer.fit(module, datamodule)
+    if trained:
+        catch_up(trainer, module, datamodule)
     return finish(trainer, run_dir, cfg)
 
 
@@ -101,6 +105,12 @@ def _check_keys(cfg: DictConfig) -> None:
         if not OmegaConf.is_dict(node) or "_target_" not in node:
             given = "is missing" if node is None else f"is {node}"
             raise UsageError(f"{name} {given}: expected a section with _target_, what to build; leave it as it was")
+    for name in ("callbacks", "logger"):
+        for key, node in (cfg.get(name) or {}).items():
+            if node is not None and not (OmegaConf.is_dict(node) and "_target_" in node):
+                raise UsageError(
+                    f"{name}.{key}={node}: expected a section with _target_, or null; write {name}.{key}=null to go without"
+                )
     if not 0 <= cfg.seed < 2**63:
         raise UsageError(f"seed={cfg.seed}: expected a whole number from 0 to 2**63 - 1; write seed=0")
     rate = cfg.optimizer.get("lr")
@@ -126,6 +136,12 @@ def check_trainer(cfg: DictConfig) -> None:
     for name in ("accumulate_grad_batches", "max_steps", "num_nodes"):
         if trainer[name] < 1:
             raise UsageError(f"trainer.{name}={trainer[name]}: expected at least 1; write trainer.{name}=1")
+    for name in ("limit_train_batches", "overfit_batches", "min_steps", "min_epochs", "max_epochs"):
+        if trainer.get(name) is not None:
+            raise UsageError(
+                f"trainer.{name}={trainer[name]}: expected only trainer.max_steps to say how long a run is, over whole epochs; "
+                "write trainer.max_steps=<n> instead"
+            )
     interval = trainer.get("val_check_interval")
     if interval is not None and not (isinstance(interval, int) and interval >= 1) and not 0 < interval <= 1:
         raise UsageError(
@@ -179,7 +195,10 @@ def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
         given = {"resume": resume} if name == "checkpoint" else {}
         if node is not None:
             callbacks.append(_conf.instantiate(node, **given))
-    loggers = [_conf.instantiate(node) for node in (cfg.get("logger") or {}).values() if node is not None]
+    nodes = [node for node in (cfg.get("logger") or {}).values() if node is not None]
+    if any(node["_target_"].endswith("WandbLogger") for node in nodes):
+        require("wandb", extra="loggers", who="logger=wandb")  # Lightning looks for it only at the first metric
+    loggers = [_conf.instantiate(node) for node in nodes]
     options = {
         "num_sanity_val_steps": 0,
         "enable_model_summary": False,
@@ -218,7 +237,14 @@ def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
     _callback(trainer, PortableCheckpoint).check_resume(module, datamodule)
     samples = _callback(trainer, SampleGrid)
     if samples is not None:
-        module.latent_diffusion.sampling_scheduler(samples.options.scheduler)
+        samples.options.check(module.latent_diffusion)
+    batches = datamodule.num_train_samples // datamodule.batch_size * trainer.accumulate_grad_batches
+    interval = trainer.val_check_interval
+    if trainer.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > batches:
+        raise UsageError(
+            f"trainer.val_check_interval={interval}: an epoch has only {batches} forward passes; write "
+            "trainer.check_val_every_n_epoch=null to count on over epochs, or a smaller number"
+        )
 
 
 def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
@@ -240,6 +266,18 @@ def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
 
 
 # ---------------------------------------------------------------------- afterwards
+
+
+def catch_up(trainer: pl.Trainer, module: pl.LightningModule, datamodule: Any) -> None:
+    """Validate and draw for a run that was killed between its last checkpoint and its results."""
+    from sd_lightning.callbacks import SampleGrid
+
+    if datamodule.source_val is not None and trainer.limit_val_batches:
+        trainer.validate(module, datamodule, verbose=False)
+    module.to(trainer.strategy.root_device)  # Lightning leaves it in host memory
+    samples = _callback(trainer, SampleGrid)
+    if samples is not None:
+        samples.on_train_end(trainer, module)
 
 
 def finish(trainer: pl.Trainer, run_dir: Path, cfg: DictConfig) -> int:

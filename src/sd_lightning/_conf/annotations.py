@@ -103,10 +103,10 @@ def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
     if near:
         return near[0]
     for each in known:
-        if each is not None and each != MISSING and fits(each, hint):
+        if each not in (None, MISSING, []) and fits(each, hint):
             return each
     generic = [True, 1, 0.1, [1], "name", ["name"], *choices]
-    readings = [_parsed(given)] if isinstance(given, str) else [str(given), [given]]
+    readings = [_parsed(given)] if isinstance(given, str) else [[given]] if isinstance(given, bool) else [str(given), [given]]
     for each in (*readings, *generic):
         if not _is_permissive(hint) and fits(each, hint):
             return each

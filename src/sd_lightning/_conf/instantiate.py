@@ -101,7 +101,8 @@ def _refusal(error: Exception, node: Any, path: str) -> UsageError:
     who = path or (node.get("_target_") if is_dict else None) or "configuration"
     of_node = is_dict and path == node._get_full_key(None)
     arguments = {str(k): v for k, v in node.items() if k not in SPECIAL_KEYS} if of_node else {}
-    meant = {key: value for key, value in arguments.items() if key in str(error)} or arguments
+    text = str(error)
+    meant = {k: v for k, v in arguments.items() if k in text or (isinstance(v, str) and v in text)} or arguments
     given = " ".join(f"{key}={as_override(value)}" for key, value in meant.items())
     return UsageError(
         f"{who}: cannot build it with these arguments: {error} ({type(error).__name__}; "

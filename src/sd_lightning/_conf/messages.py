@@ -228,6 +228,8 @@ def _bad_composition(error: Exception, command_line: CommandLine) -> str:
         return _unknown_key(override, wrong[1], command_line)
     absent = re.search(r"Could not delete from config. '(.+?)' does not exist", text)
     if absent:
+        if absent[1] in _paths(command_line.defaults):
+            return f"~{absent[1]}: its value is null already; leave this out"
         near = command_line.nearest(absent[1])
         return f"~{absent[1]}: there is no such key" + (f"; the nearest is {near}" if near else "")
     existing = re.search(r"An item is already at '(.+?)'", text)
@@ -287,6 +289,8 @@ def _bad_value(error: Any, command_line: CommandLine) -> str:
         near = command_line.nearest(absent[1])
         remedy = f"; write ${{{near}}}" if near else ""
         return f"{key}=${{{absent[1]}}}: there is no key {absent[1]!r}{remedy}"
+    if "is not in struct" in reason:
+        return f"{key} is missing, but the program reads it; leave it as it was, or give it: +{key}=<value>"
     variable = re.search(r"Environment variable '(.+?)' not found", reason)
     if variable:
         return f"{key}: environment variable {variable[1]} is not set; export {variable[1]}=<value>"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
@@ -128,11 +129,12 @@ class PortableCheckpoint(Checkpoint):
         except Exception as caught:
             error = caught
         self._agree(trainer, tmp, step, error)
+        parameters = _saved_parameters(shards)
         if trainer.is_global_zero:
             try:
                 known = {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}
                 known |= self._write_pipeline(tmp, pl_module, averaged=ema is not None)
-                (tmp / "trainer.json").write_text(typed_json.dumps(self._trainer_state(trainer, shards)))
+                (tmp / "trainer.json").write_text(typed_json.dumps(self._trainer_state(trainer, parameters)))
                 checkpoint.commit(tmp, known=known)
             except Exception as caught:
                 error = caught
@@ -185,13 +187,13 @@ class PortableCheckpoint(Checkpoint):
             raise checkpoint.disk_full(error, self.run_dir, 0) or error from error
         tmp.rename(frozen)
 
-    def _trainer_state(self, trainer: pl.Trainer, shards: list[ParameterShard]) -> dict[str, Any]:
+    def _trainer_state(self, trainer: pl.Trainer, parameters: dict[str, Any]) -> dict[str, Any]:
         state = training_state(trainer)
         return {
             "format": _FORMAT,
             "position": vars(RunPosition.of(trainer)),
             "train_seconds": self._seconds(),
-            "parameters": {shard.name: vars(shard.saved()) for shard in shards},
+            "parameters": parameters,
             "optimizer_groups": state.optimizer_groups(),
             "schedulers": [scheduler_state(config.scheduler) for config in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
@@ -274,6 +276,7 @@ class PortableCheckpoint(Checkpoint):
             if callback.state_key in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][callback.state_key])
         self.train_seconds = saved["train_seconds"]
+        self.last_saved = self.resume
         restore_position(trainer, position)
         log.info("resumed %s at step %d", self.resume, position.optimizer_steps)
 
@@ -291,6 +294,16 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
     if saved.get("format") != _FORMAT:
         raise UsageError(f"{path}: checkpoint format {saved.get('format')}; expected {_FORMAT}; update sd-lightning")
     return saved
+
+
+def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
+    """Return what the checkpoint says of every parameter that any rank owns a part of; a collective call."""
+    mine = {shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end}
+    if not (dist.is_available() and dist.is_initialized()):
+        return mine
+    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return {name: entry for part in parts for name, entry in part.items()}
 
 
 def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...]], path: Path) -> None:

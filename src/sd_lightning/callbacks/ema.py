@@ -128,6 +128,9 @@ class EMA(Callback):
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Compute with the average inside the block."""
+        if self._swapped:  # in a validation, or after fit
+            yield
+            return
         self._swap_in()
         try:
             yield

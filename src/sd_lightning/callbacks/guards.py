@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from torch.optim import Optimizer
 
 from sd_lightning import checkpoint
@@ -41,6 +42,10 @@ class StopOnSignal(Callback):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
+        connector = trainer._signal_connector
+        if connector.received_sigterm:  # while data was prepared; Lightning would leave without a checkpoint
+            connector.received_sigterm = False
+            self.received = signal.SIGTERM
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is signal.SIGINT and number == signal.SIGINT:
@@ -53,6 +58,8 @@ class StopOnSignal(Callback):
         if trainer.global_step == self._last_step:
             return
         self._last_step = trainer.global_step
+        if trainer.global_step == trainer.max_steps:
+            return  # this was the last step: the run is complete
         if trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
             self.stopped = True
             trainer.should_stop = True
@@ -83,23 +90,33 @@ class NonFiniteLossGuard(Callback):
         self.patience = patience
         self.run_dir = run_dir
         self.bad_steps = 0
-        self._finite = True
+        self._loss: Tensor | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.bad_steps, self._loss = 0, None
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add up the losses of the step's batches: the sum is finite only if each of them is."""
+        loss = getattr(pl_module, "last_loss", None)
+        if loss is not None:
+            self._loss = loss if self._loss is None else self._loss + loss
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        loss = getattr(pl_module, "last_loss", None)
+        loss, self._loss = self._loss, None
         finite = loss is None or bool(torch.isfinite(loss))
         if trainer.strategy.reduce_boolean_decision(finite, all=True):
             self.bad_steps = 0
             return
         self.bad_steps += 1
-        log.warning("step %d: the loss is %s; no update", trainer.global_step, loss)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        log.warning("step %d: the loss is %s; no update", trainer.global_step + 1, loss)
+        if getattr(trainer.precision_plugin, "scaler", None) is None:  # a gradient scaler skips the step itself
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         if self.bad_steps >= self.patience:
-            raise UsageError(self._message(trainer.global_step))
+            raise UsageError(self._message(trainer.global_step + 1))
 
     def _message(self, step: int) -> str:
         good = checkpoint.newest_valid(self.run_dir) if self.run_dir is not None else None

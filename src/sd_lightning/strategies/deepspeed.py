@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
@@ -123,6 +124,25 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         return max(1, trainer.datamodule.batch_size // (self.world_size * trainer.accumulate_grad_batches))
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if self.zero_stage_3:
+            self._register_external_parameters()
+
+    def _register_external_parameters(self) -> None:
+        """Tell ZeRO-3 of weights that a module reads from its child: CLIP's embeddings look at a shape in theirs.
+
+        DeepSpeed finds them by itself only inside its engine's forward, and pictures are drawn outside of it.
+        """
+        from deepspeed.runtime.zero import register_external_parameter
+
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            embedding = getattr(module, "position_embedding", None)
+            if isinstance(embedding, torch.nn.Embedding):
+                register_external_parameter(module, embedding.weight)
 
     def training_state(self) -> DeepSpeedState:
         """Return this rank's ranges of the trained parameters."""

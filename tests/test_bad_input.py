@@ -1,0 +1,336 @@
+"""What a person can get wrong on the command line: one line that says how to mend it, and nothing touched on disk."""
+
+import importlib
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from stat import S_ISDIR
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from sd_lightning import checkpoint
+
+# (command line, words of the message in their order: who, what was given, what is expected, how to mend it)
+KEYS = [
+    ("train bogus=1", "bogus=1", "no key 'bogus'", "top-level keys are"),
+    ("train data.bach_size=4", "data.bach_size=4", "no key", "write data.batch_size=4"),
+    ("train +trainer.maxsteps=3", "trainer.maxsteps", "Trainer has no argument", "nearest is trainer.max_steps"),
+    ("train +callbacks.ema.decya=3", "callbacks.ema.decya", "EMA has no argument", "nearest is callbacks.ema.decay"),
+    ("train +speed.compile=true", "speed.compile", "Speed has no argument", "nearest is speed.compile_blocks"),
+    ("train +trainer.strategy=ddp", "trainer.strategy=ddp", "sets this argument", "choose with strategy=<option>"),
+    ("train +callbacks.checkpoint.resume=x", "callbacks.checkpoint.resume=x", "sets this argument", "leave it out"),
+    ("train strategy.bucket_cap_mb=25", "strategy.bucket_cap_mb=25", "no key", "strategy has no keys below it"),
+    ("train ~data", "data is missing", "expected a section", "leave it as it was"),
+    ("train ~callbacks.checkpoint", "callbacks.checkpoint is missing", "expected a section", "leave it as it was"),
+    ("train ~trainer.precision", "trainer.precision is missing", "give it: +trainer.precision="),
+    ("train callbacks.ema=3", "callbacks.ema=3", "expected a section", "callbacks.ema=null to go without"),
+    ("train optimizer._target_=torch.optim.Adamw", "torch.optim.Adamw", "no 'Adamw'", "nearest is torch.optim.Adam"),
+    ("generate sede=1", "sede=1", "no key", "write seed=1"),
+]
+GROUPS = [
+    ("train model=sd16", "model=sd16", "no such option", "available: sd15, sd21, sdxl, tiny"),
+    ("train strategy=dpp", "strategy=dpp", "available: ", "write strategy=ddp"),
+    ("train experiment=foo", "experiment=foo", "no such option"),
+    ("train logger=null", "logger=null", "is a group of configs", "available: csv, default, wandb"),
+    ("train model=3", "model=3", "is a group of configs", "available: sd15"),
+    ("train -cn trian", "no config 'trian'", "available: ", "write -cn train"),
+    ("train --cfg jobb", "--cfg", "'jobb'", "'job', 'hydra', 'all'"),
+]
+TYPES = [
+    ("train data.batch_size=hello", "data.batch_size=hello", "expected int", "write data.batch_size=64"),
+    ("train trainer.max_steps=1.5", "trainer.max_steps=1.5", "expected int", "write trainer.max_steps="),
+    ("train module.train_text_encoder=3", "train_text_encoder=3", "expected bool", "write module.train_text_encoder=true"),
+    ("train module.encoder_dtype=half", "encoder_dtype=half", "expected one of float32", "write module.encoder_dtype="),
+    ("train optimizer.lr=fast", "optimizer.lr=fast", "expected float", "write optimizer.lr=0.002"),
+    ("train optimizer.betas=0.9", "optimizer.betas=0.9", "expected a list of 2 (float, float)", "[0.9,0.99]"),
+    ("train optimizer=adamw8bit optimizer.lr=fast", "optimizer: cannot build it", "lr=fast", "change them"),
+    ("train callbacks.samples.prompts=seven", "prompts=seven", "expected a list of str", "prompts=[seven]"),
+    ("train overwrite=maybe", "overwrite=maybe", "expected bool", "write overwrite=false"),
+    ("train output_dir=3", "output_dir=3", "expected str", "write output_dir=runs/"),
+    ("train resume=true", "resume=true", "expected str or null"),
+    ("train seed=abc", "seed=abc", "expected int", "write seed=0"),
+    ("generate guidance_scale=x", "guidance_scale=x", "expected float", "write guidance_scale=7.5"),
+    ("generate run=run prompts=3", "prompts=3", "expected a list of str"),
+]
+MISSING = [
+    ("train data=images", "data.train_data_dir has no value", "give one: data.train_data_dir=<value>"),
+    ("train data=huggingface", "data.dataset_name has no value", "give one: data.dataset_name=<value>"),
+    ("train ~model.architecture", "load_model needs architecture", "give it: +model.architecture=<value>"),
+    ("generate prompts=[a]", "neither of run= and model.pretrained=", "give run=runs/<name>"),
+    ("generate run=run", "got no prompts", "write 'prompts=[a handwritten three]'"),
+    ("generate run=run prompts=blank.txt", "got no prompts", "write 'prompts=[a handwritten three]'"),
+]
+NUMBERS = [
+    ("train optimizer.lr=-1", "optimizer.lr=-1", "expected a number of at least 0", "write optimizer.lr=1"),
+    ("train optimizer.lr=nan", "optimizer.lr=nan", "expected a finite number", "write optimizer.lr=0.002"),
+    ("train optimizer.eps=inf", "optimizer.eps=inf", "expected a finite number", "write optimizer.eps=1e-08"),
+    ("train optimizer.betas=[0.9,2]", "optimizer: cannot build", "Invalid beta parameter at index 1: 2", "change them"),
+    ("train optimizer.weight_decay=-1", "optimizer: ", "Invalid weight_decay", "given weight_decay=-1", "change"),
+    ("train lr_scheduler.warmup_steps=-1", "lr_scheduler got warmup_steps=-1", "expected at least 0"),
+    ("train lr_scheduler.final_fraction=2", "lr_scheduler=cosine got final_fraction=2", "expected a number in [0, 1]"),
+    ("train module.text_encoder_lr=-1", "text_encoder_lr=-1", "expected a number of at least 0", "text_encoder_lr=1e-5"),
+    ("train callbacks.ema.decay=1.5", "EMA got decay=1.5", "expected a number in [0, 1]", "decay=0.9999"),
+    ("train callbacks.ema.decay=nan", "callbacks.ema.decay=nan", "expected a finite number", "callbacks.ema.decay=0.99"),
+    ("train callbacks.checkpoint.keep=0", "PortableCheckpoint got keep=0", "expected at least 1"),
+    ("train callbacks.samples.columns=0", "SampleGrid got columns=0", "expected at least 1"),
+    ("train objective.snr_gamma=nan", "objective.snr_gamma=nan", "expected a finite number"),
+    ("train objective.noise_offset=-1", "noise_offset=-1", "expected a number >= 0", "objective.noise_offset=0"),
+    ("train seed=-1", "seed=-1", "expected a whole number from 0", "write seed=0"),
+    ("train trainer.max_steps=0", "trainer.max_steps=0", "expected at least 1", "write trainer.max_steps=1"),
+    ("train trainer.num_nodes=0", "trainer.num_nodes=0", "expected at least 1", "write trainer.num_nodes=1"),
+    ("train trainer.devices=0", "trainer.devices=0", "expected a number of at least 1", "write trainer.devices=1"),
+    ("train trainer.val_check_interval=0", "val_check_interval=0", "expected", "write trainer.val_check_interval=60"),
+    ("train trainer.gradient_clip_val=-1", "gradient_clip_val=-1", "expected a norm of at least 0", "null for no"),
+    ("train trainer.limit_val_batches=-1", "trainer: ", "limit_val_batches", "has to be in", "change"),
+    ("train data.num_workers=-1", "data.num_workers=-1", "expected 0 or more", "write data.num_workers=4"),
+    ("train data.max_bad_fraction=2", "max_bad_fraction=2", "expected a fraction", "data.max_bad_fraction=0.01"),
+    ("train data.resolution=30", "data.resolution=30", "multiple of 8", "write data.resolution=32"),
+    ("train +sampling.height=30", "sampling got height=30", "expected a multiple of 8", "height=24"),
+    ("train sampling.num_inference_steps=0", "num_inference_steps=0", "expected at least 1", "num_inference_steps=16"),
+    ("generate run=run prompts=[a] width=30", "width=30", "expected a multiple of 8", "width=24"),
+    ("generate run=run prompts=[a] guidance_scale=-1", "guidance_scale=-1", "expected at least 0", "guidance_scale=7.5"),
+    ("generate run=run prompts=[a] seed=-1", "seed=-1", "expected a whole number from 0", "seed=0"),
+    ("generate run=run prompts=[a] num_images_per_prompt=0", "num_images_per_prompt=0", "expected at least 1"),
+]
+COMBINATIONS = [
+    ("train data.batch_size=65 trainer.accumulate_grad_batches=2", "batch_size=65", "2 equal parts", "=64 or 66"),
+    ("train strategy=ddp trainer.devices=3", "data.batch_size=64", "3 process(es)", "write data.batch_size=63 or 66"),
+    ("train data.batch_size=5000", "data.batch_size=5000", "larger than the training set", "write data.batch_size=1437"),
+    ("train trainer.devices=2", "strategy=single is one process", "trainer.devices=2", "add strategy=ddp"),
+    ("train trainer.precision=fp16", "trainer.precision=fp16", "expected one of 32", "write trainer.precision="),
+    ("train +trainer.max_epochs=3", "trainer.max_epochs=3", "expected only", "write trainer.max_steps=<n>"),
+    (
+        "train trainer.check_val_every_n_epoch=1",
+        *("trainer.val_check_interval=60", "only 22 forward passes", "check_val_every_n_epoch=null"),
+    ),
+    ("train objective=flow objective.snr_gamma=5", "snr_gamma=5", "prediction_type=flow", "Set objective.snr_gamma=null"),
+    (
+        "train objective=epsilon objective.rescale_betas_zero_snr=true",
+        *("rescale_betas_zero_snr=true", "expected v_prediction or sample", "objective.prediction_type=v_prediction"),
+    ),
+    ("train objective.logit_mean=1", "logit_mean=1", "timestep_sampling=uniform", "timestep_sampling=logit_normal"),
+    (
+        "train module.train_text_encoder=false module.text_encoder_lr=1e-4",
+        *("text_encoder_lr=0.0001", "the text encoder is frozen", "train_text_encoder=true"),
+    ),
+    ("train data.prefetch_factor=2", "data.prefetch_factor=2", "no effect with data.num_workers=0", "num_workers=4"),
+    ("train data.random_flip=true", "cache_latents=true", "data.random_flip=true", "data.cache_latents=false"),
+    ("train resume=auto init_from=run", "resume=auto and init_from=run", "give one of the two"),
+    ("train resume=auto overwrite=true", "overwrite=true and resume=auto", "give one of the two"),
+    ("train model=sd21 model.revision=main", "revision=main", "without pretrained weights", "add model.pretrained="),
+    ("train sampling.scheduler=foo", "scheduler=foo", "no such scheduler", "expected ddim"),
+    ("train sampling.scheduler=FlowMatchEulerDiscreteScheduler", "scheduler=FlowMatch", "cannot sample", "choose another"),
+    ("generate run=run model.pretrained=x prompts=[a]", "both of run= and model.pretrained=", "give run="),
+    ("generate run=run model.revision=x prompts=[a]", "model.revision=x with run=run", "leave it out"),
+    ("generate run=run prompts=[a] scheduler=foo", "scheduler=foo", "no such scheduler", "expected ddim"),
+    (
+        "generate run=run prompts=[a] scheduler=pndm num_inference_steps=3",
+        *("num_inference_steps=3", "PNDMScheduler", "give another number"),
+    ),
+]
+WITHOUT_CUDA = [
+    ("train trainer.precision=16-mixed", "16-mixed needs a CUDA device", "write trainer.precision=bf16-mixed or 32"),
+    ("train trainer.accelerator=cuda", "trainer.accelerator=cuda", "no CUDA device", "write cpu or auto"),
+    ("train speed.attention=cudnn", "attention='cudnn'", "no CUDA device", "choose auto"),
+    ("generate run=run prompts=[a] device=cuda", "device=cuda", "not there", "write device=cpu or auto"),
+]
+FILES = [
+    ("train data=images data.train_data_dir=nowhere", "no folder 'nowhere'", "expected a folder", "data.train_data_dir="),
+    ("train data=images data.train_data_dir=empty", "'empty' holds no usable captioned image", "expected images"),
+    ("train data=images data.train_data_dir=corrupt", "'corrupt' holds no usable", "not a JSON object", "metadata.jsonl"),
+    ("train data=images data.train_data_dir=column", "no 'text'", "it has file_name, caption", "data.caption_column="),
+    ("train data=images data.train_data_dir=few", "data.batch_size=16", "training set of 3", "write data.batch_size=3"),
+    ("train data=images data.train_data_dir=few data.num_val_samples=9", "num_val_samples=9", "expected 0 to 2", "null"),
+    ("train data=huggingface data.dataset_name=empty", "data.dataset_name=empty", "cannot load", "expected the name of"),
+    ("train output_dir=run", "output_dir=run already holds a run", "resume=auto", "overwrite=true"),
+    ("train output_dir=file", "output_dir=file", "a file is in the way", "choose another output_dir"),
+    ("train output_dir=file/run", "output_dir=file/run", "cannot be written", "choose another output_dir"),
+    ("train output_dir=/proc/run", "output_dir=/proc/run", "cannot be written", "choose another output_dir"),
+    ("train output_dir=run overwrite=true data=images data.train_data_dir=nowhere", "there is no folder 'nowhere'"),
+    ("train resume=nowhere", "resume=nowhere", "no such folder", "expected auto, a run or one of its checkpoints"),
+    ("train resume=empty", "resume=empty", "no valid checkpoint", "expected a run or one of its checkpoints"),
+    ("train resume=run data.batch_size=32", "data.batch_size=32", "data.batch_size=64", "or start a new run"),
+    ("train resume=run seed=1", "seed=1", "seed=0", "or start a new run", "init_from="),
+    ("train resume=run model=tiny_frozen", "another model", "absent in the model", "train_text_encoder setting"),
+    ("train init_from=nowhere", "init_from=nowhere", "no such folder", "expected a run, a checkpoint or a pipeline"),
+    ("train init_from=empty", "init_from=empty", "neither a finished pipeline nor", "a folder with model_index.json"),
+    ("train model.pretrained=nowhere/at/all", "model.pretrained=nowhere/at/all", "no such folder", "or a hub id such as"),
+    ("train model.pretrained=no/such", "model.pretrained=no/such", "cannot be downloaded", "or give a local folder"),
+    ("train model.pretrained=empty", "model.pretrained=empty", "no model_index.json", "expected a pipeline"),
+    ("train model.pretrained=other", "other", "FluxPipeline", "expected StableDiffusionPipeline", "give a Stable"),
+    ("train model.pretrained=torn", "torn/unet", "cannot load UNet2DConditionModel", "copy or download"),
+    ("train model.pretrained=run/pipeline +model.vae=nowhere", "nowhere", "AutoencoderKL"),
+    ("generate run=nowhere prompts=[a]", "run=nowhere", "no such folder", "expected a run"),
+    ("generate run=empty prompts=[a]", "run=empty", "neither a finished pipeline", "a folder with model_index.json"),
+    ("generate run=torn prompts=[a]", "torn/unet", "cannot load UNet2DConditionModel", "copy or download"),
+    ("generate run=run prompts=nofile.txt", "prompts='nofile.txt'", "not a file", "write 'prompts=[nofile.txt]'"),
+    ("generate run=run prompts=latin1.txt", "prompts=latin1.txt", "UTF-8", "save it as UTF-8"),
+    ("generate run=run prompts=[a] output_dir=file", "output_dir=file", "a file is in the way", "choose another"),
+    ("generate run=run prompts=[a] device=gpuu", "device=gpuu", "not there", "write device=cpu or auto"),
+]
+CASES = [*KEYS, *GROUPS, *TYPES, *MISSING, *NUMBERS, *COMBINATIONS, *WITHOUT_CUDA, *FILES]
+# (package, command line, words)
+WITHOUT_PACKAGE = [
+    ("wandb", "train logger=wandb", "logger=wandb", "'wandb' is not installed", "pip install 'sd-lightning[loggers]'"),
+    (
+        *("datasets", "train data=huggingface data.dataset_name=x"),
+        *("data=huggingface", "'datasets' is not installed", "pip install 'sd-lightning[datasets]'"),
+    ),
+    ("bitsandbytes", "train optimizer=adamw8bit", "bitsandbytes.optim.AdamW8bit", "not installed", "install it"),
+]
+
+
+def call(command: str) -> Any:
+    """Run an entry point in this process; return its exit code, or the exception that escaped from it."""
+    program, *arguments = shlex.split(command)
+    module: ModuleType = importlib.import_module(f"sd_lightning.{program}")
+    before, sys.argv = sys.argv, [f"{program}.py", *arguments]
+    try:
+        module.main()
+        return 0
+    except SystemExit as end:
+        return end.code
+    except Exception as error:
+        return error
+    finally:
+        sys.argv = before
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder that all cases run in: a trained run and all kinds of broken things."""
+    root = tmp_path_factory.mktemp("bad_input")
+    before = Path.cwd()
+    os.chdir(root)
+    code = call(
+        "train output_dir=run trainer.max_steps=1 trainer.limit_val_batches=0 callbacks.samples.columns=1 "
+        "callbacks.samples.accuracy_samples=0 sampling.num_inference_steps=1 data.cache_latents=false"
+    )
+    assert code == 0, code
+    for name in ("empty", "corrupt", "column", "few", "other"):
+        Path(name).mkdir()
+    Path("file").write_text("in the way")
+    Path("blank.txt").write_text("\n \n")
+    Path("latin1.txt").write_bytes("une pièce".encode("latin-1"))
+    Path("corrupt/metadata.jsonl").write_text("{torn\n[1]\n")
+    Path("column/metadata.jsonl").write_text('{"file_name": "0.png", "caption": "x"}\n')
+    for i in range(3):
+        Image.new("RGB", (32, 32)).save(f"few/{i}.png")
+        Path(f"few/{i}.txt").write_text("black")
+    Path("other/model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    shutil.copytree("run/pipeline", "torn")
+    weights = Path("torn/unet/diffusion_pytorch_model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    yield root
+    os.chdir(before)
+
+
+def contents(root: Path) -> dict[str, tuple[int, int]]:
+    """Names of everything below a folder; of files also size and time of change."""
+    stats = {str(path): path.lstat() for path in sorted(root.rglob("*"))}
+    return {k: (-1, 0) if S_ISDIR(stat.st_mode) else (stat.st_size, stat.st_mtime_ns) for k, stat in stats.items()}
+
+
+def refuse(command: str, words: tuple[str, ...], root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Run a command and assert that it ends as a mistake of the user should."""
+    before = contents(root)
+    capfd.readouterr()
+    code = call(command)
+    out, err = capfd.readouterr()
+    after = contents(root)
+    for name in after.keys() - before.keys():  # or one failure would make others
+        shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink(missing_ok=True)
+    assert code == 2, code
+    assert not out
+    assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err
+    position = 0
+    for word in words:
+        found = err.find(word, position)
+        assert found >= 0, f"no {word!r} after column {position} in: {err}"
+        position = found + 1
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert not changed, "a refused command must not touch the disk"
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len({command for command, *_ in CASES}) == len(CASES) >= 36
+
+
+@pytest.mark.parametrize(("command", "words"), [(c, tuple(w)) for c, *w in CASES], ids=[c for c, *_ in CASES])
+def test_mistake_is_one_line_and_touches_nothing(
+    command: str, words: tuple[str, ...], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if command in [c for c, *_ in WITHOUT_CUDA] and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here, so this is no mistake")
+    refuse(command, words, folder, capfd)
+
+
+class Blocker:
+    """Finds no package of one name, as if it were not installed."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "words"), [(p, c, tuple(w)) for p, c, *w in WITHOUT_PACKAGE], ids=lambda v: str(v)[:20]
+)
+def test_missing_package_is_named_with_its_remedy(
+    package: str,
+    command: str,
+    words: tuple[str, ...],
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Blocker(package), *sys.meta_path])
+    refuse(command, words, folder, capfd)
+
+
+def test_damaged_checkpoint_is_named_before_the_run_is_refused(
+    folder: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder / "run", damaged)
+    (newest,) = checkpoint.all_checkpoints(damaged)
+    with open(newest / "trainer.json", "a") as file:
+        file.write(" ")
+    before = contents(damaged)
+    capfd.readouterr()
+    assert call(f"train resume={damaged}") == 2
+    warning, error = capfd.readouterr().err.splitlines()
+    assert "trainer.json has" in warning and str(newest) in warning
+    assert error == f"error: resume={damaged}: no valid checkpoint in it; expected a run or one of its checkpoints"
+    assert call(f"train resume={newest}") == 2
+    assert f"error: resume={newest}: the checkpoint is damaged: trainer.json has" in capfd.readouterr().err
+    assert contents(damaged) == before
+
+
+def test_logger_that_cannot_start_is_named(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    def refuse_to_start(self: CSVLogger) -> None:
+        raise ConnectionError("no route to the server")
+
+    monkeypatch.setattr(CSVLogger, "experiment", property(refuse_to_start))
+    assert call("train output_dir=unlogged logger=csv") == 2
+    shutil.rmtree("unlogged")
+    err = capfd.readouterr().err
+    assert "error: logger: CSVLogger cannot start (ConnectionError: no route to the server)" in err
+    assert "write logger=default" in err

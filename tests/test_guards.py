@@ -1,0 +1,233 @@
+"""Runs that end in good order: signals, and losses that are no longer numbers."""
+
+import json
+import logging
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import small_training as small
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from sd_lightning import SDLightningModule, UsageError
+from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, StopOnSignal
+from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
+
+Run = Callable[..., CompletedProcess[str]]
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+class Signalled(Callback):
+    """Sends this process signals when the given batches begin."""
+
+    def __init__(self, number: signal.Signals, *batches: int) -> None:
+        self.number = number
+        self.batches = list(batches)
+        self.count = 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.count += 1
+        for _ in range(self.batches.count(self.count)):
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_given_back() -> Any:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    after = {number: signal.getsignal(number) for number in before}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert after == before
+
+
+# ---------------------------------------------------------------------- signals
+
+
+@SIGNALS
+def test_a_signal_saves_at_the_end_of_the_step_and_the_run_resumes_bitwise(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    straight = small.train(tmp_path / "straight", 5)
+    run, stop = tmp_path / "run", StopOnSignal()
+    small.fit(small.module(), small.data(), 5, EMA(0.9), stop, Signalled(number, 3), PortableCheckpoint(run))
+    assert (stop.received, stop.stopped) == (number, True)
+    (left,) = all_checkpoints(run)
+    assert left == checkpoint_path(run, 3)
+    small.assert_bitwise_equal(small.train(run, 5, resume=left), straight)
+
+
+def test_a_signal_amid_accumulated_batches_waits_for_the_whole_step(tmp_path: Path) -> None:
+    stop = StopOnSignal()
+    callbacks = (EMA(0.9), stop, Signalled(signal.SIGTERM, 3), PortableCheckpoint(tmp_path))
+    trainer = small.fit(small.module(), small.data(), 5, *callbacks, accumulate_grad_batches=2)
+    assert stop.stopped and trainer.global_step == 2
+    assert [path.name for path in all_checkpoints(tmp_path)] == ["step-00000002"]
+
+
+def test_a_signal_while_latents_are_cached_saves_after_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, stop = small.module(), StopOnSignal()
+    encode = module.encoder.encode_moments
+
+    def signalled(pixels: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return encode(pixels)
+
+    monkeypatch.setattr(module.encoder, "encode_moments", signalled)
+    small.fit(module, small.data(), 5, stop, PortableCheckpoint(tmp_path))
+    assert stop.stopped and [path.name for path in all_checkpoints(tmp_path)] == ["step-00000001"]
+
+
+def test_a_signal_in_the_last_step_does_not_make_a_complete_run_an_interrupted_one(tmp_path: Path) -> None:
+    stop = StopOnSignal()
+    trainer = small.fit(small.module(), small.data(), 3, stop, Signalled(signal.SIGTERM, 3), PortableCheckpoint(tmp_path))
+    assert trainer.global_step == 3 and not stop.stopped
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    module = small.module()
+    before = small.weights(module)
+    with pytest.raises(SystemExit):
+        small.fit(module, small.data(), 5, StopOnSignal(), Signalled(signal.SIGINT, 1, 1), PortableCheckpoint(tmp_path))
+    assert not all_checkpoints(tmp_path) and small.same(small.weights(module), before)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores it from then on
+
+
+# ---------------------------------------------------------------------- losses
+
+
+class Sick(SDLightningModule):
+    """Its loss is not a number in the given batches."""
+
+    batches: tuple[int, ...] = ()
+    value = float("nan")
+    count = 0
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.count += 1
+        if self.count in self.batches:
+            loss = loss * self.value
+            self._loss = loss.detach()
+        return loss
+
+
+def _sick(*batches: int, value: float = float("nan")) -> Sick:
+    module = small.module()
+    module.__class__ = Sick
+    assert isinstance(module, Sick)
+    module.batches, module.value = batches, value
+    return module
+
+
+class Weights(Callback):
+    """Records the weights after every step."""
+
+    def __init__(self) -> None:
+        self.after: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.after.append(small.weights(pl_module))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_with_a_bad_loss_leaves_the_weights_alone_and_training_goes_on(
+    value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = Weights()
+    with caplog.at_level(logging.WARNING):
+        trainer = small.fit(_sick(2, 3, value=value), small.data(), 4, NonFiniteLossGuard(3), weights)
+    assert trainer.global_step == 4
+    assert small.same(weights.after[0], weights.after[1]) and small.same(weights.after[1], weights.after[2])
+    assert not small.same(weights.after[2], weights.after[3])
+    assert all(torch.isfinite(weight).all() for weight in weights.after[3].values())
+    warnings = [m for m in caplog.messages if "no update" in m]
+    assert [m.split(":")[0] for m in warnings] == ["step 2", "step 3"]
+
+
+def test_any_of_the_accumulated_batches_can_spoil_a_step() -> None:
+    weights = Weights()
+    small.fit(_sick(3), small.data(), 3, NonFiniteLossGuard(3), weights, accumulate_grad_batches=2)
+    assert small.same(weights.after[1], weights.after[3])  # the second step: batches 3 (bad) and 4 (good)
+    assert all(torch.isfinite(weight).all() for weight in weights.after[-1].values())
+    assert not small.same(weights.after[3], weights.after[5])
+
+
+def test_the_nth_bad_step_in_a_row_stops_the_run_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:
+    guard, module = NonFiniteLossGuard(3, run_dir=tmp_path), _sick(2, 3, 5, 6, 7)
+    saving = PortableCheckpoint(tmp_path, every_n_steps=4)
+    with pytest.raises(UsageError) as caught:
+        small.fit(module, small.data(), 12, guard, saving)
+    message = str(caught.value)
+    assert message.startswith("training stopped at step 7: the loss was NaN or infinite 3 steps in a row; ")
+    assert f"the last good checkpoint is {checkpoint_path(tmp_path, 4)};" in message and "\n" not in message
+    assert "optimizer.lr" in message
+    saved = {k.removeprefix("master/"): v for k, v in small.stored(checkpoint_path(tmp_path, 4)).items() if "master" in k}
+    assert small.same(small.weights(module), saved)
+
+
+def test_a_run_that_is_sick_from_the_start_has_no_checkpoint_to_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no checkpoint yet"):
+        small.fit(_sick(*range(1, 9)), small.data(), 8, NonFiniteLossGuard(2, run_dir=tmp_path))
+
+
+def test_a_patience_below_one_is_refused() -> None:
+    with pytest.raises(UsageError, match="NonFiniteLossGuard got patience=0; expected at least 1"):
+        NonFiniteLossGuard(0)
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_gradient_scaler_skips_a_bad_step_itself() -> None:
+    for fused in (False, True):
+        weights, module = Weights(), _sick(2)
+        module._optimizer_factory = lambda groups, fused=fused: torch.optim.AdamW(groups, lr=1e-3, fused=fused)
+        options = {"accelerator": "cuda", "precision": "16-mixed", "gradient_clip_val": None}
+        small.fit(module, small.data(), 3, NonFiniteLossGuard(3), weights, **options)
+        assert small.same(weights.after[0], weights.after[1]) and not small.same(weights.after[1], weights.after[2])
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_a_signalled_command_ends_with_75_and_one_line_and_resume_auto_continues(
+    tmp_path: Path, run_python: Run
+) -> None:
+    script = """
+        import json, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        import forked_training as forked
+
+        folder, ends = Path(sys.argv[1]), {}
+        assert forked.start(folder / "straight", "trainer.max_steps=9").wait() == 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            run = folder / number.name
+            command = forked.start(run, "trainer.max_steps=9", "callbacks.checkpoint.every_n_steps=2")
+            command.wait_for(lambda: (run / "checkpoints/step-00000002").exists())
+            command.send(number)
+            ends[number.name] = [command.wait(), command.output()]
+            ends[number.name] += [forked.start(run, "trainer.max_steps=9", "resume=auto").wait()]
+        print(json.dumps(ends))
+    """
+    done = run_python("-c", textwrap.dedent(script), tmp_path, Path(__file__).parent, check=True)
+    ends = json.loads(done.stdout.splitlines()[-1])
+    for name, (code, output, resumed_code) in ends.items():
+        assert (code, resumed_code) == (75, 0), output
+        left = all_checkpoints(tmp_path / name)[-2]  # the newest before the end
+        assert f"stopped by a signal at step {int(left.name[5:])}; saved {left}; resume=auto continues" in output
+        assert "Traceback" not in output
+        small.assert_bitwise_equal(checkpoint_path(tmp_path / name, 9), checkpoint_path(tmp_path / "straight", 9))

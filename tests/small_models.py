@@ -39,3 +39,13 @@ SMALL_SDXL: Architecture = replace(
     },
 )
 """Everything that SDXL has beyond Stable Diffusion 1.x: two text encoders, pooled embedding, time ids."""
+
+SMALL_SD2: Architecture = replace(
+    _TINY,
+    networks={
+        "unet": Component("diffusers", "UNet2DConditionModel", {**_TINY.networks["unet"].config, "use_linear_projection": True}),
+        "vae": _TINY.networks["vae"],
+        "text_encoder": Component("transformers", "CLIPTextModel", {**_CLIP, "hidden_size": 64, "hidden_act": "gelu"}),
+    },
+)
+"""What Stable Diffusion 2.x changed: OpenCLIP as text encoder, linear layers around the UNet's attention."""

@@ -63,7 +63,6 @@ def fit(
 def trainer_of(max_steps: int, *callbacks: Callback, **options: Any) -> pl.Trainer:
     warnings.filterwarnings("ignore", module="lightning")
     defaults: dict[str, Any] = {
-        "enable_checkpointing": any(isinstance(callback, PortableCheckpoint) for callback in callbacks),
         "accelerator": "cpu",
         "devices": 1,
         "logger": False,
@@ -141,7 +140,11 @@ def assert_bitwise_equal(ours: Path, theirs: Path) -> None:
     assert not differing, f"{len(differing)} of {len(left)} tensors differ, e.g. {differing[:3]}"
     assert typed_json.dumps(trainer_state(ours)) == typed_json.dumps(trainer_state(theirs))
     digests = [
-        {k: v["sha256"] for k, v in json.loads((c / "manifest.json").read_text())["files"].items() if k.endswith(".safetensors")}
+        {
+            k: v["sha256"]
+            for k, v in json.loads((c / "manifest.json").read_text())["files"].items()
+            if k.endswith(".safetensors")
+        }
         for c in (ours, theirs)
     ]
     assert digests[0] == digests[1]

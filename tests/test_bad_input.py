@@ -184,6 +184,10 @@ WITHOUT_PACKAGE = [
         *("datasets", "train data=huggingface data.dataset_name=x"),
         *("data=huggingface", "'datasets' is not installed", "pip install 'sd-lightning[datasets]'"),
     ),
+    (
+        *("deepspeed", "train strategy=deepspeed_zero2"),
+        *("'deepspeed' is not installed", "pip install 'sd-lightning[deepspeed]'"),
+    ),
     ("bitsandbytes", "train optimizer=adamw8bit", "bitsandbytes.optim.AdamW8bit", "not installed", "install it"),
 ]
 

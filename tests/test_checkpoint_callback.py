@@ -14,11 +14,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import small_training as small
 import torch
 from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 
+import small_training as small
 from sd_lightning import UsageError, checkpoint, typed_json
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path, verify
@@ -244,7 +244,7 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_last_good_checkpoint(tmp_
 def test_saving_and_restoring_take_little_memory_beside_the_model(tmp_path: Path, run_python: Run) -> None:
     """152 M trained parameters: 2.4 GB of state. The largest tensor is 58 MB."""
     script = _script("""
-        import threading, time
+        import dataclasses, threading, time
         import torch
         import small_training as small
         from pathlib import Path
@@ -272,9 +272,10 @@ def test_saving_and_restoring_take_little_memory_beside_the_model(tmp_path: Path
         def build():
             from diffusers import UNet2DConditionModel
             module = small.module(train_text_encoder=False)
-            component = module.latent_diffusion.components["unet"]
-            component.config["block_out_channels"] = [448, 896]
-            module.latent_diffusion.networks["unet"] = module.unet = UNet2DConditionModel(**component.config)
+            model = module.latent_diffusion
+            config = dict(model.components["unet"].config, block_out_channels=[448, 896])
+            model.components["unet"] = dataclasses.replace(model.components["unet"], config=config)
+            model.networks["unet"] = module.unet = UNet2DConditionModel(**config)
             return module
 
         class Measured(PortableCheckpoint):

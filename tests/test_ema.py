@@ -6,11 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import small_training as small
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+import small_training as small
 from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 
@@ -234,7 +234,10 @@ def test_pictures_after_fit_come_from_the_average_and_the_checkpoint_keeps_both(
     small.fit(module, small.data(), 4, trained, ema, saving)
     assert saving.last_saved is not None
     stored = small.stored(saving.last_saved)
-    of = {kind: {k.removeprefix(f"{kind}/"): v for k, v in stored.items() if k.startswith(kind)} for kind in ("master", "ema")}
+    of = {
+        kind: {k.removeprefix(f"{kind}/"): v for k, v in stored.items() if k.startswith(kind)}
+        for kind in ("master", "ema")
+    }
     assert small.same(of["master"], trained.weights[-1]) and small.same(of["ema"], shadow(ema))
     assert small.same(small.weights(module), of["ema"])
 
@@ -273,7 +276,11 @@ def test_a_checkpoint_without_average_starts_one_at_its_weights(
     saved = {k.removeprefix("master/"): v for k, v in small.stored(first.last_saved).items() if k.startswith("master/")}  # type: ignore[arg-type]
     ema, trajectory = EMA(0.9), Trajectory()
     small.fit(
-        small.module(), small.data(), 4, trajectory, ema,
+        small.module(),
+        small.data(),
+        4,
+        trajectory,
+        ema,
         PortableCheckpoint(tmp_path / "next", every_n_steps=0, resume=first.last_saved),
     )
     assert "has no EMA; the average starts at its weights" in caplog.text

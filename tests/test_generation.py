@@ -138,8 +138,8 @@ def test_vae_decodes_in_float32_while_the_trainer_samples_in_half_precision(mode
     [
         ({"num_inference_steps": 0}, "num_inference_steps=0; expected at least 1"),
         ({"batch_size": 0}, "batch_size=0; expected at least 1"),
-        ({"height": 33}, "height=33; expected a multiple of 8, e.g. height=32"),
-        ({"width": 4}, "width=4; expected a multiple of 8, e.g. width=8"),
+        ({"height": 33}, "height=33; expected a multiple of 8 pixels, e.g. height=32"),
+        ({"width": 4}, "width=4; expected a multiple of 8 pixels, e.g. width=8"),
         ({"guidance_scale": -0.5}, "guidance_scale=-0.5; expected at least 0"),
         ({"scheduler": "ddimm"}, "scheduler=ddimm: diffusers has no such scheduler"),
     ],

@@ -13,11 +13,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import small_training as small
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+import small_training as small
 from sd_lightning import SDLightningModule, UsageError
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, StopOnSignal
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
@@ -92,7 +92,9 @@ def test_a_signal_while_latents_are_cached_saves_after_the_first_step(
 
 def test_a_signal_in_the_last_step_does_not_make_a_complete_run_an_interrupted_one(tmp_path: Path) -> None:
     stop = StopOnSignal()
-    trainer = small.fit(small.module(), small.data(), 3, stop, Signalled(signal.SIGTERM, 3), PortableCheckpoint(tmp_path))
+    trainer = small.fit(
+        small.module(), small.data(), 3, stop, Signalled(signal.SIGTERM, 3), PortableCheckpoint(tmp_path)
+    )
     assert trainer.global_step == 3 and not stop.stopped
 
 
@@ -174,7 +176,9 @@ def test_the_nth_bad_step_in_a_row_stops_the_run_and_names_the_last_good_checkpo
     assert message.startswith("training stopped at step 7: the loss was NaN or infinite 3 steps in a row; ")
     assert f"the last good checkpoint is {checkpoint_path(tmp_path, 4)};" in message and "\n" not in message
     assert "optimizer.lr" in message
-    saved = {k.removeprefix("master/"): v for k, v in small.stored(checkpoint_path(tmp_path, 4)).items() if "master" in k}
+    saved = {
+        k.removeprefix("master/"): v for k, v in small.stored(checkpoint_path(tmp_path, 4)).items() if "master" in k
+    }
     assert small.same(small.weights(module), saved)
 
 

@@ -56,7 +56,7 @@ def test_plain_trainer_trains_and_validates(
     unchanged = [name for name, value in small_training.weights(module).items() if torch.equal(value, before[name])]
     assert not unchanged
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert metrics.keys() == {"train/loss", "val/loss", "val/caption_gap"}
+    assert metrics.keys() == {"train/loss", "train/lr", "val/loss", "val/caption_gap"}
     assert 0 < metrics["train/loss"] < 10 and 0 < metrics["val/loss"] < 10
     assert metrics["val/caption_gap"] != 0
     assert float(module.last_loss) == metrics["train/loss"]  # type: ignore[arg-type]

@@ -1,41 +1,16 @@
 """Checkpoints saved under any strategy and world size load bit-equal under any other."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from strategy_driver import torchrun
 
 from sd_lightning import checkpoint
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
 CONFIGURATIONS = [(name, world) for world in (1, 2) for name in STRATEGIES if (name, world) != ("single", 2)]
 SAVED_AT = 2
-
-
-def torchrun(world_size: int, jobs: list[dict[str, Any]], folder: Path, *, timeout: int = 420) -> list[dict[str, Any]]:
-    """Run jobs of ``strategy_driver`` on gloo processes and return what they found."""
-    job_file, result_file = folder / f"jobs-{world_size}.json", folder / f"results-{world_size}.json"
-    job_file.write_text(json.dumps(jobs))
-    driver = Path(__file__).with_name("strategy_driver.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [*command, str(driver), str(job_file), str(result_file)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    failure = (
-        done.stdout[done.stdout.find("JOB FAILED") :][-3500:] if "JOB FAILED" in done.stdout else done.stderr[-4000:]
-    )
-    assert done.returncode == 0, failure
-    results: list[dict[str, Any]] = json.loads(result_file.read_text())
-    return results
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sd_lightning import randomness
 from sd_lightning._errors import UsageError
 from sd_lightning.randomness import (
     Purpose,
@@ -217,6 +218,31 @@ def test_float_steps_are_accurate_and_independent_of_length_and_alignment() -> N
     for begin, end in [(1, 8), (3, 1000), (5, 38)]:
         assert torch.equal(_square_root(numbers[begin:end]), roots[begin:end])
         assert torch.equal(_sqrt_minus_two_log(words[begin:end].clone()), radii[begin:end])
+
+
+def test_tensors_and_arrays_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU computes with numpy arrays, other devices with tensors."""
+    index = torch.tensor([0, 7, 2**32 + 5])
+
+    def draw() -> list[torch.Tensor]:
+        return [
+            normal(SEED, index, index, Purpose.NOISE, (4, 33, 31)),
+            uniform(SEED, 1, index, Purpose.CROP, (1001,)),
+            integers(SEED, 1, index, Purpose.TIMESTEP, 1000, (1001,)),
+        ]
+
+    def tensor_words(
+        seed: int, epoch: torch.Tensor | int, index: torch.Tensor, purpose: Purpose, shape: tuple
+    ) -> tuple:
+        epoch = epoch if isinstance(epoch, torch.Tensor) else torch.full_like(index, epoch)
+        block = torch.arange(-(-math.prod(shape) // 4)).view(1, -1)
+        counter = randomness._counter(block, index.view(-1, 1), epoch.view(-1, 1), purpose)
+        return philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
+
+    expected = draw()
+    monkeypatch.setattr(randomness, "_words", tensor_words)
+    for drawn, numbers in zip(draw(), expected, strict=True):
+        assert torch.equal(drawn, numbers)
 
 
 def test_drawing_leaves_the_global_generator_and_defaults_alone() -> None:

@@ -1,4 +1,4 @@
-"""A resumed run ends with the bits of one that was never interrupted: weights, moments, average, schedules, position."""
+"""A resumed run ends with the bits of one that was never interrupted: weights, moments, average, position."""
 
 import json
 import logging
@@ -13,13 +13,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import small_training as small
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch.optim import lr_scheduler as schedulers
 from torch.optim import swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
+import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, runs
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
@@ -34,7 +34,9 @@ class Seen(Callback):
     def __init__(self) -> None:
         self.steps: dict[int, list[tuple[int, int]]] = {}
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         keys = zip(batch["epoch"].tolist(), batch["index"].tolist())
         self.steps.setdefault(trainer.global_step + 1, []).extend(keys)
 
@@ -128,7 +130,9 @@ def test_a_second_fit_does_not_restore_the_checkpoint_again(tmp_path: Path) -> N
     trainer = small.fit(module, small.data(), 3, EMA(0.9), saving)
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(module, trainer.datamodule)  # type: ignore[attr-defined]
-    assert trainer.global_step == 4 and [path.name for path in all_checkpoints(tmp_path / "next")][-1] == "step-00000004"
+    assert (
+        trainer.global_step == 4 and [path.name for path in all_checkpoints(tmp_path / "next")][-1] == "step-00000004"
+    )
 
 
 # ---------------------------------------------------------------------- learning-rate schedules
@@ -213,24 +217,33 @@ def _resume(tmp_path: Path, module: SDLightningModule | None = None, batch_size:
 
 def test_another_model_batch_size_or_seed_is_refused_by_name(tmp_path: Path) -> None:
     small.train(tmp_path, 1)
-    with pytest.raises(UsageError, match=r"data.batch_size=4, but the checkpoint's run used data.batch_size=8; .*init_from="):
+    with pytest.raises(
+        UsageError, match=r"data.batch_size=4, but the checkpoint's run used data.batch_size=8; .*init_from="
+    ):
         _resume(tmp_path, batch_size=4)
     with pytest.raises(UsageError, match="seed=9, but the checkpoint's run used seed=3"):
         _resume(tmp_path, small.module(seed=9))
     frozen = small.module(train_text_encoder=False)
-    with pytest.raises(UsageError, match=r"of another model; \d+ trained tensors differ: text_encoder.*absent in the model"):
+    with pytest.raises(
+        UsageError, match=r"of another model; \d+ trained tensors differ: text_encoder.*absent in the model"
+    ):
         _resume(tmp_path, frozen)
     other = LatentDiffusion.build("tiny")
     other.networks["unet"].conv_in = torch.nn.Conv2d(4, 32, 5, padding=2)
     module = SDLightningModule(other, train_text_encoder=True, seed=3)
-    with pytest.raises(UsageError, match=r"unet.conv_in.weight: \(32, 4, 3, 3\) in the checkpoint, \(32, 4, 5, 5\) in the model"):
+    with pytest.raises(
+        UsageError, match=r"unet.conv_in.weight: \(32, 4, 3, 3\) in the checkpoint, \(32, 4, 5, 5\) in the model"
+    ):
         _resume(tmp_path, module)
     assert not (tmp_path / "next/checkpoints").exists()
 
 
 def test_another_kind_of_scheduler_is_refused_by_name(tmp_path: Path) -> None:
     small.train(tmp_path, 1, lr_scheduler=SCHEDULES["StepLR"])
-    for other, message in ((SCHEDULES["LinearLR"], "state of StepLR, but the run has LinearLR"), (None, "had the lr_scheduler StepLR, this run has none")):
+    for other, message in (
+        (SCHEDULES["LinearLR"], "state of StepLR, but the run has LinearLR"),
+        (None, "had the lr_scheduler StepLR, this run has none"),
+    ):
         with pytest.raises(UsageError, match=message):
             _resume(tmp_path, small.module(lr_scheduler=other))
 
@@ -315,7 +328,8 @@ def test_a_run_killed_after_its_last_save_gets_its_results_when_it_is_resumed(
 
         run = Path(sys.argv[1])
         pictures = "callbacks.samples={_target_: sd_lightning.callbacks.SampleGrid, run_dir: %s, accuracy_samples: 40}"
-        options = ["trainer.max_steps=3", "trainer.limit_val_batches=1", pictures % run, "sampling.num_inference_steps=2"]
+        options = ["trainer.max_steps=3", "trainer.limit_val_batches=1", "sampling.num_inference_steps=2"]
+        options += [pictures % run]
         command = forked.start(run, *options)
         assert command.wait_for(lambda: (run / "checkpoints/step-00000003").exists()), command.output()
         assert command.kill()
@@ -344,10 +358,8 @@ def test_two_processes_continue_a_run_of_one_at_the_right_sample(
     command = ["-m", "sd_lightning.train", f"output_dir={tmp_path}/run", *options]
     run_python(*command, "trainer.max_steps=6", "callbacks.checkpoint.every_n_steps=3", check=True)
     straight = checkpoint_path(tmp_path / "run", 6)
-    run_python(
-        *command[:2], f"output_dir={tmp_path}/two", *options, "trainer.max_steps=6", "strategy=ddp", "trainer.devices=2",
-        f"resume={checkpoint_path(tmp_path / 'run', 3)}", check=True,
-    )  # fmt: skip
+    two = ["trainer.max_steps=6", "strategy=ddp", "trainer.devices=2", f"resume={checkpoint_path(tmp_path / 'run', 3)}"]
+    run_python(*command[:2], f"output_dir={tmp_path}/two", *options, *two, check=True)
     resumed = checkpoint_path(tmp_path / "two", 6)
     assert small.trainer_state(resumed)["position"] == small.trainer_state(straight)["position"]
     ours, theirs = small.stored(resumed), small.stored(straight)

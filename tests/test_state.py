@@ -7,16 +7,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import small_training as small
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+import small_training as small
 from sd_lightning import SamplingOptions, UsageError, typed_json
 from sd_lightning.callbacks import EMA, SampleGrid
 from sd_lightning.state import ReplicatedState, SavedParameter
 from sd_lightning.strategies import training_state
-from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, write_shards
+from sd_lightning.tensor_store import ShardedTensors, merge_index, write_shards
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -123,7 +123,14 @@ def test_sampling_and_validating_between_steps_changes_no_loss(tmp_path: Path) -
     options = SamplingOptions(num_inference_steps=2, guidance_scale=3.0, batch_size=2)
     grid = SampleGrid(tmp_path, prompts=["a handwritten one", "the digit two"], every_n_steps=1, options=options)
     small.fit(
-        modules[1], small.data(), 7, watched, averages[1], grid, limit_val_batches=1, val_check_interval=2,
+        modules[1],
+        small.data(),
+        7,
+        watched,
+        averages[1],
+        grid,
+        limit_val_batches=1,
+        val_check_interval=2,
         check_val_every_n_epoch=None,
     )
     assert len(list((tmp_path / "samples").glob("*.png"))) == 7
@@ -176,7 +183,9 @@ def _through_a_store(folder: Path, ours: ReplicatedState, theirs: ReplicatedStat
     )
     saved = {name: SavedParameter(**entry) for name, entry in document["parameters"].items()}
     with ShardedTensors(folder) as store:
-        theirs.load(saved, document["groups"], lambda kind, name, out, b, e: store.read_into(f"{kind}/{name}", out, b, e))
+        theirs.load(
+            saved, document["groups"], lambda kind, name, out, b, e: store.read_into(f"{kind}/{name}", out, b, e)
+        )
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[], nn.ModuleDict], Factory]] = {

@@ -250,22 +250,30 @@ def hard_link_tree(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> 
         target = dst / Path(folder).relative_to(src)
         target.mkdir(parents=True, exist_ok=True)
         for name in names:
-            source = Path(folder, name).resolve()
-            try:
-                os.link(source, target / name)
-            except OSError as error:
-                if error.errno in _NO_SPACE or isinstance(error, FileExistsError | FileNotFoundError):
-                    raise
-                shutil.copy2(source, target / name)
+            hard_link(Path(folder, name), target / name)
 
 
-def check_free_space(run_dir: str | os.PathLike[str], need_bytes: int, who: str) -> None:
+def hard_link(src: Path, dst: Path) -> None:
+    """Give a file a second name, or copy it where links are not supported."""
+    source = src.resolve()
+    try:
+        os.link(source, dst)
+    except OSError as error:
+        if error.errno in _NO_SPACE or isinstance(error, FileExistsError | FileNotFoundError):
+            raise
+        shutil.copy2(source, dst)
+
+
+def check_free_space(
+    run_dir: str | os.PathLike[str], need_bytes: int, who: str, *, purpose: str = "checkpoints"
+) -> None:
     """Refuse a run that could not save.
 
     Args:
         run_dir: Where checkpoints go; it need not exist yet.
         need_bytes: Bytes that must be free.
         who: Begins the message.
+        purpose: What needs them.
 
     Raises:
         UsageError: Less is free.
@@ -276,9 +284,18 @@ def check_free_space(run_dir: str | os.PathLike[str], need_bytes: int, who: str)
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
         raise UsageError(
-            f"{who} needs {need_bytes / 1e9:.2f} GB for checkpoints, but {run_dir} has {free / 1e9:.2f} GB free; "
+            f"{who} needs {need_bytes / 1e9:.2f} GB for {purpose}, but {run_dir} has {free / 1e9:.2f} GB free; "
             "free space, keep fewer checkpoints, or set output_dir to another disk."
         )
+
+
+def shape_differences(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Say of each tensor that a checkpoint and a model do not share what shape it has in either."""
+    return [
+        f"{name}: {theirs.get(name, 'absent')} in the checkpoint, {ours.get(name, 'absent')} in the model"
+        for name in dict.fromkeys([*ours, *theirs])
+        if theirs.get(name) != ours.get(name)
+    ]
 
 
 def _hidden(path: Path, kind: str) -> Path:

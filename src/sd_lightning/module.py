@@ -129,10 +129,20 @@ class SDLightningModule(pl.LightningModule):
         """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
         loss = self.training_loss(batch)
         self._loss = loss.detach()
-        self.log("train/loss", self._loss, batch_size=len(batch["latents"]), sync_dist=self.trainer.world_size > 1)
-        if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=len(batch["latents"]))
+        if self._is_logging_step():
+            count = len(batch["latents"])
+            self.log("train/loss", self._loss, batch_size=count, sync_dist=self.trainer.world_size > 1)
+            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=count)
         return loss
+
+    def _is_logging_step(self) -> bool:
+        """Whether metrics of this step are read: by loggers at their interval, or where an epoch or the run ends.
+
+        Logging costs half a millisecond, and with several processes a barrier, so it is not done for nobody.
+        """
+        trainer: Any = self.trainer
+        step, every = self.global_step + 1, trainer.log_every_n_steps
+        return trainer.is_last_batch or step == trainer.max_steps or (every > 0 and step % every == 0)
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
         """Return the mean training loss of an encoded batch, without side effects."""
@@ -193,6 +203,9 @@ class SDLightningModule(pl.LightningModule):
             rate = {} if self.text_encoder_lr is None else {"lr": self.text_encoder_lr}
             groups.append({"params": parameters, **rate})
         optimizer = self._optimizer_factory(groups)
+        # Fused optimizers would take unscaling upon themselves, after gradients are clipped: Lightning then refuses to
+        # clip in mixed precision, even in bfloat16, where nothing is scaled.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if self._scheduler_factory is None:
             return optimizer
         scheduler = self._scheduler_factory(optimizer)

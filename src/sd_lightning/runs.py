@@ -12,9 +12,16 @@ import os
 import secrets
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sd_lightning import checkpoint
 from sd_lightning._errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LIGHTNING_SUFFIX = ".ckpt"
+"""Ending of plain Lightning checkpoints, from which only weights are taken."""
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
@@ -39,6 +46,10 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
                 f"resume={resume}: the checkpoint is damaged: {problems[0]}; give an earlier one, or resume=auto"
             )
         return path
+    if path.suffix == LIGHTNING_SUFFIX:
+        raise UsageError(
+            f"resume={resume}: a Lightning checkpoint, from which only weights can be taken; write init_from={resume}"
+        )
     found = checkpoint.newest_valid(path)
     if found is None:
         raise UsageError(f"resume={resume}: no valid checkpoint in it; expected a run or one of its checkpoints")
@@ -68,6 +79,46 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
             "a folder with model_index.json"
         )
     return newest / "pipeline"
+
+
+def check_lightning_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Check that ``init_from=`` names a file, which is read later.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if not Path(path).is_file():
+        given = "a folder" if Path(path).is_dir() else "no such file"
+        raise UsageError(
+            f"init_from={path}: {given}; expected the file that Lightning's trainer.save_checkpoint writes in one "
+            "process, or a run, checkpoint or pipeline folder of sd_lightning"
+        )
+
+
+def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -> None:
+    """Fill a module with the weights of a plain Lightning checkpoint of the same module; the rest of it is not used.
+
+    Raises:
+        UsageError: The file cannot be read without running code from it, or is of another model.
+    """
+    import torch
+
+    remedy = "expected a checkpoint that Lightning saved of SDLightningModule; save it again, or give a pipeline folder"
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+        theirs = {str(name): tuple(value.shape) for name, value in weights.items()}
+    except Exception as error:  # damaged files and refused pickles raise many types
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(f"init_from={path}: cannot be read ({type(error).__name__}: {reason}); {remedy}") from error
+    ours = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    differing = checkpoint.shape_differences(theirs, ours)
+    if differing:
+        raise UsageError(
+            f"init_from={path}: the checkpoint is of another model; {len(differing)} of {len(ours)} tensors differ: "
+            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Give the model= and "
+            "module.train_text_encoder of the run that saved it"
+        )
+    module.load_state_dict(weights)
 
 
 def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,18 +29,19 @@ class Speed:
     channels_last: bool = False
     """Keep convolution weights and activations in the NHWC layout."""
     compile_blocks: bool = False
-    """Compile the repeated blocks with torch.compile, one graph per kind of block."""
+    """Compile the repeated blocks with torch.compile for training, one graph per kind and shape of block."""
     attention: AttentionKernel = "auto"
-    """The only kernel that scaled_dot_product_attention may use; "auto" leaves the choice to torch."""
+    """The kernel that scaled_dot_product_attention uses; the math kernel does what it cannot (the VAE's attention is
+    too wide for flash). "auto" leaves the choice to torch."""
     allow_tf32: bool = False
     """Let CUDA matrix products and convolutions of float32 tensors use TensorFloat-32."""
 
     def __post_init__(self) -> None:
         if self.attention not in ("auto", *_KERNELS):
             raise UsageError(f"Speed got attention={self.attention!r}; expected one of auto, {', '.join(_KERNELS)}")
-        if self.attention == "cudnn" and not torch.cuda.is_available():
+        if self.attention in ("efficient", "cudnn") and not torch.cuda.is_available():
             raise UsageError(
-                "Speed got attention='cudnn' but there is no CUDA device; choose auto, math or flash on CPU"
+                f"Speed got attention={self.attention!r} but there is no CUDA device; choose auto, math or flash on CPU"
             )
 
     def apply_(self, networks: Iterable[nn.Module]) -> None:
@@ -50,24 +52,38 @@ class Speed:
             if self.channels_last:
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if self.compile_blocks:
-                for block in repeated_blocks(network).values():
-                    block.compile()
+                _compile_blocks(network)
         torch.set_float32_matmul_precision("high" if self.allow_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = self.allow_tf32
         use_attention_kernel(self.attention)
 
 
 def use_attention_kernel(name: AttentionKernel) -> None:
-    """Allow scaled_dot_product_attention one kernel only, in the whole process; "auto" allows all.
+    """Leave scaled_dot_product_attention one kernel beside the math kernel, in the whole process; "auto" allows all.
 
     The setting is global rather than a context around the forward pass, because gradient checkpointing computes the
     forward pass again in backward.
     """
     cuda = torch.backends.cuda
-    cuda.enable_math_sdp(name in ("auto", "math"))
+    cuda.enable_math_sdp(True)
     cuda.enable_flash_sdp(name in ("auto", "flash"))
     cuda.enable_mem_efficient_sdp(name in ("auto", "efficient"))
     cuda.enable_cudnn_sdp(name in ("auto", "cudnn"))
+
+
+def _compile_blocks(network: nn.Module) -> None:
+    """Compile the blocks for training; in evaluation, which has many batch sizes, they compute as they are."""
+    blocks = repeated_blocks(network)
+    # Blocks of one kind and shape share a graph; all kinds together share one limit, and beyond it run uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
+    for block in blocks.values():
+        # One block called with two shapes would get a graph for all shapes, over which torch 2.13's inductor stumbles.
+        compiled = torch.compile(block._call_impl, dynamic=False)
+        block._compiled_call_impl = partial(_call, block, compiled)
+
+
+def _call(block: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return compiled(*args, **kwargs) if block.training else block._call_impl(*args, **kwargs)
 
 
 def _enable_gradient_checkpointing(network: Any) -> None:

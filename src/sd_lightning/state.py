@@ -34,8 +34,9 @@ class ParameterShard:
     begin: int
     end: int
     """The range ``[begin, end)`` of the row-major flattened parameter that this rank owns."""
-    master: Tensor
-    """The weights that the optimizer updates; ``end - begin`` elements in row-major order, any strides."""
+    master: LazyTensor
+    """The weights that the optimizer updates; ``end - begin`` elements in row-major order, any strides. A function
+    reads a float32 copy from where it is swapped to."""
     states: dict[str, LazyTensor] = field(default_factory=dict)
     """Optimizer states by name, elementwise like the master; a function makes a dequantised one when needed. Only a
     shard that is the whole parameter may have states of another shape (Adafactor's rows and columns)."""
@@ -61,7 +62,7 @@ class ParameterShard:
             if self._is_other(tensor):
                 entries.append(Entry(key, tuple(tensor.shape), 0, tensor.numel(), tensor))
             else:
-                dtype = tensor.dtype if isinstance(tensor, Tensor) else self.master.dtype
+                dtype = next((t.dtype for t in (tensor, self.master) if isinstance(t, Tensor)), torch.float32)
                 entries.append(Entry(key, self.shape, self.begin, self.end, tensor, dtype))
         return entries
 
@@ -270,9 +271,7 @@ def check_same_groups(ours: list[list[dict[str, Any]]], theirs: list[list[dict[s
         )
 
 
-def _split(
-    state: Mapping[str, Any], local: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+def _split(state: Mapping[str, Any], local: Callable[[Tensor], Tensor]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
     """Divide what an optimizer keeps for a parameter into elementwise states and scalars."""
     if "qmap1" in state:
         return _dequantised(state), {"step": state["step"]}

@@ -80,6 +80,7 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
         The checkpoint to resume, if any.
     """
     _check_keys(cfg)
+    adopt_engine_file(cfg)
     check_trainer(cfg)
     if cfg.resume is not None and cfg.init_from is not None:
         raise UsageError(
@@ -88,7 +89,9 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
         )
     if cfg.overwrite and cfg.resume is not None:
         raise UsageError(f"got overwrite=true and resume={cfg.resume}; give one of the two")
-    if cfg.init_from is not None:
+    if _is_lightning_checkpoint(cfg.init_from):
+        runs.check_lightning_checkpoint(cfg.init_from)
+    elif cfg.init_from is not None:
         cfg.model.pretrained = str(runs.find_pipeline(cfg.init_from, who="init_from"))
     resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
     if _is_first_process():
@@ -118,6 +121,31 @@ def _check_keys(cfg: DictConfig) -> None:
         raise UsageError(f"optimizer.lr={rate}: expected a number of at least 0; write optimizer.lr={-rate}")
 
 
+def adopt_engine_file(cfg: DictConfig) -> None:
+    """Let explicit values of a user's DeepSpeed file replace defaults that the command line has left alone."""
+    import torch
+    from omegaconf import OmegaConf
+
+    source: Any = OmegaConf.to_container(cfg.strategy).get("config")  # type: ignore[union-attr]
+    if source is None:
+        return
+    from sd_lightning.strategies import deepspeed_config, deepspeed_precedence
+
+    config, _ = deepspeed_config.load(source)  # the strategy shows the warnings
+    cuda = torch.cuda.device_count() if cfg.trainer.accelerator in ("auto", "cuda", "gpu") else 0
+    changes = deepspeed_precedence.settle(
+        config,
+        OmegaConf.to_container(cfg),  # type: ignore[arg-type]
+        _conf.overridden_keys(),
+        world_size=_num_devices(cfg.trainer.devices, cuda) * cfg.trainer.num_nodes,
+        on_cuda=cuda > 0,
+        who=deepspeed_config.name_of(source),
+    )
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, merge=False)
+        log.info("%s sets %s=%s", deepspeed_config.name_of(source), key, value)
+
+
 def check_trainer(cfg: DictConfig) -> None:
     """Check precision, devices and batch size against each other and against this machine."""
     import torch
@@ -131,6 +159,7 @@ def check_trainer(cfg: DictConfig) -> None:
             "trainer.precision=16-mixed needs a CUDA device, and Lightning would silently compute in bfloat16 on CPU; "
             "write trainer.precision=bf16-mixed or 32"
         )
+    check_speed(cfg, on_cuda=cuda > 0)
     if trainer.accelerator in ("cuda", "gpu") and not cuda:
         raise UsageError(f"trainer.accelerator={trainer.accelerator}: there is no CUDA device; write cpu or auto")
     for name in ("accumulate_grad_batches", "max_steps", "num_nodes"):
@@ -167,6 +196,21 @@ def check_trainer(cfg: DictConfig) -> None:
     micro_batch_size(cfg.data.batch_size, processes, trainer.accumulate_grad_batches)
 
 
+def check_speed(cfg: DictConfig, *, on_cuda: bool) -> None:
+    """Check switches against each other that libraries would refuse, or undo, at the first step."""
+    precision = str(cfg.trainer.precision)
+    if on_cuda and cfg.speed.attention in ("flash", "cudnn") and not precision.endswith("-mixed"):
+        raise UsageError(
+            f"speed.attention={cfg.speed.attention} computes in 16 bits, but trainer.precision={precision}; write "
+            "trainer.precision=bf16-mixed or speed.attention=efficient"
+        )
+    if cfg.speed.channels_last and str(cfg.optimizer["_target_"]).startswith("bitsandbytes."):
+        raise UsageError(
+            f"speed.channels_last=true: {cfg.optimizer['_target_']} works on contiguous weights only; write "
+            "speed.channels_last=false or optimizer=adamw"
+        )
+
+
 def _num_devices(devices: Any, cuda: int) -> int:
     if isinstance(devices, int) and devices >= 1:
         return devices
@@ -179,6 +223,10 @@ def _num_devices(devices: Any, cuda: int) -> int:
     raise UsageError(
         f"trainer.devices={devices}: expected a number of at least 1, a list of indices, or auto; write trainer.devices=1"
     )
+
+
+def _is_lightning_checkpoint(path: str | None) -> bool:
+    return path is not None and path.endswith(runs.LIGHTNING_SUFFIX)
 
 
 def _is_first_process() -> bool:
@@ -224,6 +272,8 @@ def build_module(cfg: DictConfig) -> pl.LightningModule:
         optimizer=_conf.instantiate(cfg.optimizer),
         lr_scheduler=_conf.instantiate(cfg.lr_scheduler),
     )
+    if _is_lightning_checkpoint(cfg.init_from):
+        runs.load_lightning_checkpoint(cfg.init_from, module)
     _conf.instantiate(cfg.speed).apply_(module.trained_networks().values())
     return module
 
@@ -235,6 +285,8 @@ def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
     datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
     module.configure_optimizers()  # makes no states yet
     _callback(trainer, PortableCheckpoint).check_resume(module, datamodule)
+    if hasattr(trainer.strategy, "check"):
+        trainer.strategy.check(trainer, module)
     samples = _callback(trainer, SampleGrid)
     if samples is not None:
         samples.options.check(module.latent_diffusion)

@@ -77,6 +77,14 @@ def main(
         sys.exit(code)
 
 
+def overridden_keys() -> set[str]:
+    """Return the dotted keys and the groups that this program's command line sets."""
+    from sd_lightning._conf.messages import CommandLine
+
+    overrides = CommandLine.parse("", sys.argv[1:]).overrides
+    return {each.lstrip("+~").partition("=")[0].partition("@")[0] for each in overrides}
+
+
 def without_launcher_arguments(arguments: Sequence[str]) -> list[str]:
     """Drop the ``--local_rank=N`` that launchers append and that Hydra would refuse."""
     kept = []

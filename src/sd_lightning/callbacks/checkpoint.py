@@ -266,8 +266,8 @@ class PortableCheckpoint(Checkpoint):
         if len(configs) != len(schedulers):
             theirs, ours = ([s["type"] for s in schedulers], [type(c.scheduler).__name__ for c in configs])
             raise UsageError(
-                f"resume={self.resume}: the checkpoint's run had the lr_scheduler {', '.join(theirs) or 'none'}, this run "
-                f"has {', '.join(ours) or 'none'}; resume with the same, or start a new run with init_from="
+                f"resume={self.resume}: the checkpoint's run had the lr_scheduler {', '.join(theirs) or 'none'}, this "
+                f"run has {', '.join(ours) or 'none'}; resume with the same, or start a new run with init_from="
             )
         for config, scheduler in zip(configs, schedulers):
             load_scheduler_state(config.scheduler, scheduler)
@@ -313,11 +313,7 @@ def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...
         UsageError: They differ; the message names the first few.
     """
     theirs = {name: tuple(entry["shape"]) for name, entry in saved.items()}
-    differing = [
-        f"{name}: {theirs.get(name, 'absent')} in the checkpoint, {ours.get(name, 'absent')} in the model"
-        for name in dict.fromkeys([*ours, *theirs])
-        if theirs.get(name) != ours.get(name)
-    ]
+    differing = checkpoint.shape_differences(theirs, ours)
     if differing:
         raise UsageError(
             f"resume={path}: the checkpoint is of another model; {len(differing)} trained tensors differ: "

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state import ParameterShard, TrainingState
+from sd_lightning.state import LazyTensor, ParameterShard, TrainingState
 from sd_lightning.strategies import training_state
 
 _holding_average: weakref.WeakKeyDictionary[pl.LightningModule, EMA] = weakref.WeakKeyDictionary()
@@ -53,7 +53,7 @@ class EMA(Callback):
         self.shadow: dict[tuple[str, int], Tensor] = {}
         self._state: TrainingState | None = None
         self._module: pl.LightningModule | None = None
-        self._live: list[Tensor] = []
+        self._live: list[LazyTensor] = []
         self._average: list[Tensor] = []
         self._last_step = 0
         self._swapped = False
@@ -76,7 +76,7 @@ class EMA(Callback):
     def restart(self) -> None:
         """Let the average begin at the present weights (a checkpoint without an average was loaded)."""
         self.num_updates = 0
-        torch._foreach_copy_(self._average, self._live)
+        self._follow(1.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_updates": self.num_updates}
@@ -92,25 +92,37 @@ class EMA(Callback):
             return
         self._last_step = step
         if step <= self.update_after_step:
-            torch._foreach_copy_(self._average, self._live)
+            self._follow(1.0)
         elif step % self.update_every == 0:
             n = self.num_updates
             decay = min(self.decay, (1 + n) / (10 + n)) if n else 0.0
-            torch._foreach_lerp_(self._average, self._masters(), 1.0 - decay)
+            self._follow(1.0 - decay)
             self.num_updates += 1
 
-    def _masters(self) -> list[Tensor]:
-        if not self.offload and all(tensor.dtype == torch.float32 for tensor in self._live):
-            return self._live
-        return [tensor.to(average.device, torch.float32) for tensor, average in zip(self._live, self._average)]
+    def _follow(self, weight: float) -> None:
+        """Move the average to the weights by a fraction of the way."""
+        live = [tensor for tensor in self._live if isinstance(tensor, Tensor)]
+        if len(live) < len(self._live):  # swapped to a disk: one at a time in memory
+            for average, read in zip(self._average, self._live, strict=True):
+                average.lerp_((read if isinstance(read, Tensor) else read()).to(average.device), weight)
+        elif weight == 1.0:
+            torch._foreach_copy_(self._average, live)
+        else:
+            torch._foreach_lerp_(self._average, self._like_average(live), weight)
+
+    def _like_average(self, live: list[Tensor]) -> list[Tensor]:
+        if not self.offload and all(tensor.dtype == torch.float32 for tensor in live):
+            return live
+        return [tensor.to(average.device, torch.float32) for tensor, average in zip(live, self._average)]
 
     def _average_of(self, shard: ParameterShard) -> Tensor:
         """Return the average of an earlier fit, or a copy of the weights to begin with."""
-        device = torch.device("cpu") if self.offload else shard.master.device
+        master = shard.master if isinstance(shard.master, Tensor) else shard.master()
+        device = torch.device("cpu") if self.offload else master.device
         average = self.shadow.get(shard.key)
         if average is not None:
             return average.to(device)
-        return torch.empty_like(shard.master, dtype=torch.float32, device=device).copy_(shard.master)
+        return torch.empty_like(master, dtype=torch.float32, device=device).copy_(master)
 
     # ------------------------------------------------------------------ use of the average
 

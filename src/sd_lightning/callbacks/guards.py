@@ -111,7 +111,9 @@ class NonFiniteLossGuard(Callback):
             return
         self.bad_steps += 1
         log.warning("step %d: the loss is %s; no update", trainer.global_step + 1, loss)
-        if getattr(trainer.precision_plugin, "scaler", None) is None:  # a gradient scaler skips the step itself
+        if hasattr(trainer.strategy, "skip_update"):  # engines that keep gradients elsewhere
+            trainer.strategy.skip_update()
+        elif getattr(trainer.precision_plugin, "scaler", None) is None:  # a gradient scaler skips the step itself
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None

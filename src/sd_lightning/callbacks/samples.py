@@ -88,7 +88,7 @@ class SampleGrid(Callback):
         if trainer.should_stop and trainer.global_step < trainer.max_steps:
             return  # asked to stop: save and leave
         self.draw(trainer, pl_module)
-        judge = getattr(_source(trainer), "judge", None)
+        judge = _judge(trainer)
         if judge is not None and self.accuracy_samples:
             self.prompted_accuracy = self._measure(trainer, pl_module, judge)
 
@@ -138,6 +138,12 @@ def sample_collectively(
     return [Image.fromarray(array) for array in gathered[: len(prompts)]]
 
 
+def _judge(trainer: pl.Trainer) -> Any:
+    """Return what can tell whether a picture shows its prompt, if the data has it."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return getattr(data.source_train, "judge", None)
+
+
 def _source(trainer: pl.Trainer) -> Any:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     return data.source_val if data.source_val is not None else data.source_train
@@ -145,7 +151,7 @@ def _source(trainer: pl.Trainer) -> Any:
 
 def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
     source = _source(trainer)
-    judge = getattr(source, "judge", None)
+    judge = _judge(trainer)
     if judge is not None:
         return list(judge.prompts(count)[0])
     return [source.captions(i)[0] for i in range(min(count, len(source)))]

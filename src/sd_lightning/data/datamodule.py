@@ -18,7 +18,7 @@ from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loader import EpochLoader, LoaderOptions, WholeBatchLoader
 from sd_lightning.data.sampler import GlobalBatchSampler, Key
 from sd_lightning.data.samples import CaptionedImages, ImageOptions
-from sd_lightning.data.source import Source, hold_out
+from sd_lightning.data.source import Source, SourceSubset, hold_out
 
 log = logging.getLogger(__name__)
 
@@ -286,6 +286,7 @@ def validation_batches(num_samples: int, batch_size: int, world_size: int = 1, r
 
 def digits_data(
     *,
+    num_val_samples: int = 128,
     batch_size: int = 64,
     val_batch_size: int | None = None,
     resolution: int = 32,
@@ -299,10 +300,15 @@ def digits_data(
     prefetch_factor: int | None = None,
     max_bad_fraction: float = 0.01,
 ) -> SDDataModule:
-    """Build the embedded digits (``Digits``)."""
+    """Build the embedded digits (``Digits``), validated on the first ``num_val_samples`` of the 360 held out."""
+    held_out = Digits("val")
+    if not 1 <= num_val_samples <= len(held_out):
+        raise UsageError(
+            f"data.num_val_samples={num_val_samples}: expected 1 to {len(held_out)}; write data.num_val_samples=128"
+        )
     return SDDataModule(
         Digits("train"),
-        Digits("val"),
+        SourceSubset(held_out, range(num_val_samples)),
         batch_size=batch_size,
         val_batch_size=val_batch_size,
         images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts),

@@ -18,7 +18,7 @@ def training_state(trainer: pl.Trainer) -> TrainingState:
     strategy = trainer.strategy
     if hasattr(strategy, "training_state"):
         return strategy.training_state()
-    if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         raise UsageError(
             f"Trainer got strategy={type(strategy).__name__}, whose training state cannot be read; "
             "expected single or ddp (strategy=single, strategy=ddp)"
@@ -30,12 +30,3 @@ def training_state(trainer: pl.Trainer) -> TrainingState:
 def single() -> str:
     """One process on one device: Lightning picks it from ``accelerator``."""
     return "auto"
-
-
-def ddp(*, static_graph: bool = False, bucket_cap_mb: int = 25, gradient_as_bucket_view: bool = True) -> DDPStrategy:
-    """DistributedDataParallel, which takes part in everything that :func:`training_state` serves."""
-    if bucket_cap_mb < 1:
-        raise UsageError(f"strategy=ddp got bucket_cap_mb={bucket_cap_mb}; expected at least 1, e.g. bucket_cap_mb=25")
-    return DDPStrategy(
-        static_graph=static_graph, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view
-    )

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning._imports import require
+from sd_lightning.strategies import deepspeed_precedence as precedence
+from sd_lightning.strategies.deepspeed_builds import build
+from sd_lightning.strategies.deepspeed_nvme import SwapFolder, SwappedZero3State, check_swap_path
+from sd_lightning.strategies.deepspeed_optimizer import to_cpu_adam
+from sd_lightning.strategies.deepspeed_settings import Buckets, DeepSpeedSettings, Offload, Stage, checkpointed_blocks
 from sd_lightning.strategies.deepspeed_state import DeepSpeedState, Zero3State, Zero12State
 
-Stage = Literal[1, 2, 3]
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Sizes that trade memory for fewer, larger messages; names as in DeepSpeed's configuration."""
-
-    reduce_bucket_size: int = 200_000_000
-    """Elements reduced at once."""
-    allgather_bucket_size: int = 200_000_000
-    """Elements gathered at once (stages 1 and 2)."""
-    overlap_comm: bool = True
-    """Reduce gradients while backward goes on."""
-    stage3_param_persistence_threshold: int = 100_000
-    """Parameters with fewer elements stay whole on every rank (stage 3)."""
+__all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
 
 
 class DeepSpeedStrategy(LightningDeepSpeedStrategy):
@@ -43,49 +37,65 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
     Usage: ``Trainer(strategy=DeepSpeedStrategy(stage=2), devices=2)`` or ``Trainer(strategy="sd_deepspeed_zero2")``.
 
     Args:
-        stage: ZeRO stage: 1, 2 or 3.
-        offload_optimizer: Keep optimizer states and step in host memory.
-        offload_parameters: Keep weights in host memory (stage 3).
+        stage: ZeRO stage 1, 2 or 3; 2 if neither this nor the configuration says one.
+        config: DeepSpeed's own configuration: a JSON file or a dictionary. "auto" is filled in from the run.
+        offload: What leaves the device.
         buckets: Sizes of DeepSpeed's messages.
+        cpu_checkpointing: Keep the activations of checkpointed blocks in host memory.
         timeout_seconds: A collective that takes longer ends the run.
+
+    Raises:
+        UsageError: The configuration is wrong or contradicts an argument, something to compile an extension with is
+            missing, or the swap folder cannot be used.
     """
 
     def __init__(
         self,
         *,
-        stage: Stage = 2,
-        offload_optimizer: bool = False,
-        offload_parameters: bool = False,
+        stage: Stage | None = None,
+        config: str | Path | Mapping[str, Any] | None = None,
+        offload: Offload | None = None,
         buckets: Buckets | None = None,
+        cpu_checkpointing: bool | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        if stage not in (1, 2, 3):
-            raise UsageError(f"DeepSpeedStrategy got stage={stage}; expected 1, 2 or 3")
-        if offload_parameters and stage != 3:
-            raise UsageError(
-                f"DeepSpeedStrategy got offload_parameters=true with stage={stage}; only stage 3 shards weights: set "
-                "stage=3 (strategy=deepspeed_zero3_offload)"
-            )
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-        require("deepspeed", extra="deepspeed", who=f"strategy=deepspeed_zero{stage}")
-        buckets = buckets or Buckets()
-        super().__init__(
+        if timeout_seconds <= 0:
+            raise UsageError(f"DeepSpeedStrategy got timeout_seconds={timeout_seconds}; expected a positive number")
+        self.settings = DeepSpeedSettings(
+            config,
             stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_parameters=offload_parameters,
-            reduce_bucket_size=buckets.reduce_bucket_size,
-            allgather_bucket_size=buckets.allgather_bucket_size,
-            overlap_comm=buckets.overlap_comm,
-            logging_level=logging.WARNING,
-            timeout=timedelta(seconds=timeout_seconds),
+            offload=offload or Offload(),
+            buckets=buckets or Buckets(),
+            cpu_checkpointing=cpu_checkpointing,
         )
-        assert isinstance(self.config, dict)
-        zero = self.config["zero_optimization"]
-        zero["stage3_param_persistence_threshold"] = buckets.stage3_param_persistence_threshold
-        # The optimizer is the one the module configures, offloaded or not.
-        self.config["zero_force_ds_cpu_optimizer"] = False
         self._state: DeepSpeedState | None = None
+        self._swap_folder: SwapFolder | None = None
+        self._skips_update = False
+        timeout = timedelta(seconds=timeout_seconds)
+        super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
+
+    def check(self, trainer: pl.Trainer, module: Any) -> None:
+        """Compare a run's parts with the configuration; called before processes start, and again when they have.
+
+        Raises:
+            UsageError: They cannot go together.
+        """
+        self.settings.check(trainer, module)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, DeepSpeedPrecision) and not isinstance(plugin, EnginePrecision):
+            chosen: Any = plugin.precision
+            if chosen == "32-true":  # Lightning's default as well
+                chosen = precedence.precision(self.settings.config) or chosen
+            precedence.check_precision(self.settings.config, chosen, self.settings.who, on_cuda=self._on_cuda)
+            plugin = EnginePrecision(chosen)
+        self._precision_plugin = plugin
 
     @property
     @override
@@ -97,13 +107,21 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
     def _on_cuda(self) -> bool:
         return isinstance(self.accelerator, CUDAAccelerator)
 
+    # ------------------------------------------------------------------ processes
+
     @override
     def setup_environment(self) -> None:
+        import deepspeed
+
+        loaded, ours = deepspeed.accelerator.get_accelerator().device_name(), "cuda" if self._on_cuda else "cpu"
+        if loaded != ours:
+            raise UsageError(
+                f"trainer.accelerator is {ours}, but DeepSpeed was loaded for {loaded}; set DS_ACCELERATOR={ours} in "
+                "the environment"
+            )
         if self._on_cuda:
             super().setup_environment()
             return
-        import deepspeed
-
         # gloo serves all collectives: without this DeepSpeed compiles a shared-memory extension.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         ParallelStrategy.setup_environment(self)
@@ -118,18 +136,73 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
-    @override
-    def _auto_select_batch_size(self) -> int:
-        """Samples per rank and forward pass, without asking for the loader before the module is on its device."""
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        return max(1, trainer.datamodule.batch_size // (self.world_size * trainer.accumulate_grad_batches))
+    # ------------------------------------------------------------------ the engine
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.check(trainer, self.lightning_module)
+            self._build_extensions()
         super().setup(trainer)
         if self.zero_stage_3:
             self._register_external_parameters()
+
+    def _build_extensions(self) -> None:
+        """Compile what the run needs on one process per machine, while the others wait."""
+        if not self.settings.extensions:
+            return
+        error: UsageError | None = None
+        try:
+            if self.local_rank == 0:
+                build(self.settings.extensions)
+        except UsageError as caught:
+            error = caught
+        if not self.reduce_boolean_decision(error is None, all=True):
+            raise error or UsageError("compiling DeepSpeed's extensions failed on another process; see its message")
+
+    @override
+    def _format_config(self) -> None:
+        """Make the engine's configuration, now that the run's sizes are known."""
+        assert self.lightning_module is not None
+        if self.settings.offload_device == "nvme":
+            self._swap_folder = SwapFolder(check_swap_path(self.settings.nvme_path))
+        folder = None if self._swap_folder is None else self._swap_folder.path
+        self.config = self.settings.engine_config(self.lightning_module.trainer, swap_folder=folder)
+
+    @override
+    def _init_optimizers(self) -> tuple[Optimizer, Any]:
+        optimizer, scheduler = super()._init_optimizers()
+        return (to_cpu_adam(optimizer) if self.settings.uses_cpu_adam else optimizer), scheduler
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Optimizer]:
+        """Give the engine the model, and its float32 weights back what the engine's cast has rounded away."""
+        exact: dict[str, Tensor] = {}
+        if str(self.precision_plugin.precision).endswith("-mixed"):
+            exact = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        self._state = self._state_of(zero)
+        if exact:
+            self._state.restore_precision(exact)
+        return engine, zero
+
+    @override
+    def _set_deepspeed_activation_checkpointing(self) -> None:
+        import deepspeed
+
+        assert isinstance(self.config, dict) and self.lightning_module is not None
+        options = self.config.get("activation_checkpointing", {})
+        deepspeed.checkpointing.configure(
+            mpu_=None,
+            checkpoint_in_cpu=bool(options.get("cpu_checkpointing", False)),
+            synchronize=bool(options.get("synchronize_checkpoint_boundary", False)),
+            profile=bool(options.get("profile", False)),
+        )
+        if any(options.values()):
+            for block in checkpointed_blocks(self.lightning_module):
+                block._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
 
     def _register_external_parameters(self) -> None:
         """Tell ZeRO-3 of weights that a module reads from its child: CLIP's embeddings look at a shape in theirs.
@@ -144,33 +217,92 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
             if isinstance(embedding, torch.nn.Embedding):
                 register_external_parameter(module, embedding.weight)
 
-    def training_state(self) -> DeepSpeedState:
-        """Return this rank's ranges of the trained parameters."""
-        zero = self.deepspeed_engine.optimizer
-        if self._state is None or self._state.zero is not zero:
-            assert self.lightning_module is not None
-            parameters = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
-            self._state = (Zero3State if self.zero_stage_3 else Zero12State)(zero, parameters)
-        return self._state
-
     @override
     def teardown(self) -> None:
         super().teardown()
         self._state = None
+        if self._swap_folder is not None:
+            self._swap_folder.remove()
+
+    # ------------------------------------------------------------------ training state
+
+    def training_state(self) -> DeepSpeedState:
+        """Return this rank's ranges of the trained parameters."""
+        zero = self.deepspeed_engine.optimizer
+        if self._state is None or self._state.zero is not zero:
+            self._state = self._state_of(zero)
+        return self._state
+
+    def _state_of(self, zero: Any) -> DeepSpeedState:
+        assert self.lightning_module is not None
+        parameters = {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+        if not self.zero_stage_3:
+            return Zero12State(zero, parameters)
+        return (SwappedZero3State if self.settings.offload_device == "nvme" else Zero3State)(zero, parameters)
+
+    def skip_update(self) -> None:
+        """Drop the gradients of the step that is about to be taken: the weights stay as they are."""
+        self._skips_update = True
+
+    def engine_step(self, **options: Any) -> Any:
+        """Let the engine step, or drop its gradients if :meth:`skip_update` was called for this step."""
+        if not self._skips_update:
+            return self.deepspeed_engine.step(**options)
+        self._skips_update = False
+        with self.training_state().discarding():
+            result = self.deepspeed_engine.step(**options)
+        if not self.deepspeed_engine.optimizer.overflow:
+            raise RuntimeError("DeepSpeedStrategy.skip_update had no effect: this DeepSpeed release steps differently")
+        return result
+
+
+class EnginePrecision(DeepSpeedPrecision):
+    """DeepSpeed's precision, except that batches stay float32: encoders and noise own their precision."""
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+    @override
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        """Call the hooks before a step once per step: with accumulation the engine is asked for every batch."""
+        engine: Any = model.trainer.model
+        if engine.is_gradient_accumulation_boundary():
+            super()._after_closure(model, optimizer)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Any, **kwargs: Any
+    ) -> Any:
+        result = closure()
+        self._after_closure(model, optimizer)
+        if model.automatic_optimization and result is None:
+            raise UsageError("training_step returned None: DeepSpeed cannot skip a backward pass; return a loss")
+        strategy: Any = model.trainer.strategy
+        return strategy.engine_step(**kwargs)
 
 
 def deepspeed(
     *,
-    stage: Stage,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
-    reduce_bucket_size: int = 200_000_000,
-    allgather_bucket_size: int = 200_000_000,
-    overlap_comm: bool = True,
-    stage3_param_persistence_threshold: int = 100_000,
+    stage: Stage | None = None,
+    config: str | dict[str, Any] | None = None,
+    offload_optimizer: Literal["none", "cpu", "nvme"] | None = None,
+    offload_parameters: Literal["none", "cpu"] | None = None,
+    nvme_path: str | None = None,
+    cpu_adam: bool | None = None,
+    reduce_bucket_size: int | None = None,
+    allgather_bucket_size: int | None = None,
+    overlap_comm: bool | None = None,
+    stage3_param_persistence_threshold: int | None = None,
+    cpu_checkpointing: bool | None = None,
+    timeout_seconds: float = 1800.0,
 ) -> DeepSpeedStrategy:
-    """Build the strategy from flat command-line keys."""
-    buckets = Buckets(reduce_bucket_size, allgather_bucket_size, overlap_comm, stage3_param_persistence_threshold)
+    """Build the strategy from flat command-line keys; see :class:`DeepSpeedStrategy`, ``Offload`` and ``Buckets``."""
     return DeepSpeedStrategy(
-        stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters, buckets=buckets
+        stage=stage,
+        config=config,
+        offload=Offload(offload_optimizer, offload_parameters, nvme_path, cpu_adam),
+        buckets=Buckets(reduce_bucket_size, allgather_bucket_size, overlap_comm, stage3_param_persistence_threshold),
+        cpu_checkpointing=cpu_checkpointing,
+        timeout_seconds=timeout_seconds,
     )

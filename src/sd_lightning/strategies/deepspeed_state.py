@@ -8,7 +8,8 @@ DeepSpeed packs the parameters of an optimizer group into one flat tensor and gi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +56,14 @@ class DeepSpeedState:
 
     def __init__(self, zero: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.zero = zero
+        self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = {
             name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in parameters.items()
         }
         self.fragments = self._fragments()
         self._check_complete()
+        self._check_layout()
 
     # What the stages say differently.
 
@@ -75,8 +78,23 @@ class DeepSpeedState:
         """Return the names of the parameters of each optimizer group, in the optimizer's order."""
         raise NotImplementedError
 
-    def _refresh(self) -> None:
-        """Make the compute weights what the flat float32 weights say; a collective call."""
+    def _compute(self, fragment: Fragment) -> Tensor:
+        """Return what this rank computes with in the fragment's place, flat."""
+        raise NotImplementedError
+
+    def _begin_refresh(self) -> None:
+        """Prepare for new compute weights."""
+
+    def _refresh(self, group: int) -> None:
+        """Make the compute weights of a flat tensor what its float32 weights say, while it is resident."""
+
+    def _end_refresh(self) -> None:
+        """Bring the new compute weights to all ranks."""
+        raise NotImplementedError
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Let the engine's step inside the block drop its gradients: no update, and nothing is left of them."""
         raise NotImplementedError
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
@@ -106,17 +124,51 @@ class DeepSpeedState:
 
     def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
         """Fill the flat weights, create the optimizer's flat states, and refresh the compute weights."""
-        flats = self._flats()
+        if groups is not None:
+            check_same_groups(self.optimizer_groups(), groups)
+            for group, values in zip(self.zero.optimizer.param_groups, groups[0], strict=True):
+                group.update(hyper_parameters(values))
+        with self._writing() as flats:
+            for index, flat in flats:
+                fragments = [fragment for fragment in self.fragments if fragment.group == index]
+                for fragment in fragments:
+                    read("master", fragment.name, fragment.of(flat), fragment.begin, fragment.end)
+                if groups is not None:
+                    self._load_states(flat, fragments, saved, read)
+
+    def restore_precision(self, weights: Mapping[str, Tensor]) -> None:
+        """Take float32 weights from before the engine rounded them to its compute type.
+
+        Where another rank's weights were broadcast, they stay what the engine made of them.
+        """
+        with self._writing() as flats:
+            for index, flat in flats:
+                for fragment in self.fragments:
+                    if fragment.group != index:
+                        continue
+                    rounded, computed = fragment.of(flat), self._compute(fragment).dtype
+                    exact = weights[fragment.name].reshape(-1)[fragment.begin : fragment.end].to(rounded.device)
+                    rounded.copy_(torch.where(exact.to(computed).to(rounded.dtype) == rounded, exact, rounded))
+
+    @contextmanager
+    def _writing(self) -> Iterator[Iterator[tuple[int, Tensor]]]:
+        """Yield the flat tensors by index, each to be written to, and then compute with what was written."""
+
+        def flats() -> Iterator[tuple[int, Tensor]]:
+            for index in range(len(self._flats())):
+                with self._resident(index) as flat:
+                    yield index, flat.detach()
+                    self._refresh(index)
+
         with torch.no_grad():
-            for fragment in self.fragments:
-                read("master", fragment.name, fragment.of(flats[fragment.group]), fragment.begin, fragment.end)
-            if groups is not None:
-                check_same_groups(self.optimizer_groups(), groups)
-                for group, values in zip(self.zero.optimizer.param_groups, groups[0], strict=True):
-                    group.update(hyper_parameters(values))
-                for index, flat in enumerate(flats):
-                    self._load_states(flat, [f for f in self.fragments if f.group == index], saved, read)
-            self._refresh()
+            self._begin_refresh()
+            yield flats()
+            self._end_refresh()
+
+    @contextmanager
+    def _resident(self, group: int) -> Iterator[Tensor]:
+        """Have a flat tensor and its optimizer states in memory."""
+        yield self._flats()[group]
 
     def _load_states(
         self, flat: Tensor, fragments: list[Fragment], saved: Mapping[str, SavedParameter], read: Read
@@ -131,15 +183,17 @@ class DeepSpeedState:
                 f"resume: parameters were updated {sorted(steps)} times; DeepSpeed keeps one count for all of a group: "
                 "resume with strategy=fsdp or ddp"
             )
+        key = self._flats()[fragments[0].group]  # the optimizer's, not a detached one
+        existing = self.zero.optimizer.state.get(key, {})
         state: dict[str, Any] = {}
-        for key, value in scalars.items():
-            state[key] = value.clone() if isinstance(value, Tensor) else value
+        for name, value in scalars.items():
+            state[name] = value.clone() if isinstance(value, Tensor) else value
         for kind in present[0].states:
-            state[kind] = torch.zeros_like(flat)
+            state[kind] = existing[kind].zero_() if kind in existing else torch.zeros_like(flat)
             for fragment in fragments:
                 if kind in saved[fragment.name].states:
                     read(kind, fragment.name, fragment.of(state[kind]), fragment.begin, fragment.end)
-        self.zero.optimizer.state[flat] = self._adapt(state)
+        self.zero.optimizer.state[key] = self._adapt(state)
 
     def _adapt(self, state: dict[str, Any]) -> dict[str, Any]:
         """DeepSpeed's own CPU Adam counts steps in an int, torch's optimizers in a tensor."""
@@ -155,6 +209,11 @@ class DeepSpeedState:
         for kind, value in self.zero.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.numel() == flat.numel() and value.dim() > 0:
                 states[kind] = fragment.of(value.reshape(-1))
+            elif isinstance(value, Tensor) and value.dim() > 0:
+                raise UsageError(
+                    f"{type(self.zero.optimizer).__name__} keeps {kind!r}, which is not one value per weight and cannot"
+                    " be divided over processes; choose optimizer=adamw, or strategy=ddp"
+                )
             elif isinstance(value, Tensor):
                 scalars[kind] = value.detach().cpu()
             else:
@@ -164,8 +223,7 @@ class DeepSpeedState:
     def _check_complete(self) -> None:
         """Fail loudly if a DeepSpeed release arranges its partitions in another way."""
         owned = torch.tensor([f.end - f.begin for f in self.fragments], dtype=torch.int64).sum().reshape(1)
-        device = self._flats()[0].device if self._flats() else torch.device("cpu")
-        total = owned.to(device if dist.get_backend() == "nccl" else "cpu")
+        total = owned.to(torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(total)
         expected = sum(math.prod(shape) for shape in self._shapes.values())
         if int(total) != expected:
@@ -173,6 +231,21 @@ class DeepSpeedState:
                 f"DeepSpeedState found {int(total)} elements in DeepSpeed's partitions; expected {expected}: this "
                 "DeepSpeed release lays them out differently"
             )
+
+    def _check_layout(self) -> None:
+        """Fail loudly if a fragment is not where the table says: what is computed with is the rounded master."""
+        for fragment in self.fragments:
+            computed = self._compute(fragment)
+            master = self._master(fragment).to(computed.device, computed.dtype)
+            if not torch.equal(master, computed):
+                raise RuntimeError(
+                    f"DeepSpeedState found other weights than {fragment.name}[{fragment.begin}:{fragment.end}] where "
+                    "DeepSpeed should keep them: this DeepSpeed release lays them out differently"
+                )
+
+    def _master(self, fragment: Fragment) -> Tensor:
+        """Return a fragment's float32 weights."""
+        return fragment.of(self._flats()[fragment.group].detach())
 
 
 class Zero12State(DeepSpeedState):
@@ -198,8 +271,25 @@ class Zero12State(DeepSpeedState):
     def _group_names(self) -> list[list[str]]:
         return [[self._names[id(p)] for p in group] for group in self.zero.bit16_groups]
 
-    def _refresh(self) -> None:
+    def _compute(self, fragment: Fragment) -> Tensor:
+        parameter = self._parameters[fragment.name].detach().reshape(-1)
+        return parameter[fragment.begin : fragment.end]
+
+    def _end_refresh(self) -> None:
         self.zero.update_lp_params()
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        check, is_checked = self.zero.check_overflow, self.zero.check_grad_overflow
+
+        def overflow(*_: Any, **__: Any) -> None:
+            self.zero.overflow = True
+
+        self.zero.check_overflow, self.zero.check_grad_overflow = overflow, True
+        try:
+            yield
+        finally:
+            self.zero.check_overflow, self.zero.check_grad_overflow = check, is_checked
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Write other weights into this rank's range of the compute weights and gather the rest."""
@@ -224,7 +314,7 @@ class Zero12State(DeepSpeedState):
 class Zero3State(DeepSpeedState):
     """ZeRO-3: every rank keeps a range of each parameter, packed into flat tensors by sub-group."""
 
-    _trained: list[Tensor] | None = None
+    _trained: list[Tensor | None] | None = None
 
     def _fragments(self) -> list[Fragment]:
         fragments = []
@@ -249,19 +339,42 @@ class Zero3State(DeepSpeedState):
             names[self.zero.sub_group_to_group_id[sub_group]] += [self._names[id(p)] for p in parameters]
         return names
 
-    def _refresh(self) -> None:
+    def _compute(self, fragment: Fragment) -> Tensor:
+        partition: Any = self._parameters[fragment.name]
+        return partition.ds_tensor.detach()[: fragment.end - fragment.begin]
+
+    def _begin_refresh(self) -> None:
         self._release()
-        for sub_group in range(len(self.zero.fp16_groups)):
-            self.zero._reassign_or_swap_out_partitioned_parameters(sub_group)
+
+    def _refresh(self, group: int) -> None:
+        self.zero._reassign_or_swap_out_partitioned_parameters(group)
+
+    def _end_refresh(self) -> None:
         self._gather_persistent()
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        check = self.zero._overflow_check_and_loss_scale_update
+
+        def overflow(*_: Any, **__: Any) -> None:
+            self.zero.overflow = True
+
+        self.zero._overflow_check_and_loss_scale_update = overflow
+        try:
+            yield
+        finally:
+            self.zero._overflow_check_and_loss_scale_update = check
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         if self._trained is not None:
             raise RuntimeError("swap_in called twice without swap_out")
         self._release()
         compute = self.zero.fp16_partitioned_groups_flat
-        # In float32 training the compute weights are the masters themselves.
-        self._trained = [flat.detach().clone() for flat in compute]
+        # In float32 training the compute weights may be the masters themselves; elsewhere the masters tell them.
+        self._trained = [
+            flat.detach().clone() if master.data_ptr() == flat.data_ptr() else None
+            for flat, master in zip(compute, self._flats(), strict=True)
+        ]
         for fragment in self.fragments:
             fragment.of(compute[fragment.group].data).copy_(weights[fragment.name, fragment.begin])
         self._gather_persistent()
@@ -270,10 +383,15 @@ class Zero3State(DeepSpeedState):
         if self._trained is None:
             raise RuntimeError("swap_out called without swap_in")
         self._release()
-        for flat, trained in zip(self.zero.fp16_partitioned_groups_flat, self._trained, strict=True):
-            flat.data.copy_(trained)
+        for group, (flat, trained) in enumerate(
+            zip(self.zero.fp16_partitioned_groups_flat, self._trained, strict=True)
+        ):
+            flat.data.copy_(self._master_flat(group) if trained is None else trained)
         self._trained = None
         self._gather_persistent()
+
+    def _master_flat(self, group: int) -> Tensor:
+        return self._flats()[group].detach()
 
     def _release(self) -> None:
         """Free gathered copies: they would be used instead of what is written to the partitions."""

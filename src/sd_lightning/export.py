@@ -1,0 +1,302 @@
+"""Give a trained model to other programs: ``python -m sd_lightning.export run=… format=… [key=value …]``.
+
+Works on files alone: it needs neither the strategy nor the number of processes of the run, builds no network, and
+holds no more than a few slices of a tensor in memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from sd_lightning import _conf, checkpoint, runs
+from sd_lightning._console import quiet_libraries
+from sd_lightning._errors import UsageError
+from sd_lightning.architectures import Component
+from sd_lightning.pipeline_folder import (
+    class_of,
+    config_file,
+    file_keys,
+    read_component,
+    read_json,
+    weights_file,
+    write_json,
+)
+from sd_lightning.single_file import family_of, model_spec, original_tensors
+from sd_lightning.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, stored_tensor, write_streamed
+from sd_lightning.tensor_store import ShardedTensors
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
+
+Format = Literal["diffusers", "single_file", "ema", "non_ema"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+SINGLE_FILE_NAME = "model.safetensors"
+
+_NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
+_PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".msgpack")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export and where to; ``conf/export.yaml`` explains the keys."""
+
+    run: str
+    format: Format = "diffusers"
+    output_dir: str = "exported"
+    dtype: Dtype | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return None if self.dtype is None else getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies."""
+
+    pipeline: Path
+    """Folder in the diffusers layout; a checkpoint's has the averaged weights if there is an EMA."""
+    checkpoint: Path | None = None
+    """The checkpoint around it; None for a pipeline folder on its own."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """One network of a model."""
+
+    component: Component
+    """What it is, with the configuration as its file has it."""
+    tensors: dict[str, StreamedTensor]
+    """By the keys of its weight file."""
+    is_source: bool = True
+    """Whether these are the weights that lie in the source's pipeline."""
+
+    def stays(self, dtype: torch.dtype | None) -> bool:
+        """Return whether the weight file can be used as it is."""
+        return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
+
+
+def run(cfg: DictConfig) -> int:
+    """Write the export into a temporary folder, which gets its name when it is complete."""
+    quiet_libraries()
+    request: Request = _conf.instantiate(cfg)
+    output_dir = _check_output_dir(request.output_dir)
+    source = find_source(request.run)
+    write = write_single_file if request.format == "single_file" else write_pipeline
+    with ExitStack() as opened:
+        networks = read_networks(source, request, opened)
+        with _complete_or_absent(output_dir, request) as folder:
+            write(source, networks, folder, request)
+    size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
+    print(f"{source.checkpoint or source.pipeline} -> {request.output_dir} ({size / 1e9:.3g} GB)")
+    if request.format == "single_file":
+        file = f"{request.output_dir}/{SINGLE_FILE_NAME}"
+        print(f"diffusers: from_single_file('{file}', config='{request.output_dir}/config')")
+    return 0
+
+
+# ---------------------------------------------------------------------- what there is
+
+
+def find_source(path: str | os.PathLike[str]) -> Source:
+    """Find the model of a run (its newest valid checkpoint), a checkpoint or a pipeline folder.
+
+    Raises:
+        UsageError: There is none, or the checkpoint is damaged.
+    """
+    root = Path(path)
+    if (root / "model_index.json").is_file():
+        return Source(root)
+    if (root / checkpoint.MANIFEST_NAME).is_file():
+        problems = checkpoint.verify(root)
+        if problems:
+            raise UsageError(
+                f"run={path}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run itself"
+            )
+        return Source(root / "pipeline", root)
+    newest = checkpoint.newest_valid(root)
+    if newest is not None:
+        return Source(newest / "pipeline", newest)
+    return Source(runs.find_pipeline(path, who="run"))
+
+
+def read_networks(source: Source, request: Request, opened: ExitStack) -> dict[str, Network]:
+    """Describe the networks of a model with the weights that the format asks for.
+
+    Args:
+        source: Where it lies.
+        request: Names the format.
+        opened: Keeps the checkpoint's tensor store open until the weights have been read.
+
+    Raises:
+        UsageError: The weights asked for are not there, or files are missing or damaged.
+    """
+    index = read_json(source.pipeline / "model_index.json")
+    if index.get("_class_name") not in _PIPELINES:
+        raise UsageError(
+            f"run={request.run}: got a {index.get('_class_name')}; expected {' or '.join(_PIPELINES)}; give another run"
+        )
+    networks = {}
+    for name in _NETWORKS:
+        if name in index:
+            component = read_component(index, name, source.pipeline)
+            config = read_json(source.pipeline / name / config_file(component, name))
+            tensors = file_tensors(source.pipeline / name / weights_file(component))
+            networks[name] = Network(replace(component, config=config), tensors)
+    if request.format not in ("ema", "non_ema"):
+        return networks
+    if source.checkpoint is None:
+        raise UsageError(
+            f"run={request.run}: a pipeline folder holds one set of weights, so format={request.format} has no choice; "
+            "give the run or one of its checkpoints, or write format=diffusers"
+        )
+    store = opened.enter_context(ShardedTensors(source.checkpoint / "state"))
+    has_average = any(key.startswith("ema/") for key in store.keys())
+    if request.format == "ema" and not has_average:
+        raise UsageError(
+            f"run={request.run}: {source.checkpoint.name} has no averaged weights, its run had callbacks.ema=null; write "
+            "format=non_ema"
+        )
+    if request.format == "ema" or not has_average:
+        return networks
+    return {name: _trained(name, network, store) for name, network in networks.items()}
+
+
+def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
+    """Return a network with the trained weights in the place of their average."""
+    prefix = f"master/{name}."
+    stored = {key.removeprefix(prefix): key for key in store.keys() if key.startswith(prefix)}
+    if not stored:
+        return network
+    keys = file_keys(network.component, stored)
+    tensors = {keys[live]: stored_tensor(store, key) for live, key in stored.items()}
+    return Network(network.component, network.tensors | tensors, is_source=False)
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def write_pipeline(source: Source, networks: Mapping[str, Network], folder: Path, request: Request) -> None:
+    """Write a folder in the diffusers layout; weights that stay as they are share their bytes with the source."""
+    dtype = request.torch_dtype
+    changed = {name: network for name, network in networks.items() if not network.stays(dtype)}
+    _check_space((tensor for network in changed.values() for tensor in network.tensors.values()), request)
+    _place_parts(source.pipeline, folder, without_weights=changed)
+    for name, network in changed.items():
+        component = network.component
+        write_streamed(folder / name / weights_file(component), network.tensors, dtype=dtype)
+        stale = {"dtype", "torch_dtype"} & component.config.keys()
+        if stale and request.dtype is not None:  # transformers would convert back to it
+            write_json(folder / name / config_file(component, name), component.config | dict.fromkeys(stale, request.dtype))
+
+
+def write_single_file(source: Source, networks: Mapping[str, Network], folder: Path, request: Request) -> None:
+    """Write all networks as one file with the original names, and ``config/``: what such a file cannot hold.
+
+    The file is what other programs read; diffusers needs both unless the model is one of the published ones.
+    """
+    index = read_json(source.pipeline / "model_index.json")
+    who = f"run={request.run} format=single_file"
+    family = family_of(index["_class_name"], networks["text_encoder"].component.config, who=who)
+    tensors = original_tensors({name: network.tensors for name, network in networks.items()}, family, who=who)
+    _check_space(tensors.values(), request)
+    configs = {name: _with_defaults(networks[name].component) for name in ("unet", "vae")}
+    scheduler = read_json(source.pipeline / "scheduler" / "scheduler_config.json")
+    metadata = model_spec(
+        family,
+        title=Path(request.output_dir).name,
+        prediction_type=scheduler.get("prediction_type", "epsilon"),
+        side=configs["unet"]["sample_size"] * 2 ** (len(configs["vae"]["block_out_channels"]) - 1),
+    )
+    write_streamed(folder / SINGLE_FILE_NAME, tensors, dtype=request.torch_dtype, metadata=metadata)
+    _place_parts(source.pipeline, folder / "config", without_weights=index)
+    for name, config in configs.items():
+        write_json(folder / "config" / name / "config.json", config)
+
+
+def _with_defaults(component: Component) -> dict[str, Any]:
+    """Complete a diffusers configuration: its class fills gaps when it is built, the converter of one file does not."""
+    parameters = inspect.signature(class_of(component).__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | component.config
+
+
+def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]) -> None:
+    """Put the files of a pipeline into another folder: weights as hard links, the rest, which people edit, as copies."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy2(pipeline / "model_index.json", folder)
+    index = read_json(pipeline / "model_index.json")
+    for part in (path for path in pipeline.iterdir() if path.is_dir() and path.name in index):
+        (folder / part.name).mkdir()
+        for file in (file for file in part.iterdir() if file.is_file()):
+            target = folder / part.name / file.name
+            if not file.name.endswith(_WEIGHTS):
+                shutil.copy2(file, target)
+            elif part.name not in without_weights:
+                checkpoint.hard_link(file, target)
+
+
+# ---------------------------------------------------------------------- where to
+
+
+def _check_output_dir(name: str) -> Path:
+    """Check that a new folder can be made there, without making it yet."""
+    path = Path(name).resolve()
+    try:
+        if path.is_dir() and (any(path.iterdir()) or path == Path.cwd()):
+            raise UsageError(f"output_dir={name} is not empty; choose another output_dir=<folder>, or delete it")
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"output_dir={name}: a file is in the way; choose another output_dir=<folder>")
+        runs.check_writable(path.parent)
+    except OSError as error:
+        raise UsageError(
+            f"output_dir={name} cannot be written ({error.strerror}); choose another output_dir=<folder>"
+        ) from error
+    return path
+
+
+def _check_space(tensors: Iterable[StreamedTensor], request: Request) -> None:
+    size = sum(t.numel * converted_dtype(t, request.torch_dtype).itemsize for t in tensors)
+    checkpoint.check_free_space(request.output_dir, size, f"format={request.format}", purpose="the export")
+
+
+@contextmanager
+def _complete_or_absent(output_dir: Path, request: Request) -> Iterator[Path]:
+    """Yield a temporary folder beside the output folder; rename it at the end, remove it on any error."""
+    tmp = output_dir.with_name(f".tmp-{output_dir.name}-{secrets.token_hex(4)}")
+    try:
+        tmp.mkdir(parents=True)
+        yield tmp
+        if output_dir.exists():
+            output_dir.rmdir()
+        tmp.rename(output_dir)
+    except BaseException as error:
+        shutil.rmtree(tmp, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UsageError(
+                f"output_dir={request.output_dir} cannot be written ({error}); free space, or choose another "
+                "output_dir=<folder>"
+            ) from error
+        raise
+
+
+def main() -> None:
+    _conf.main("export", run)
+
+
+if __name__ == "__main__":
+    main()

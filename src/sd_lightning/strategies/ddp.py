@@ -1,0 +1,60 @@
+"""DistributedDataParallel: a copy of the model per process, gradients averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+
+from sd_lightning._errors import UsageError
+
+Compression = Literal["none", "fp16", "bf16"]
+
+
+class DDPStrategy(LightningDDPStrategy):
+    """Lightning's DDP with the options that matter here.
+
+    Args:
+        static_graph: The same parameters are used in every step: DDP may then skip looking for unused ones.
+        bucket_cap_mb: MiB of gradients that are reduced together.
+        gradient_as_bucket_view: Let gradients be views of the buckets: saves their size once.
+        compression: Send gradients in half precision; "fp16" or "bf16" halve the traffic and round the gradients.
+        timeout_seconds: A collective that takes longer ends the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        static_graph: bool = False,
+        bucket_cap_mb: int = 25,
+        gradient_as_bucket_view: bool = True,
+        compression: Compression = "none",
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        if bucket_cap_mb < 1:
+            raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
+        if timeout_seconds <= 0:
+            raise UsageError(f"DDPStrategy got timeout_seconds={timeout_seconds}; expected a positive number")
+        super().__init__(
+            static_graph=static_graph,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            ddp_comm_hook=compression_hook(compression),
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+
+
+def compression_hook(name: Compression) -> Callable[..., Any] | None:
+    """Return torch's communication hook of that name.
+
+    Raises:
+        UsageError: There is none.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    hooks = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    if name not in hooks:
+        raise UsageError(f"DDPStrategy got compression={name!r}; expected one of {', '.join(hooks)}")
+    return hooks[name]

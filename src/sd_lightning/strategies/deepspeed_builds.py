@@ -1,0 +1,140 @@
+"""DeepSpeed's import, and the extensions that it compiles when they are first used."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sysconfig
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from sd_lightning._errors import UsageError
+from sd_lightning._imports import require
+
+log = logging.getLogger(__name__)
+
+Extension = Literal["cpu_adam", "async_io"]
+
+_BUILDERS: dict[str, str] = {
+    "cpu_adam": "CPUAdamBuilder",
+    "async_io": "AsyncIOBuilder",
+    "pin_memory": "PinMemoryBuilder",
+}
+_INSTALL = (
+    "install it with: apt-get install {apt} (Fedora: dnf install {dnf}; conda: conda install -c conda-forge {conda})"
+)
+
+
+def import_deepspeed(who: str) -> ModuleType:
+    """Import DeepSpeed for the devices that this machine has.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+    deepspeed = require("deepspeed", extra="deepspeed", who=who)
+    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
+    return deepspeed
+
+
+def check_buildable(extensions: Iterable[Extension], who: str, *, instead: str) -> None:
+    """Find out, before processes start, whether extensions can be compiled here.
+
+    Args:
+        extensions: Their names.
+        who: What asks for them, e.g. ``"strategy.cpu_adam=true"``.
+        instead: What to write to do without.
+
+    Raises:
+        UsageError: Something is missing; the message says how to install it.
+    """
+    from deepspeed.git_version_info import installed_ops
+
+    wanted = [name for name in extensions if not installed_ops.get(name, False)]
+    if not wanted:
+        return
+    told = f"{who}: DeepSpeed compiles {' and '.join(wanted)} for it, and there is no"
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        install = _INSTALL.format(apt="g++", dnf="gcc-c++", conda="cxx-compiler")
+        raise UsageError(f"{told} C++ compiler ({compiler}); {install}, or write {instead}")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        install = _INSTALL.format(apt="python3-dev", dnf="python3-devel", conda="python")
+        raise UsageError(f"{told} Python.h; {install}, or write {instead}")
+    if shutil.which("ninja", path=_search_path()) is None:
+        raise UsageError(f"{told} ninja; install it with: pip install ninja, or write {instead}")
+    if "async_io" in wanted and not _links_with_libaio(compiler):
+        install = _INSTALL.format(apt="libaio-dev", dnf="libaio-devel", conda="libaio")
+        raise UsageError(f"{told} libaio; {install}, or write {instead}")
+
+
+def build(extensions: Iterable[Extension]) -> None:
+    """Compile what has not been compiled on this machine yet, and say so.
+
+    Raises:
+        UsageError: The compiler fails; the message holds its first error.
+    """
+    import deepspeed.ops.op_builder as builders
+
+    os.environ["PATH"] = _search_path()
+    names = [part for name in extensions for part in (("pin_memory", name) if name == "async_io" else (name,))]
+    for name in names:
+        start, compiled = time.monotonic(), _is_compiled(name)
+        if not compiled:
+            log.info("compiling DeepSpeed's %s for this machine (once; some minutes)%s", name, _waiting_for(name))
+        try:
+            getattr(builders, _BUILDERS[name])().load(verbose=False)
+        except Exception as error:
+            lines = (
+                [line for line in str(error).splitlines() if "error" in line.lower()] or str(error).splitlines() or [""]
+            )
+            raise UsageError(
+                f"compiling DeepSpeed's {name} failed: {lines[0].strip()}; build it alone for the whole message: "
+                f"python -c 'from deepspeed.ops.op_builder import {_BUILDERS[name]} as B; B().load()'"
+            ) from error
+        if not compiled:
+            log.info("compiled %s in %.0f s", name, time.monotonic() - start)
+
+
+def _search_path() -> str:
+    """Return ``PATH`` with this environment's scripts: pip's ninja lies there, activated or not."""
+    path, scripts = os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")
+    return path if scripts in path.split(os.pathsep) else os.pathsep.join([path, scripts])
+
+
+def _links_with_libaio(compiler: str) -> bool:
+    flags = [*os.environ.get("CFLAGS", "").split(), "-xc", "-", *os.environ.get("LDFLAGS", "").split(), "-laio"]
+    source = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
+    try:
+        done = subprocess.run(
+            [compiler, *flags, "-o", os.devnull], input=source, text=True, capture_output=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _folder(name: str) -> Path:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(name, False))
+
+
+def _is_compiled(name: str) -> bool:
+    from deepspeed.git_version_info import installed_ops
+
+    return bool(installed_ops.get(name, False)) or (_folder(name) / f"{name}.so").is_file()
+
+
+def _waiting_for(name: str) -> str:
+    """Name the lock of another process that compiles, which may have died: torch would wait for it forever."""
+    lock = _folder(name) / "lock"
+    return f"; another process seems to do it, if none does, delete {lock}" if lock.exists() else " …"

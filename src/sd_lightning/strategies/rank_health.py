@@ -1,0 +1,148 @@
+"""What rank 0 knows of every rank, and which of them is the reason why a run does not go on."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+@dataclass
+class RankHealth:
+    """The last word of one rank; times are seconds of the clock of the process that keeps this record."""
+
+    rank: int
+    process: str
+    """Who it is, for people: "process 4242 on node-b"."""
+    heard_at: float
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """Collectives it has begun, by process group and device."""
+    advanced_at: float = 0.0
+    """When ``collectives`` last changed."""
+    position: str = "an unknown place"
+    """Where its main thread is."""
+    left: bool = False
+    """It has said goodbye: its connection may close."""
+    failure: Failure | None = None
+
+    def hear(self, now: float, collectives: Mapping[str, int], position: str) -> None:
+        """Take note of a sign of life."""
+        self.heard_at, self.position = now, position
+        if collectives != self.collectives:
+            self.collectives, self.advanced_at = collectives, now
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that ended ``fit`` on one rank."""
+
+    text: str
+    in_collective: bool
+    """A collective raised it: the cause may well be another rank."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the run ends, and the ranks that cannot end by themselves."""
+
+    text: str
+    stuck: tuple[int, ...] = ()
+    raised: bool = False
+    """A rank raised an exception of its own, and others may be about to raise the same."""
+
+
+def died(rank: RankHealth) -> Cause:
+    return Cause(f"rank {rank.rank} died ({rank.process}: killed, out of memory or crashed)")
+
+
+def raised(rank: RankHealth) -> Cause:
+    assert rank.failure is not None
+    return Cause(f"rank {rank.rank} raised {rank.failure.text} ({rank.process}; see its output)", raised=True)
+
+
+def silent(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | None:
+    """Find ranks that have given no sign of life for ``limit`` seconds."""
+    quiet = [rank for rank in ranks if not rank.left and now - rank.heard_at >= limit]
+    if not quiet:
+        return None
+    who = ", ".join(f"rank {rank.rank} ({rank.process})" for rank in quiet[:4]) + (", …" if len(quiet) > 4 else "")
+    seconds = now - min(rank.heard_at for rank in quiet)
+    have = "has" if len(quiet) == 1 else "have"
+    return Cause(
+        f"{who} {have} been silent for {seconds:.0f} s: stopped, frozen or cut off",
+        stuck=tuple(rank.rank for rank in quiet),
+    )
+
+
+def behind(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | None:
+    """Find ranks that others wait for: nobody has begun a collective for ``limit`` seconds, and they lack one.
+
+    A rank that is stuck in its data, its callbacks or a deadlock still gives signs of life, and the ranks that wait for
+    it look just as stuck; but they have begun a collective that it has not.
+    """
+    active = [rank for rank in ranks if not rank.left]
+    if any(now - rank.advanced_at < limit for rank in active):
+        return None
+    for group in {name: None for rank in active for name in rank.collectives}:
+        members = [rank for rank in active if group in rank.collectives]
+        least, most = (pick(rank.collectives[group] for rank in members) for pick in (min, max))
+        late = [rank for rank in members if rank.collectives[group] == least]
+        if least < most:
+            who = ", ".join(f"rank {rank.rank} ({rank.process}, in {rank.position})" for rank in late[:4])
+            seconds = now - max(rank.advanced_at for rank in active)
+            have = "has" if len(late) == 1 else "have"
+            return Cause(
+                f"{who}{', …' if len(late) > 4 else ''} {have} kept the others waiting for {seconds:.0f} s",
+                stuck=tuple(rank.rank for rank in late),
+            )
+    return None
+
+
+def begun_collectives() -> dict[str, int]:
+    """Count the collectives that this process has begun, by process group and device."""
+    counts: dict[str, int] = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        for device in group._device_types:
+            try:
+                counts[f"{name}/{device.type}"] = group._get_backend(device)._get_sequence_number_for_group()
+            except RuntimeError:  # a backend that does not count, or that is being destroyed
+                continue
+    return counts
+
+
+def main_thread_position() -> str:
+    """Say where the main thread is: the innermost function, and the innermost one that is no library's."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "an unknown place"
+    own: FrameType | None = frame
+    while own is not None and own.f_code.co_filename.startswith(_LIBRARIES):
+        own = own.f_back
+    inner = _describe(frame)
+    return inner if own is None or own is frame else f"{inner} called from {_describe(own)}"
+
+
+_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, "<frozen")
+
+
+def _describe(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name} ({'/'.join(path.parts[-2:])}:{frame.f_lineno})"
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Describe an exception in one line."""
+    lines = str(error).strip().splitlines()
+    text = type(error).__name__ + (f": {lines[0][:300]}" if lines else "")
+    # gloo and NCCL raise plain RuntimeErrors as well, with the place in their sources.
+    in_collective = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "ProcessGroup"))
+    )
+    return Failure(text, in_collective)

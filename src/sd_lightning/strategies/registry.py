@@ -1,0 +1,51 @@
+"""Names under which ``Trainer(strategy="…")`` finds our strategies once ``sd_lightning`` is imported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+_DEEPSPEED = "sd_lightning.strategies.deepspeed:deepspeed"
+# Names that Lightning does not use; its own ddp, fsdp and deepspeed are never overridden.
+STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sd_ddp": ("sd_lightning.strategies.ddp:DDPStrategy", "DDP with portable checkpoints", {}),
+    "sd_fsdp": ("sd_lightning.strategies.fsdp:FSDPStrategy", "FSDP2, sharded block by block", {}),
+    "sd_fsdp_offload": ("sd_lightning.strategies.fsdp:FSDPStrategy", "FSDP2 in host memory", {"cpu_offload": True}),
+    "sd_deepspeed_zero1": (_DEEPSPEED, "DeepSpeed ZeRO-1", {"stage": 1}),
+    "sd_deepspeed_zero2": (_DEEPSPEED, "DeepSpeed ZeRO-2", {"stage": 2}),
+    "sd_deepspeed_zero3": (_DEEPSPEED, "DeepSpeed ZeRO-3", {"stage": 3}),
+    "sd_deepspeed_zero1_offload": (
+        _DEEPSPEED,
+        "DeepSpeed ZeRO-1, optimizer in host memory",
+        {"stage": 1, "offload_optimizer": "cpu"},
+    ),
+    "sd_deepspeed_zero2_offload": (
+        _DEEPSPEED,
+        "DeepSpeed ZeRO-2, optimizer in host memory",
+        {"stage": 2, "offload_optimizer": "cpu"},
+    ),
+    "sd_deepspeed_zero3_offload": (
+        _DEEPSPEED,
+        "DeepSpeed ZeRO-3, optimizer and weights in host memory",
+        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    ),
+}
+
+
+def register_strategies() -> None:
+    """Add our strategies to Lightning's registry; their modules are imported when one is chosen."""
+    for name, (target, description, options) in STRATEGIES.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, _lazy(target), description, **options)
+
+
+def _lazy(target: str) -> Callable[..., Any]:
+    module, _, attribute = target.partition(":")
+
+    def build(**options: Any) -> Any:
+        return getattr(importlib.import_module(module), attribute)(**options)
+
+    return build

@@ -1,0 +1,203 @@
+"""Trains under many DeepSpeed settings in one set of processes; started by torchrun from test_deepspeed_strategy.
+
+``torchrun --nproc-per-node N deepspeed_driver.py JOBS.json RESULTS.json``: JOBS is a list of :class:`Job` fields, RESULTS
+gets one entry per job from rank 0.
+"""
+
+import hashlib
+import json
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import small_training as small
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint
+from sd_lightning.callbacks.ema import inference_weights
+from sd_lightning.speed import Speed
+from sd_lightning.strategies import training_state
+from sd_lightning.strategies.deepspeed import deepspeed
+
+
+@dataclass
+class Job:
+    """One training."""
+
+    name: str
+    strategy: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``deepspeed``; empty for Lightning's own choice."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    steps: int = 4
+    sample_after: int = 0
+    """Draw pictures after this step, with the averaged weights."""
+    sick_batch: int = 0
+    """The batch, counted from 1, whose loss is not a number."""
+    checkpointing: bool = False
+    run_dir: str | None = None
+    """Write checkpoints here."""
+    save_every: int = 0
+    resume: str | None = None
+    break_layout: bool = False
+    """Pretend that DeepSpeed arranges parameters in another order."""
+
+
+class Record(Callback):
+    """What a training did, step by step."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.losses: list[float] = []
+        self.weights: list[str] = []
+        self.average = ""
+        self.dtypes: set[str] = set()
+        self.hooks = 0
+        self.engine: dict[str, Any] = {}
+        self.initial_difference = -1.0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.engine = engine_facts(trainer)
+        self.initial_difference = distance_from_fresh_weights(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.dtypes.add(str(batch["latents"].dtype))
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.hooks += 1
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        loss = pl_module.last_loss.detach().double().clone()
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        self.losses.append(float(loss))
+        self.weights.append(digest([read(shard.master) for shard in training_state(trainer).parameter_shards()]))
+        if trainer.global_step == self.job.sample_after:
+            with inference_weights(trainer):
+                pl_module.sample(["a digit 3", "zero"], num_inference_steps=2)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        ema = next(c for c in trainer.callbacks if isinstance(c, EMA))  # type: ignore[attr-defined]
+        self.average = digest(list(ema.shadow.values()))
+
+
+class Sick(Callback):
+    """Makes one batch's loss not a number, as the module sees it and as gradients do."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.batch and trainer.global_rank == 0:  # one rank is enough
+            batch["latents"] = batch["latents"] * float("nan")
+
+
+def read(tensor: Any) -> Tensor:
+    return tensor if isinstance(tensor, Tensor) else tensor()
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """Return a fingerprint of the tensors of all ranks, bit for bit."""
+    own = hashlib.sha256()
+    for tensor in tensors:
+        own.update(tensor.detach().float().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    parts: list[Any] = [own.hexdigest()]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own.hexdigest())
+    return "-".join(part[:16] for part in parts)
+
+
+def engine_facts(trainer: pl.Trainer) -> dict[str, Any]:
+    engine: Any = getattr(trainer.strategy, "deepspeed_engine", None)
+    if not hasattr(engine, "zero_optimization_stage"):
+        return {}
+    zero = engine.optimizer
+    return {
+        "stage": int(engine.zero_optimization_stage()),
+        "accumulate": engine.gradient_accumulation_steps(),
+        "micro_batch": engine.train_micro_batch_size_per_gpu(),
+        "clip": engine.gradient_clipping(),
+        "optimizer": type(zero.optimizer).__module__ + "." + type(zero.optimizer).__name__,
+        "lr": zero.optimizer.param_groups[0]["lr"],
+        "bucket": int(zero.reduce_bucket_size),
+        "compute": str(next(trainer.lightning_module.parameters()).dtype),
+        "checkpoint_functions": sorted(
+            {
+                f"{function.__module__}.{function.__qualname__}"
+                for module in trainer.lightning_module.modules()
+                if getattr(module, "gradient_checkpointing", False)
+                and (function := getattr(module, "_gradient_checkpointing_func", None)) is not None
+                and hasattr(function, "__qualname__")
+            }
+        ),
+    }
+
+
+def distance_from_fresh_weights(trainer: pl.Trainer, pl_module: Any) -> float:
+    """Return the largest difference of the float32 weights from those of a module just built."""
+    fresh = dict(small.module().named_parameters())
+    distances = [0.0]
+    for shard in training_state(trainer).parameter_shards():
+        if shard.begin < shard.end:
+            expected = fresh[shard.name].detach().reshape(-1)[shard.begin : shard.end]
+            distances.append(float((read(shard.master).reshape(-1).float() - expected).abs().max()))
+    return max(distances)
+
+
+def run(job: Job) -> dict[str, Any]:
+    record = Record(job)
+    callbacks: list[Callback] = [EMA(0.9), NonFiniteLossGuard(3), record]
+    if job.sick_batch:
+        callbacks.append(Sick(job.sick_batch))
+    if job.run_dir is not None:
+        callbacks.append(PortableCheckpoint(job.run_dir, every_n_steps=job.save_every, resume=job.resume, keep=9))
+    module = small.module()
+    if job.checkpointing:
+        Speed(gradient_checkpointing=True).apply_(module.trained_networks().values())
+    if job.break_layout:
+        break_layout()
+    world_size = dist.get_world_size() if dist.is_initialized() else int(__import__("os").environ["WORLD_SIZE"])
+    strategy = deepspeed(**job.strategy) if job.strategy else "auto"
+    options = {"strategy": strategy, "devices": world_size, **job.trainer}
+    small.fit(module, small.data(), job.steps, *callbacks, **options)
+    return {
+        **{key: value for key, value in vars(record).items() if key not in ("job", "dtypes") and key[0] != "_"},
+        "dtypes": sorted(record.dtypes),
+    }
+
+
+def break_layout() -> None:
+    """Let ZeRO-1/2 report its parameters' offsets in the reverse order."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    init = stage_1_and_2.DeepSpeedZeroOptimizer.__init__
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for group in self.round_robin_bit16_groups:
+            group.reverse()
+
+    stage_1_and_2.DeepSpeedZeroOptimizer.__init__ = broken
+
+
+if __name__ == "__main__":
+    results: list[Any] = []
+    for fields in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            results.append(run(Job(**fields)))
+        except Exception as error:
+            if not fields.get("break_layout"):
+                print(f"JOB FAILED: {fields}\n{traceback.format_exc()}", flush=True)
+                sys.exit(1)
+            results.append({"error": f"{type(error).__name__}: {error}"})
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,225 @@
+"""Every YAML file of conf/: composed as the command line does, checked, and what it describes is built."""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from omegaconf import DictConfig
+from PIL import Image
+
+from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf
+from sd_lightning import export as export_program
+from sd_lightning import generate as generate_program
+from sd_lightning import train as train_program
+from sd_lightning.data.digits import Digits
+from sd_lightning.speed import Speed
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+PROGRAMS = {file.stem for file in CONF.glob("*.yaml")}
+OPTIONS = sorted(str(file.relative_to(CONF).with_suffix("")) for file in CONF.glob("*/**/*.yaml"))
+NEEDS = {"data/huggingface": "datasets", "logger/wandb": "wandb", "strategy/deepspeed": "deepspeed"}
+"""Packages of extras, by the options that need them."""
+
+Compose = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compose:
+    """Return the configuration that an entry point's task receives: composed, checked and resolved."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(program: str, *arguments: str) -> DictConfig:
+        received: list[DictConfig] = []
+        options: dict[str, Any] = {}
+        if program == "train":
+            options = {"given": train_program.GIVEN, "hints": train_program.HINTS}
+        monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
+        _conf.main(program, received.append, **options)
+        return received[0]
+
+    return call
+
+
+def parameter_groups() -> list[dict[str, Any]]:
+    return [{"params": [torch.nn.Parameter(torch.ones(2))]}]
+
+
+def build_model(cfg: DictConfig) -> None:
+    model = _conf.instantiate(cfg.model)
+    assert isinstance(model, LatentDiffusion)
+    module = _conf.instantiate(cfg.module, latent_diffusion=model)
+    assert isinstance(module, SDLightningModule)
+    assert ("text_encoder" in module.trained_networks()) == cfg.module.train_text_encoder
+    assert module.objective.prediction_type == model.scheduler_config["prediction_type"]
+
+
+def build_objective(cfg: DictConfig) -> None:
+    assert isinstance(_conf.instantiate(cfg.objective), Objective)
+
+
+def build_optimizer(cfg: DictConfig) -> None:
+    optimizer = _conf.instantiate(cfg.optimizer)(parameter_groups())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups[0]["lr"] == cfg.optimizer.lr
+
+
+def build_lr_scheduler(cfg: DictConfig) -> None:
+    optimizer = torch.optim.SGD(parameter_groups(), lr=1.0)
+    scheduler = _conf.instantiate(cfg.lr_scheduler)(optimizer)
+    rates = []
+    for _ in range(cfg.trainer.max_steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert max(rates) == pytest.approx(1.0, abs=0.1), "the learning rate is reached"
+    assert min(rates) > 0
+
+
+def build_strategy(cfg: DictConfig) -> None:
+    try:
+        strategy = _conf.instantiate(cfg.strategy)
+    except UsageError as error:
+        if "install" not in str(error):  # a compiler or library that DeepSpeed builds its extensions with
+            raise
+        pytest.skip(str(error))
+    assert isinstance(strategy, str | Strategy)
+
+
+def build_trainer(cfg: DictConfig) -> None:
+    trainer = train_program.build_trainer(cfg, None)
+    assert isinstance(trainer, pl.Trainer)
+    assert trainer.max_steps == cfg.trainer.max_steps
+
+
+def build_callbacks(cfg: DictConfig) -> None:
+    callbacks = [_conf.instantiate(node) for node in cfg.callbacks.values()]
+    assert callbacks and all(isinstance(callback, Callback) for callback in callbacks)
+
+
+def build_logger(cfg: DictConfig) -> None:
+    loggers = [_conf.instantiate(node) for node in cfg.logger.values()]
+    assert loggers and all(isinstance(logger, Logger) for logger in loggers)
+    assert "CSVLogger" in {type(logger).__name__ for logger in loggers}, "the report reads the CSV file"
+
+
+def build_data(cfg: DictConfig) -> None:
+    data = _conf.instantiate(cfg.data)
+    assert isinstance(data, SDDataModule)
+    assert data.num_train_samples >= data.batch_size == cfg.data.batch_size
+    assert data.source_train.image(0).mode == "RGB" and data.source_train.captions(0)
+
+
+BUILDERS: dict[str, Callable[[DictConfig], None]] = {
+    "callbacks": build_callbacks,
+    "data": build_data,
+    "logger": build_logger,
+    "lr_scheduler": build_lr_scheduler,
+    "model": build_model,
+    "objective": build_objective,
+    "optimizer": build_optimizer,
+    "strategy": build_strategy,
+    "trainer": build_trainer,
+}
+
+
+def values_for(option: str, tmp_path: Path) -> list[str]:
+    """Give the values that an option has no default for."""
+    if option == "data/images":
+        for i in range(20):
+            Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
+            (tmp_path / f"{i}.txt").write_text("black")
+        return [f"data.train_data_dir={tmp_path}"]
+    if option == "data/huggingface":
+        from datasets import Dataset
+
+        digits = Digits("val")
+        rows = {"image": [digits.image(i) for i in range(20)], "text": [digits.captions(i)[0] for i in range(20)]}
+        Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"))
+        return [f"data.dataset_name={tmp_path / 'saved'}"]
+    if option.endswith("_nvme"):
+        return [f"strategy.nvme_path={tmp_path}"]
+    return []
+
+
+def need(option: str) -> None:
+    for prefix, package in NEEDS.items():
+        if option.startswith(prefix):
+            pytest.importorskip(package, reason=f"{option} needs the package {package}")
+
+
+def test_every_group_has_a_builder_here() -> None:
+    assert {option.partition("/")[0] for option in OPTIONS} == BUILDERS.keys()
+    assert PROGRAMS == {"train", "generate", "export"}, "give the new program a test below"
+    assert {file.suffix for file in CONF.rglob("*") if file.is_file()} == {".yaml"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_composes_and_builds(
+    option: str, compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(option)
+    # sd15 and larger have gigabytes of weights; everything but their values is made on the meta device, too.
+    if option.startswith("model/sd"):
+        monkeypatch.setattr(LatentDiffusion, "build", functools.partial(LatentDiffusion.build, device="meta"))
+    group, _, name = option.partition("/")
+    cfg = compose("train", f"{group}={name}", *values_for(option, tmp_path))
+    BUILDERS[group](cfg)
+    assert {path.name for path in tmp_path.iterdir() if not path.suffix} <= {"saved"}, "building must not write files"
+
+
+@pytest.mark.parametrize("name", [option.partition("/")[2] for option in OPTIONS if option.startswith("model/")])
+def test_every_model_loads_pretrained_weights_from_a_folder(
+    name: str, compose: Compose, tiny_pipeline: Path
+) -> None:
+    cfg = compose("train", f"model={name}", f"model.pretrained={tiny_pipeline}")
+    model = _conf.instantiate(cfg.model)
+    expected = LatentDiffusion.build("tiny", seed=5).unet.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.unet.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    LatentDiffusion.build("tiny", seed=5).save_pretrained(folder)
+    return folder
+
+
+def test_train_builds_everything_at_once(compose: Compose) -> None:
+    cfg = compose("train")
+    module = train_program.build_module(cfg)
+    assert isinstance(_conf.instantiate(cfg.speed), Speed)
+    trainer, data = train_program.build_trainer(cfg, None), _conf.instantiate(cfg.data)
+    train_program.check_parts(trainer, module, data)
+    assert {type(c).__name__ for c in trainer.callbacks} >= {  # type: ignore[attr-defined]
+        *("EMA", "NonFiniteLossGuard", "PortableCheckpoint", "SampleGrid", "StopOnSignal", "Throughput"),
+        "TrainingProgress",
+    }
+
+
+def test_train_can_go_without_optional_parts(compose: Compose) -> None:
+    cfg = compose("train", "callbacks.ema=null", "callbacks.samples=null", "logger.tensorboard=null")
+    trainer = train_program.build_trainer(cfg, None)
+    assert not {"EMA", "SampleGrid"} & {type(c).__name__ for c in trainer.callbacks}  # type: ignore[attr-defined]
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger"]
+
+
+def test_generate_builds_its_request(compose: Compose, tiny_pipeline: Path) -> None:
+    request = _conf.instantiate(compose("generate", f"run={tiny_pipeline}", "prompts=[a, b]"))
+    assert isinstance(request, generate_program.Request)
+    assert (request.source, request.prompts) == (tiny_pipeline, ["a", "b"])
+    assert request.sampling.num_inference_steps == 25
+
+
+def test_export_builds_its_request(compose: Compose, tiny_pipeline: Path) -> None:
+    request = _conf.instantiate(compose("export", f"run={tiny_pipeline}", "format=single_file"))
+    assert isinstance(request, export_program.Request)
+    assert (request.run, request.format, request.dtype) == (str(tiny_pipeline), "single_file", None)
+    assert request.output_dir == "exported/single_file"

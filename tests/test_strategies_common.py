@@ -1,0 +1,122 @@
+"""What every strategy must do alike, on two gloo processes; a new strategy joins by a line in STRATEGIES."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strategy_driver import torchrun
+
+from sd_lightning.tensor_store import ShardedTensors
+
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Train everything that the tests below look at, in one set of processes per world size."""
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("strategies")
+    accumulate = {"accumulate_grad_batches": 2}
+    single = {
+        "whole": {},
+        "two_halves": {"trainer": accumulate},
+        "clipped": {"trainer": {"gradient_clip_val": 0.05}, "steps": 4},
+        "frozen_text": {"module": {"train_text_encoder": False}, "steps": 4},
+    }
+    double: dict[str, dict[str, Any]] = {}
+    for name in STRATEGIES:
+        double |= {
+            f"{name}:parity": {"strategy": name},
+            f"{name}:sampled": {"strategy": name, "sample_every": 3, "steps": 8, "trainer": _VALIDATING},
+            f"{name}:not_sampled": {"strategy": name, "steps": 8},
+            f"{name}:clipped": {
+                "strategy": name,
+                "trainer": {"gradient_clip_val": 0.05, **accumulate},
+                "steps": 4,
+            },
+            f"{name}:frozen_text": {"strategy": name, "module": {"train_text_encoder": False}, "steps": 4},
+            f"{name}:bf16": {"strategy": name, "trainer": {"precision": "bf16-mixed"}, "steps": 4},
+        }
+    found: dict[str, dict[str, Any]] = {}
+    for world, cases in ((1, single), (2, double)):
+        jobs = [
+            {
+                "do": "save",
+                "strategy": "single",
+                "devices": world,
+                "run_dir": str(folder / f"{world}-{name}"),
+                "save_at": 0,
+            }
+            | {"steps": STEPS}
+            | case
+            for name, case in cases.items()
+        ]
+        found |= dict(zip(cases, torchrun(world, jobs, folder, timeout=900), strict=True))
+    return found
+
+
+_VALIDATING = {"limit_val_batches": 1, "val_check_interval": 4}
+
+
+def rms(one: str, other: str, kind: str = "master") -> float:
+    """Root mean square of the difference of two checkpoints' tensors of a kind."""
+    total, count = 0.0, 0
+    with ShardedTensors(Path(one) / "state") as a, ShardedTensors(Path(other) / "state") as b:
+        for key in (key for key in a.keys() if key.startswith(kind + "/")):
+            tensors = torch.empty(a.shape(key)), torch.empty(a.shape(key))
+            a.read_into(key, tensors[0])
+            b.read_into(key, tensors[1])
+            total += float((tensors[0] - tensors[1]).double().square().sum())
+            count += tensors[0].numel()
+    return math.sqrt(total / count)
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_losses_and_weights_are_those_of_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    whole, ours = results["whole"], results[f"{name}:parity"]
+    assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-6)
+    for kind in ("master", "ema"):
+        noise_floor = rms(whole["checkpoint"], results["two_halves"]["checkpoint"], kind)
+        assert 0 < noise_floor < 1e-5
+        assert rms(whole["checkpoint"], ours["checkpoint"], kind) <= 3 * noise_floor
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_drawing_and_validating_with_the_average_leaves_training_bit_equal(
+    results: dict[str, dict[str, Any]], name: str
+) -> None:
+    sampled, plain = results[f"{name}:sampled"], results[f"{name}:not_sampled"]
+    assert sampled["losses"] == plain["losses"]
+    assert rms(sampled["checkpoint"], plain["checkpoint"]) == 0
+    assert rms(sampled["checkpoint"], plain["checkpoint"], "ema") == 0
+    assert "val/caption_gap" in sampled["metrics"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_clipping_over_accumulated_batches_is_that_of_one_process(
+    results: dict[str, dict[str, Any]], name: str
+) -> None:
+    clipped, ours = results["clipped"], results[f"{name}:clipped"]
+    assert (
+        rms(clipped["checkpoint"], ours["checkpoint"])
+        < 1e-7
+        < rms(clipped["checkpoint"], results["whole"]["checkpoint"])
+    )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_frozen_text_encoder_trains_alike(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[f"{name}:frozen_text"]["losses"] == pytest.approx(results["frozen_text"]["losses"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], name: str) -> None:
+    ours, whole = results[f"{name}:bf16"]["losses"], results["whole"]["losses"][:4]
+    assert ours == pytest.approx(whole, rel=2e-2)
+    assert ours != whole

@@ -23,6 +23,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from lightning.fabric.plugins.environments.lightning import find_free_network_port  # noqa: E402
+
 from small_training import data, fit, module  # noqa: E402
 from strategy_driver import strategy_of  # noqa: E402
 

@@ -1,11 +1,12 @@
 """Trains under many DeepSpeed settings in one set of processes; started by torchrun from test_deepspeed_strategy.
 
-``torchrun --nproc-per-node N deepspeed_driver.py JOBS.json RESULTS.json``: JOBS is a list of :class:`Job` fields, RESULTS
-gets one entry per job from rank 0.
+``torchrun --nproc-per-node N deepspeed_driver.py JOBS.json RESULTS.json``: JOBS is a list of :class:`Job` fields,
+RESULTS gets one entry per job from rank 0.
 """
 
 import hashlib
 import json
+import os
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import small_training as small
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+import small_training as small
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.speed import Speed
@@ -163,14 +164,12 @@ def run(job: Job) -> dict[str, Any]:
         Speed(gradient_checkpointing=True).apply_(module.trained_networks().values())
     if job.break_layout:
         break_layout()
-    world_size = dist.get_world_size() if dist.is_initialized() else int(__import__("os").environ["WORLD_SIZE"])
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     strategy = deepspeed(**job.strategy) if job.strategy else "auto"
     options = {"strategy": strategy, "devices": world_size, **job.trainer}
     small.fit(module, small.data(), job.steps, *callbacks, **options)
-    return {
-        **{key: value for key, value in vars(record).items() if key not in ("job", "dtypes") and key[0] != "_"},
-        "dtypes": sorted(record.dtypes),
-    }
+    recorded = ("losses", "weights", "average", "hooks", "engine", "initial_difference")
+    return {key: getattr(record, key) for key in recorded} | {"dtypes": sorted(record.dtypes)}
 
 
 def break_layout() -> None:

@@ -43,7 +43,9 @@ SMALL_SDXL: Architecture = replace(
 SMALL_SD2: Architecture = replace(
     _TINY,
     networks={
-        "unet": Component("diffusers", "UNet2DConditionModel", {**_TINY.networks["unet"].config, "use_linear_projection": True}),
+        "unet": Component(
+            "diffusers", "UNet2DConditionModel", {**_TINY.networks["unet"].config, "use_linear_projection": True}
+        ),
         "vae": _TINY.networks["vae"],
         "text_encoder": Component("transformers", "CLIPTextModel", {**_CLIP, "hidden_size": 64, "hidden_act": "gelu"}),
     },

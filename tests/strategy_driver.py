@@ -1,7 +1,7 @@
 """Trains and loads under many strategies in one set of processes; started by torchrun from tests.
 
-``torchrun --nproc-per-node N strategy_driver.py JOBS.json RESULTS.json``: JOBS is a list of ``{"do": "save" | "load", …}``,
-RESULTS gets one entry per job from rank 0. :func:`torchrun` is the call for tests.
+``torchrun --nproc-per-node N strategy_driver.py JOBS.json RESULTS.json``: JOBS is a list of
+``{"do": "save" | "load", …}``, RESULTS gets one entry per job from rank 0. :func:`torchrun` is the call for tests.
 """
 
 import json
@@ -17,7 +17,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from small_training import data, fit, module
 from torch import Tensor
 
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
@@ -29,7 +28,7 @@ from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.tensor_store import ShardedTensors
-
+from small_training import data, fit, module
 
 # Adam divides by the root of small second moments, so rounding grows with the learning rate: at 2e-3 the losses of two
 # summation orders differ by 2e-6 within five steps, for DDP as for any other engine.

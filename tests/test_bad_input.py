@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import runpy
 import shlex
 import shutil
 import sys
@@ -47,7 +48,12 @@ GROUPS = [
 TYPES = [
     ("train data.batch_size=hello", "data.batch_size=hello", "expected int", "write data.batch_size=64"),
     ("train trainer.max_steps=1.5", "trainer.max_steps=1.5", "expected int", "write trainer.max_steps="),
-    ("train module.train_text_encoder=3", "train_text_encoder=3", "expected bool", "write module.train_text_encoder=true"),
+    (
+        "train module.train_text_encoder=3",
+        "train_text_encoder=3",
+        "expected bool",
+        "write module.train_text_encoder=true",
+    ),
     ("train module.encoder_dtype=half", "encoder_dtype=half", "expected one of float32", "write module.encoder_dtype="),
     ("train optimizer.lr=fast", "optimizer.lr=fast", "expected float", "write optimizer.lr=0.002"),
     ("train optimizer.betas=0.9", "optimizer.betas=0.9", "expected a list of 2 (float, float)", "[0.9,0.99]"),
@@ -76,9 +82,19 @@ NUMBERS = [
     ("train optimizer.weight_decay=-1", "optimizer: ", "Invalid weight_decay", "given weight_decay=-1", "change"),
     ("train lr_scheduler.warmup_steps=-1", "lr_scheduler got warmup_steps=-1", "expected at least 0"),
     ("train lr_scheduler.final_fraction=2", "lr_scheduler=cosine got final_fraction=2", "expected a number in [0, 1]"),
-    ("train module.text_encoder_lr=-1", "text_encoder_lr=-1", "expected a number of at least 0", "text_encoder_lr=1e-5"),
+    (
+        "train module.text_encoder_lr=-1",
+        "text_encoder_lr=-1",
+        "expected a number of at least 0",
+        "text_encoder_lr=1e-5",
+    ),
     ("train callbacks.ema.decay=1.5", "EMA got decay=1.5", "expected a number in [0, 1]", "decay=0.9999"),
-    ("train callbacks.ema.decay=nan", "callbacks.ema.decay=nan", "expected a finite number", "callbacks.ema.decay=0.99"),
+    (
+        "train callbacks.ema.decay=nan",
+        "callbacks.ema.decay=nan",
+        "expected a finite number",
+        "callbacks.ema.decay=0.99",
+    ),
     ("train callbacks.checkpoint.keep=0", "PortableCheckpoint got keep=0", "expected at least 1"),
     ("train callbacks.samples.columns=0", "SampleGrid got columns=0", "expected at least 1"),
     ("train objective.snr_gamma=nan", "objective.snr_gamma=nan", "expected a finite number"),
@@ -96,14 +112,24 @@ NUMBERS = [
     ("train +sampling.height=30", "sampling got height=30", "expected a multiple of 8", "height=24"),
     ("train sampling.num_inference_steps=0", "num_inference_steps=0", "expected at least 1", "num_inference_steps=16"),
     ("generate run=run prompts=[a] width=30", "width=30", "expected a multiple of 8", "width=24"),
-    ("generate run=run prompts=[a] guidance_scale=-1", "guidance_scale=-1", "expected at least 0", "guidance_scale=7.5"),
+    (
+        "generate run=run prompts=[a] guidance_scale=-1",
+        "guidance_scale=-1",
+        "expected at least 0",
+        "guidance_scale=7.5",
+    ),
     ("generate run=run prompts=[a] seed=-1", "seed=-1", "expected a whole number from 0", "seed=0"),
     ("generate run=run prompts=[a] num_images_per_prompt=0", "num_images_per_prompt=0", "expected at least 1"),
 ]
 COMBINATIONS = [
     ("train data.batch_size=65 trainer.accumulate_grad_batches=2", "batch_size=65", "2 equal parts", "=64 or 66"),
     ("train strategy=ddp trainer.devices=3", "data.batch_size=64", "3 process(es)", "write data.batch_size=63 or 66"),
-    ("train data.batch_size=5000", "data.batch_size=5000", "larger than the training set", "write data.batch_size=1437"),
+    (
+        "train data.batch_size=5000",
+        "data.batch_size=5000",
+        "larger than the training set",
+        "write data.batch_size=1437",
+    ),
     ("train trainer.devices=2", "strategy=single is one process", "trainer.devices=2", "add strategy=ddp"),
     ("train trainer.precision=fp16", "trainer.precision=fp16", "expected one of 32", "write trainer.precision="),
     ("train +trainer.max_epochs=3", "trainer.max_epochs=3", "expected only", "write trainer.max_steps=<n>"),
@@ -111,7 +137,12 @@ COMBINATIONS = [
         "train trainer.check_val_every_n_epoch=1",
         *("trainer.val_check_interval=60", "only 22 forward passes", "check_val_every_n_epoch=null"),
     ),
-    ("train objective=flow objective.snr_gamma=5", "snr_gamma=5", "prediction_type=flow", "Set objective.snr_gamma=null"),
+    (
+        "train objective=flow objective.snr_gamma=5",
+        "snr_gamma=5",
+        "prediction_type=flow",
+        "Set objective.snr_gamma=null",
+    ),
     (
         "train objective=epsilon objective.rescale_betas_zero_snr=true",
         *("rescale_betas_zero_snr=true", "expected v_prediction or sample", "objective.prediction_type=v_prediction"),
@@ -127,7 +158,12 @@ COMBINATIONS = [
     ("train resume=auto overwrite=true", "overwrite=true and resume=auto", "give one of the two"),
     ("train model=sd21 model.revision=main", "revision=main", "without pretrained weights", "add model.pretrained="),
     ("train sampling.scheduler=foo", "scheduler=foo", "no such scheduler", "expected ddim"),
-    ("train sampling.scheduler=FlowMatchEulerDiscreteScheduler", "scheduler=FlowMatch", "cannot sample", "choose another"),
+    (
+        "train sampling.scheduler=FlowMatchEulerDiscreteScheduler",
+        "scheduler=FlowMatch",
+        "cannot sample",
+        "choose another",
+    ),
     ("generate run=run model.pretrained=x prompts=[a]", "both of run= and model.pretrained=", "give run="),
     ("generate run=run model.revision=x prompts=[a]", "model.revision=x with run=run", "leave it out"),
     ("generate run=run prompts=[a] scheduler=foo", "scheduler=foo", "no such scheduler", "expected ddim"),
@@ -143,13 +179,33 @@ WITHOUT_CUDA = [
     ("generate run=run prompts=[a] device=cuda", "device=cuda", "not there", "write device=cpu or auto"),
 ]
 FILES = [
-    ("train data=images data.train_data_dir=nowhere", "no folder 'nowhere'", "expected a folder", "data.train_data_dir="),
+    (
+        "train data=images data.train_data_dir=nowhere",
+        "no folder 'nowhere'",
+        "expected a folder",
+        "data.train_data_dir=",
+    ),
     ("train data=images data.train_data_dir=empty", "'empty' holds no usable captioned image", "expected images"),
-    ("train data=images data.train_data_dir=corrupt", "'corrupt' holds no usable", "not a JSON object", "metadata.jsonl"),
+    (
+        "train data=images data.train_data_dir=corrupt",
+        "'corrupt' holds no usable",
+        "not a JSON object",
+        "metadata.jsonl",
+    ),
     ("train data=images data.train_data_dir=column", "no 'text'", "it has file_name, caption", "data.caption_column="),
     ("train data=images data.train_data_dir=few", "data.batch_size=16", "training set of 3", "write data.batch_size=3"),
-    ("train data=images data.train_data_dir=few data.num_val_samples=9", "num_val_samples=9", "expected 0 to 2", "null"),
-    ("train data=huggingface data.dataset_name=empty", "data.dataset_name=empty", "cannot load", "expected the name of"),
+    (
+        "train data=images data.train_data_dir=few data.num_val_samples=9",
+        "num_val_samples=9",
+        "expected 0 to 2",
+        "null",
+    ),
+    (
+        "train data=huggingface data.dataset_name=empty",
+        "data.dataset_name=empty",
+        "cannot load",
+        "expected the name of",
+    ),
     ("train output_dir=run", "output_dir=run already holds a run", "resume=auto", "overwrite=true"),
     ("train output_dir=file", "output_dir=file", "a file is in the way", "choose another output_dir"),
     ("train output_dir=file/run", "output_dir=file/run", "cannot be written", "choose another output_dir"),
@@ -162,7 +218,12 @@ FILES = [
     ("train resume=run model=tiny_frozen", "another model", "absent in the model", "train_text_encoder setting"),
     ("train init_from=nowhere", "init_from=nowhere", "no such folder", "expected a run, a checkpoint or a pipeline"),
     ("train init_from=empty", "init_from=empty", "neither a finished pipeline nor", "a folder with model_index.json"),
-    ("train model.pretrained=nowhere/at/all", "model.pretrained=nowhere/at/all", "no such folder", "or a hub id such as"),
+    (
+        "train model.pretrained=nowhere/at/all",
+        "model.pretrained=nowhere/at/all",
+        "no such folder",
+        "or a hub id such as",
+    ),
     ("train model.pretrained=no/such", "model.pretrained=no/such", "cannot be downloaded", "or give a local folder"),
     ("train model.pretrained=empty", "model.pretrained=empty", "no model_index.json", "expected a pipeline"),
     ("train model.pretrained=other", "other", "FluxPipeline", "expected StableDiffusionPipeline", "give a Stable"),
@@ -338,3 +399,15 @@ def test_logger_that_cannot_start_is_named(
     err = capfd.readouterr().err
     assert "error: logger: CSVLogger cannot start (ConnectionError: no route to the server)" in err
     assert "write logger=default" in err
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_resuming_a_finished_run_says_so_and_touches_nothing(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `python -m`, where the module's name is not its own."""
+    before = contents(folder)
+    monkeypatch.setattr(sys, "argv", ["train.py", "output_dir=run", "resume=auto", "trainer.max_steps=1"])
+    runpy.run_module("sd_lightning.train", run_name="__main__")
+    assert "is complete; raise trainer.max_steps to train on" in capfd.readouterr().err
+    assert contents(folder) == before

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "sd_lightning"
 LAYERS: dict[str, int] = {
     "_errors": 0,
     "_imports": 0,
+    "_launchers": 0,
     "_console": 0,
     "_conf": 0,
     "randomness": 1,

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from strategy_driver import torchrun
 
 from sd_lightning import checkpoint
+from strategy_driver import torchrun
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
 CONFIGURATIONS = [(name, world) for world in (1, 2) for name in STRATEGIES if (name, world) != ("single", 2)]

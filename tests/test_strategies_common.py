@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_driver import torchrun
 
 from sd_lightning.tensor_store import ShardedTensors
+from strategy_driver import torchrun
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 STEPS = 20

@@ -31,4 +31,7 @@ def quiet_libraries() -> None:
 
 def _no_advice(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    return not any(word in message for word in ("litlogger", "TPU available", "HPU available", "GPU available"))
+    return not any(
+        word in message
+        for word in ("litlogger", "TPU available", "HPU available", "GPU available", "was configured so")
+    )

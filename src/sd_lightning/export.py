@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +39,7 @@ from sd_lightning.tensor_store import ShardedTensors
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("sd_lightning.export")  # __name__ is "__main__" under python -m
 
 Format = Literal["diffusers", "single_file", "ema", "non_ema"]
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -169,8 +169,8 @@ def read_networks(source: Source, request: Request, opened: ExitStack) -> dict[s
     has_average = any(key.startswith("ema/") for key in store.keys())
     if request.format == "ema" and not has_average:
         raise UsageError(
-            f"run={request.run}: {source.checkpoint.name} has no averaged weights, its run had callbacks.ema=null; write "
-            "format=non_ema"
+            f"run={request.run}: {source.checkpoint.name} has no averaged weights, its run had callbacks.ema=null; "
+            "write format=non_ema"
         )
     if request.format == "ema" or not has_average:
         return networks
@@ -202,7 +202,8 @@ def write_pipeline(source: Source, networks: Mapping[str, Network], folder: Path
         write_streamed(folder / name / weights_file(component), network.tensors, dtype=dtype)
         stale = {"dtype", "torch_dtype"} & component.config.keys()
         if stale and request.dtype is not None:  # transformers would convert back to it
-            write_json(folder / name / config_file(component, name), component.config | dict.fromkeys(stale, request.dtype))
+            config = component.config | dict.fromkeys(stale, request.dtype)
+            write_json(folder / name / config_file(component, name), config)
 
 
 def write_single_file(source: Source, networks: Mapping[str, Network], folder: Path, request: Request) -> None:
@@ -236,7 +237,7 @@ def _with_defaults(component: Component) -> dict[str, Any]:
 
 
 def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]) -> None:
-    """Put the files of a pipeline into another folder: weights as hard links, the rest, which people edit, as copies."""
+    """Put the files of a pipeline into another folder: weights as hard links, what people may edit as copies."""
     folder.mkdir(exist_ok=True)
     shutil.copy2(pipeline / "model_index.json", folder)
     index = read_json(pipeline / "model_index.json")
@@ -278,6 +279,7 @@ def _check_space(tensors: Iterable[StreamedTensor], request: Request) -> None:
 def _complete_or_absent(output_dir: Path, request: Request) -> Iterator[Path]:
     """Yield a temporary folder beside the output folder; rename it at the end, remove it on any error."""
     tmp = output_dir.with_name(f".tmp-{output_dir.name}-{secrets.token_hex(4)}")
+    made = [parent for parent in tmp.parents if not parent.exists()]
     try:
         tmp.mkdir(parents=True)
         yield tmp
@@ -286,6 +288,9 @@ def _complete_or_absent(output_dir: Path, request: Request) -> Iterator[Path]:
         tmp.rename(output_dir)
     except BaseException as error:
         shutil.rmtree(tmp, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # it was not made, or something else is in it by now
+                parent.rmdir()
         if isinstance(error, OSError):
             raise UsageError(
                 f"output_dir={request.output_dir} cannot be written ({error}); free space, or choose another "

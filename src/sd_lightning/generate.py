@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from PIL import Image
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("sd_lightning.generate")  # __name__ is "__main__" under python -m
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,11 @@ class Request:
             if value is not None and value < 1:
                 raise UsageError(f"generate got {name}={value}; expected at least 1, e.g. {name}=4")
         of_hub = {name: getattr(self.model, name) for name in ("revision", "variant")}
-        given = [f"model.{name}={value}" for name, value in of_hub.items() if value is not None]
-        if self.run is not None and given:
-            raise UsageError(f"generate got {' and '.join(given)} with run={self.run}; a run has one version: leave it out")
+        unused = [f"model.{name}={value}" for name, value in of_hub.items() if value is not None]
+        if self.run is not None and unused:
+            raise UsageError(
+                f"generate got {' and '.join(unused)} with run={self.run}; a run has one version: leave it out"
+            )
 
     @property
     def source(self) -> str | Path:
@@ -127,7 +129,9 @@ def read_prompts(prompts: Any) -> list[str]:
         try:
             captions = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"generate got prompts={prompts}, which cannot be read as UTF-8 text ({error}); save it as UTF-8") from error
+            raise UsageError(
+                f"generate got prompts={prompts}, which cannot be read as UTF-8 text ({error}); save it as UTF-8"
+            ) from error
     else:
         captions = [str(p) for p in prompts or []]
     captions = [caption for caption in captions if caption]

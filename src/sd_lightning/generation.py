@@ -45,7 +45,8 @@ class SamplingOptions:
             scheduler_class(self.scheduler)
         if self.guidance_scale < 0:
             raise UsageError(
-                f"sampling got guidance_scale={self.guidance_scale}; expected at least 0, e.g. guidance_scale=7.5 (1 is none)"
+                f"sampling got guidance_scale={self.guidance_scale}; expected at least 0, e.g. guidance_scale=7.5 "
+                "(1 is none)"
             )
 
     def check(self, latent_diffusion: LatentDiffusion) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -122,7 +123,7 @@ class LatentDiffusion:
                 )
             architecture = ARCHITECTURES[architecture]
         tokenizer = CLIPTokenizer.from_pretrained(assets.TINY_TOKENIZER, model_max_length=architecture.max_length)
-        components = dict(architecture.networks)
+        components = copy.deepcopy(architecture.networks)  # the model's record may be changed
         for key in [k for k in components if k.startswith("text_encoder")]:
             ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
             config = {"vocab_size": len(tokenizer), **components[key].config, **ids}
@@ -311,8 +312,8 @@ class LatentDiffusion:
             raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
         if not _samples_stable_diffusion(scheduler):
             raise UsageError(
-                f"scheduler={name or class_name}: Stable Diffusion pipelines cannot sample with it; choose another, such "
-                "as DDIMScheduler"
+                f"scheduler={name or class_name}: Stable Diffusion pipelines cannot sample with it; choose another, "
+                "such as DDIMScheduler"
             )
         return scheduler
 

@@ -119,13 +119,14 @@ def converted_dtype(tensor: StreamedTensor, dtype: torch.dtype | None) -> torch.
 def _converted(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     if block.dtype == dtype:
         return block
-    result = block.to(dtype)
-    if not torch.equal(result.isinf(), block.isinf()):
-        largest = block[block.isfinite()].abs().max().item()
-        raise UsageError(
-            f"{name} holds {largest:.4g}, which is too large for {str(dtype).removeprefix('torch.')}; write dtype=bfloat16"
-        )
-    return result
+    if dtype.is_floating_point and dtype.itemsize < block.dtype.itemsize and block.numel():
+        largest = max(-block.min().item(), block.max().item())
+        if torch.finfo(dtype).max < largest < math.inf:
+            raise UsageError(
+                f"{name} holds {largest:.4g}, which is too large for {str(dtype).removeprefix('torch.')}; write "
+                "dtype=bfloat16"
+            )
+    return block.to(dtype)
 
 
 def _tensors_of(path: Path) -> dict[str, StreamedTensor]:

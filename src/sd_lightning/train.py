@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,12 +12,13 @@ from sd_lightning import _conf, checkpoint, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
+from sd_lightning._launchers import check_started_processes, is_first_process
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from omegaconf import DictConfig
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("sd_lightning.train")  # __name__ is "__main__" under python -m
 
 GIVEN = {
     "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler"},
@@ -64,10 +64,13 @@ def train(cfg: DictConfig) -> int:
     module = build_module(cfg)
     check_parts(trainer, module, datamodule)
     open_run(cfg, run_dir, trainer)
-    trainer.fit(module, datamodule)
-    if trained:
-        catch_up(trainer, module, datamodule)
-    return finish(trainer, run_dir, cfg)
+    from sd_lightning.strategies.processes import parting
+
+    with parting(trainer):
+        trainer.fit(module, datamodule)
+        if trained:
+            catch_up(trainer, module, datamodule)
+        return finish(trainer, run_dir, cfg)
 
 
 # ---------------------------------------------------------------------- before anything is built
@@ -94,7 +97,7 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
     elif cfg.init_from is not None:
         cfg.model.pretrained = str(runs.find_pipeline(cfg.init_from, who="init_from"))
     resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
-    if _is_first_process():
+    if is_first_process():
         runs.check_output_dir(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite)
     return resume
 
@@ -112,7 +115,8 @@ def _check_keys(cfg: DictConfig) -> None:
         for key, node in (cfg.get(name) or {}).items():
             if node is not None and not (OmegaConf.is_dict(node) and "_target_" in node):
                 raise UsageError(
-                    f"{name}.{key}={node}: expected a section with _target_, or null; write {name}.{key}=null to go without"
+                    f"{name}.{key}={node}: expected a section with _target_, or null; write {name}.{key}=null to go "
+                    "without"
                 )
     if not 0 <= cfg.seed < 2**63:
         raise UsageError(f"seed={cfg.seed}: expected a whole number from 0 to 2**63 - 1; write seed=0")
@@ -168,14 +172,14 @@ def check_trainer(cfg: DictConfig) -> None:
     for name in ("limit_train_batches", "overfit_batches", "min_steps", "min_epochs", "max_epochs"):
         if trainer.get(name) is not None:
             raise UsageError(
-                f"trainer.{name}={trainer[name]}: expected only trainer.max_steps to say how long a run is, over whole epochs; "
-                "write trainer.max_steps=<n> instead"
+                f"trainer.{name}={trainer[name]}: expected only trainer.max_steps to say how long a run is, over whole "
+                "epochs; write trainer.max_steps=<n> instead"
             )
     interval = trainer.get("val_check_interval")
     if interval is not None and not (isinstance(interval, int) and interval >= 1) and not 0 < interval <= 1:
         raise UsageError(
-            f"trainer.val_check_interval={interval}: expected a number of forward passes of at least 1, or a fraction of "
-            "an epoch; write trainer.val_check_interval=60, or trainer.limit_val_batches=0 for no validation"
+            f"trainer.val_check_interval={interval}: expected a number of forward passes of at least 1, or a fraction "
+            "of an epoch; write trainer.val_check_interval=60, or trainer.limit_val_batches=0 for no validation"
         )
     if (trainer.get("gradient_clip_val") or 0) < 0:
         raise UsageError(
@@ -187,6 +191,7 @@ def check_trainer(cfg: DictConfig) -> None:
         raise UsageError(
             f"trainer.devices={devices}: this machine has {cuda} CUDA device(s); write trainer.devices={cuda}"
         )
+    check_started_processes(devices, trainer.num_nodes)
     processes = devices * trainer.num_nodes
     if processes > 1 and cfg.strategy["_target_"].endswith(".single"):
         raise UsageError(
@@ -221,16 +226,13 @@ def _num_devices(devices: Any, cuda: int) -> int:
     if not isinstance(devices, (int, str)) and len(devices):
         return len(devices)
     raise UsageError(
-        f"trainer.devices={devices}: expected a number of at least 1, a list of indices, or auto; write trainer.devices=1"
+        f"trainer.devices={devices}: expected a number of at least 1, a list of indices, or auto; write "
+        "trainer.devices=1"
     )
 
 
 def _is_lightning_checkpoint(path: str | None) -> bool:
     return path is not None and path.endswith(runs.LIGHTNING_SUFFIX)
-
-
-def _is_first_process() -> bool:
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
 
 
 # ---------------------------------------------------------------------- building
@@ -303,13 +305,13 @@ def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
     """Make the run's directory, write the configuration into it, and start the loggers."""
     from omegaconf import OmegaConf
 
-    if not _is_first_process():
-        return
+    if not trainer.is_global_zero:
+        return  # the others wait for rank 0 before they look into it
     runs.prepare(run_dir, overwrite=cfg.overwrite)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     for logger in trainer.loggers:
         try:
-            logger.experiment  # noqa: B018
+            _ = logger.experiment  # type: ignore[attr-defined]
         except Exception as error:  # W&B without a key or a network, a broken database, ...
             raise UsageError(
                 f"logger: {type(logger).__name__} cannot start ({type(error).__name__}: {error}); mend that, or write "

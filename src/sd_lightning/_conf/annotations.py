@@ -106,7 +106,9 @@ def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
         if each not in (None, MISSING, []) and fits(each, hint):
             return each
     generic = [True, 1, 0.1, [1], "name", ["name"], *choices]
-    readings = [_parsed(given)] if isinstance(given, str) else [[given]] if isinstance(given, bool) else [str(given), [given]]
+    readings = [_parsed(given)] if isinstance(given, str) else [str(given), [given]]
+    if isinstance(given, bool):  # never meant as text
+        readings = [[given]]
     for each in (*readings, *generic):
         if not _is_permissive(hint) and fits(each, hint):
             return each

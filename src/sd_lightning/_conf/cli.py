@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any, NoReturn
 
 from sd_lightning._conf.check import check
 from sd_lightning._errors import UsageError
+from sd_lightning._launchers import is_first_on_machine, is_first_process, was_started_with_others
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 USAGE_EXIT_CODE = 2
+_ASIDE = 3.0  # seconds before a message that is most likely a repetition
 
 Task = Callable[[Any], int | None]
 
@@ -71,10 +74,19 @@ def main(
         message = None if wants_trace else explain(error, config_name, sys.argv[1:])
         if message is None:
             raise
+        if _repeats_others():
+            time.sleep(_ASIDE)
         sys.stderr.write(f"error: {message}\n")
         sys.exit(USAGE_EXIT_CODE)
     if code:
         sys.exit(code)
+
+
+def _repeats_others() -> bool:
+    """Whether another process on this machine meets the same mistake: launchers end the rest when one has ended."""
+    distributed = sys.modules.get("torch.distributed")
+    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return was_started_with_others() and not is_first_on_machine() and not joined
 
 
 def overridden_keys() -> set[str]:
@@ -224,5 +236,4 @@ def _log_to_console() -> None:
         handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         package_log.addHandler(handler)
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    package_log.setLevel(logging.INFO if is_first else logging.WARNING)
+    package_log.setLevel(logging.INFO if is_first_process() else logging.WARNING)

@@ -110,7 +110,8 @@ class NonFiniteLossGuard(Callback):
             self.bad_steps = 0
             return
         self.bad_steps += 1
-        log.warning("step %d: the loss is %s; no update", trainer.global_step + 1, loss)
+        told = "not finite on another process" if finite or loss is None else f"{float(loss)}"
+        log.warning("step %d: the loss is %s; no update", trainer.global_step + 1, told)
         if hasattr(trainer.strategy, "skip_update"):  # engines that keep gradients elsewhere
             trainer.strategy.skip_update()
         elif getattr(trainer.precision_plugin, "scaler", None) is None:  # a gradient scaler skips the step itself

@@ -7,13 +7,15 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.strategies.processes import WatchedProcesses
 
 Compression = Literal["none", "fp16", "bf16"]
 
 
-class DDPStrategy(LightningDDPStrategy):
+class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
     """Lightning's DDP with the options that matter here.
 
     Args:
@@ -21,7 +23,7 @@ class DDPStrategy(LightningDDPStrategy):
         bucket_cap_mb: MiB of gradients that are reduced together.
         gradient_as_bucket_view: Let gradients be views of the buckets: saves their size once.
         compression: Send gradients in half precision; "fp16" or "bf16" halve the traffic and round the gradients.
-        timeout_seconds: A collective that takes longer ends the run.
+        timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
     """
 
     def __init__(
@@ -44,6 +46,11 @@ class DDPStrategy(LightningDDPStrategy):
             ddp_comm_hook=compression_hook(compression),
             timeout=timedelta(seconds=timeout_seconds),
         )
+
+    @override
+    def setup_environment(self) -> None:
+        with self.joining():
+            super().setup_environment()
 
 
 def compression_hook(name: Compression) -> Callable[..., Any] | None:

@@ -25,13 +25,15 @@ from sd_lightning.strategies import deepspeed_precedence as precedence
 from sd_lightning.strategies.deepspeed_builds import build
 from sd_lightning.strategies.deepspeed_nvme import SwapFolder, SwappedZero3State, check_swap_path
 from sd_lightning.strategies.deepspeed_optimizer import to_cpu_adam
-from sd_lightning.strategies.deepspeed_settings import Buckets, DeepSpeedSettings, Offload, Stage, checkpointed_blocks
+from sd_lightning.strategies.deepspeed_settings import Buckets, DeepSpeedSettings, Offload, Stage
 from sd_lightning.strategies.deepspeed_state import DeepSpeedState, Zero3State, Zero12State
+from sd_lightning.strategies.host_checkpointing import checkpoint_on_host, checkpointed_blocks
+from sd_lightning.strategies.processes import WatchedProcesses
 
 __all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
 
 
-class DeepSpeedStrategy(LightningDeepSpeedStrategy):
+class DeepSpeedStrategy(WatchedProcesses, LightningDeepSpeedStrategy):
     """Shard optimizer states (stage 1), gradients (2) and weights (3) over all processes with DeepSpeed.
 
     Usage: ``Trainer(strategy=DeepSpeedStrategy(stage=2), devices=2)`` or ``Trainer(strategy="sd_deepspeed_zero2")``.
@@ -42,7 +44,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         offload: What leaves the device.
         buckets: Sizes of DeepSpeed's messages.
         cpu_checkpointing: Keep the activations of checkpointed blocks in host memory.
-        timeout_seconds: A collective that takes longer ends the run.
+        timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
 
     Raises:
         UsageError: The configuration is wrong or contradicts an argument, something to compile an extension with is
@@ -129,12 +131,13 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        if self._on_cuda:
-            super().setup_distributed()
-            return
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        with self.joining():
+            if self._on_cuda:
+                super().setup_distributed()
+                return
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
 
     # ------------------------------------------------------------------ the engine
 
@@ -190,19 +193,10 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
     @override
     def _set_deepspeed_activation_checkpointing(self) -> None:
-        import deepspeed
-
-        assert isinstance(self.config, dict) and self.lightning_module is not None
-        options = self.config.get("activation_checkpointing", {})
-        deepspeed.checkpointing.configure(
-            mpu_=None,
-            checkpoint_in_cpu=bool(options.get("cpu_checkpointing", False)),
-            synchronize=bool(options.get("synchronize_checkpoint_boundary", False)),
-            profile=bool(options.get("profile", False)),
-        )
-        if any(options.values()):
+        if self.settings.get("activation_checkpointing.cpu_checkpointing"):
+            assert self.lightning_module is not None
             for block in checkpointed_blocks(self.lightning_module):
-                block._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
+                block._gradient_checkpointing_func = checkpoint_on_host
 
     def _register_external_parameters(self) -> None:
         """Tell ZeRO-3 of weights that a module reads from its child: CLIP's embeddings look at a shape in theirs.

@@ -31,6 +31,9 @@ _INSTALL = (
     "install it with: apt-get install {apt} (Fedora: dnf install {dnf}; conda: conda install -c conda-forge {conda})"
 )
 
+_ABANDONED_SECONDS = 3600.0
+"""A lock as old as this belongs to a process that was killed."""
+
 
 def import_deepspeed(who: str) -> ModuleType:
     """Import DeepSpeed for the devices that this machine has.
@@ -135,6 +138,8 @@ def _is_compiled(name: str) -> bool:
 
 
 def _waiting_for(name: str) -> str:
-    """Name the lock of another process that compiles, which may have died: torch would wait for it forever."""
+    """Name the lock of another process that compiles, for which torch would wait forever if that process has died."""
     lock = _folder(name) / "lock"
-    return f"; another process seems to do it, if none does, delete {lock}" if lock.exists() else " …"
+    if lock.exists() and time.time() - lock.stat().st_mtime > _ABANDONED_SECONDS:
+        lock.unlink(missing_ok=True)
+    return f": waiting for another process that does it; if there is none, delete {lock}" if lock.exists() else " …"

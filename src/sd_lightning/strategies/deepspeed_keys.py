@@ -23,6 +23,8 @@ WITHOUT_EFFECT = {
     "activation_checkpointing.partition_activations": "it divides activations over the ranks of a model-parallel group",
     "activation_checkpointing.contiguous_memory_optimization": "it belongs to partition_activations",
     "activation_checkpointing.number_checkpoints": "it belongs to partition_activations",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "blocks are checkpointed by torch",
+    "activation_checkpointing.profile": "blocks are checkpointed by torch",
     "checkpoint": "checkpoints are sd_lightning's own",
     "vocabulary_size": "nothing reads it",
     "dataloader_drop_last": "data are sd_lightning's own",
@@ -39,7 +41,7 @@ KEYS: dict[str, frozenset[str]] = {
     ),
     "optimizer": frozenset({"type", "params", "legacy_fusion"}),
     "scheduler": frozenset({"type", "params"}),
-    "activation_checkpointing": frozenset({"cpu_checkpointing", "synchronize_checkpoint_boundary", "profile"}),
+    "activation_checkpointing": frozenset({"cpu_checkpointing"}),
     "aio": frozenset(
         {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"}
     ),

@@ -18,6 +18,7 @@ from sd_lightning.strategies.deepspeed_builds import Extension, check_buildable,
 from sd_lightning.strategies.deepspeed_config import Config, explicit, load, name_of
 from sd_lightning.strategies.deepspeed_nvme import check_swap_path
 from sd_lightning.strategies.deepspeed_optimizer import check_elementwise, to_cpu_adam
+from sd_lightning.strategies.host_checkpointing import checkpointed_blocks
 
 log = logging.getLogger(__name__)
 
@@ -226,11 +227,6 @@ class DeepSpeedSettings:
 def batch_size_of(trainer: Any) -> int | None:
     """Return the global batch size, if the data say it."""
     return getattr(getattr(trainer, "datamodule", None), "batch_size", None)
-
-
-def checkpointed_blocks(module: nn.Module) -> list[Any]:
-    """Return the blocks of diffusers and transformers that recompute their activations."""
-    return [each for each in module.modules() if getattr(each, "gradient_checkpointing", False) is True]
 
 
 def _as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:

@@ -30,11 +30,12 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.latent_diffusion import repeated_blocks
 from sd_lightning.state import ReplicatedState
+from sd_lightning.strategies.processes import WatchedProcesses
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDPStrategy(ModelParallelStrategy):
+class FSDPStrategy(WatchedProcesses, ModelParallelStrategy):
     """Shard weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
     Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
@@ -47,7 +48,7 @@ class FSDPStrategy(ModelParallelStrategy):
         param_dtype: Gather and compute in this type; the weights' own type if not given.
         reduce_dtype: Reduce gradients in this type; ``param_dtype`` if not given.
         forward_prefetch: Blocks gathered ahead of the one that computes; 0 leaves it to the order of execution.
-        timeout_seconds: A collective that takes longer ends the run.
+        timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class FSDPStrategy(ModelParallelStrategy):
         # Checkpoints, object collectives and offloaded gradients are reduced on the CPU.
         self._process_group_backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         assert self.cluster_environment is not None
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+        with self.joining():
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
         if self.world_size % self.replicas:
             raise UsageError(
                 f"FSDPStrategy got replicas={self.replicas} for {self.world_size} processes; expected a divisor"
@@ -149,7 +151,7 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy) -
         if options.cpu_offload
         else OffloadPolicy(),
     }
-    blocks = list(repeated_blocks(network).values())
+    blocks: list[Any] = list(repeated_blocks(network).values())
     for block in blocks:
         fully_shard(block, **settings)
     fully_shard(network, **settings)
@@ -174,7 +176,7 @@ class DTensorState(ReplicatedState):
 
     @override
     def _local(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     @override
     def _range(self, parameter: nn.Parameter) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -50,21 +51,25 @@ class Failure:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the run ends, and the ranks that cannot end by themselves."""
+    """Why the run ends."""
 
     text: str
-    stuck: tuple[int, ...] = ()
+    ranks: tuple[int, ...]
+    """The ranks that are named as the reason."""
+    frozen: bool = False
+    """They cannot end by themselves."""
     raised: bool = False
-    """A rank raised an exception of its own, and others may be about to raise the same."""
+    """One of them raised an exception, and others may be about to raise the same."""
 
 
 def died(rank: RankHealth) -> Cause:
-    return Cause(f"rank {rank.rank} died ({rank.process}: killed, out of memory or crashed)")
+    return Cause(f"rank {rank.rank} died ({rank.process}: killed, out of memory or crashed)", (rank.rank,))
 
 
 def raised(rank: RankHealth) -> Cause:
     assert rank.failure is not None
-    return Cause(f"rank {rank.rank} raised {rank.failure.text} ({rank.process}; see its output)", raised=True)
+    text = f"rank {rank.rank} raised {rank.failure.text} ({rank.process}; see its output)"
+    return Cause(text, (rank.rank,), raised=True)
 
 
 def silent(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | None:
@@ -77,7 +82,8 @@ def silent(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | Non
     have = "has" if len(quiet) == 1 else "have"
     return Cause(
         f"{who} {have} been silent for {seconds:.0f} s: stopped, frozen or cut off",
-        stuck=tuple(rank.rank for rank in quiet),
+        tuple(rank.rank for rank in quiet),
+        frozen=True,
     )
 
 
@@ -100,7 +106,7 @@ def behind(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | Non
             have = "has" if len(late) == 1 else "have"
             return Cause(
                 f"{who}{', …' if len(late) > 4 else ''} {have} kept the others waiting for {seconds:.0f} s",
-                stuck=tuple(rank.rank for rank in late),
+                tuple(rank.rank for rank in late),
             )
     return None
 
@@ -111,7 +117,8 @@ def begun_collectives() -> dict[str, int]:
     for group, name in list(distributed_c10d._world.pg_names.items()):
         for device in group._device_types:
             try:
-                counts[f"{name}/{device.type}"] = group._get_backend(device)._get_sequence_number_for_group()
+                backend: Any = group._get_backend(device)
+                counts[f"{name}/{device.type}"] = backend._get_sequence_number_for_group()
             except RuntimeError:  # a backend that does not count, or that is being destroyed
                 continue
     return counts

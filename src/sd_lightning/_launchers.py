@@ -1,0 +1,63 @@
+"""What a process's environment tells about who started it, before torch or Lightning are asked.
+
+torchrun, ``accelerate launch`` and ``deepspeed`` set RANK, LOCAL_RANK and WORLD_SIZE. Lightning's own launcher gives
+the processes it starts NODE_RANK and LOCAL_RANK. ``srun`` sets SLURM_PROCID and SLURM_LOCALID.
+"""
+
+from __future__ import annotations
+
+import os
+
+from sd_lightning._errors import UsageError
+
+
+def is_first_process() -> bool:
+    """Return whether this is, or will be, rank 0; wrong only where several machines are told nothing of each other."""
+    if "RANK" in os.environ:  # torchrun inside SLURM: the rendezvous numbers the machines, not SLURM
+        return _is_zero("RANK") and is_first_on_machine()
+    return _is_zero("NODE_RANK") and _is_zero("SLURM_PROCID") and is_first_on_machine()
+
+
+def is_first_on_machine() -> bool:
+    """Return whether this process speaks for its machine."""
+    return _is_zero("LOCAL_RANK") if "LOCAL_RANK" in os.environ else _is_zero("SLURM_LOCALID")
+
+
+def was_started_with_others() -> bool:
+    """Return whether a launcher started all processes alike, so that each of them meets the same mistakes."""
+    return "SLURM_PROCID" in os.environ or {"RANK", "LOCAL_RANK"} <= os.environ.keys()
+
+
+def check_started_processes(devices: int, num_nodes: int) -> None:
+    """Compare the number of processes that a launcher has started with the number that the run asks for.
+
+    Raises:
+        UsageError: They differ: the processes would wait for others that do not exist.
+    """
+    if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+        started = int(os.environ["WORLD_SIZE"])
+        on_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or started)
+        who = "the launcher"
+    elif os.environ.get("SLURM_NTASKS") and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        started = int(os.environ["SLURM_NTASKS"])
+        on_machine = int(os.environ.get("SLURM_NTASKS_PER_NODE") or 0)
+        who = "SLURM"
+        if started > 1 and not on_machine:
+            raise UsageError(
+                f"SLURM started {started} tasks without saying how many per machine; give sbatch and srun "
+                f"--ntasks-per-node=<n> instead of --ntasks={started}"
+            )
+        on_machine = on_machine or 1
+    else:
+        return
+    if started != devices * num_nodes:
+        raise UsageError(
+            f"{who} started {started} process(es), but trainer.devices={devices} trainer.num_nodes={num_nodes} ask for "
+            f"{devices * num_nodes}; write trainer.devices={on_machine} trainer.num_nodes={started // on_machine}"
+            + (" and a strategy for several processes, such as strategy=ddp" if started > 1 else "")
+            + (f", or start srun with --ntasks-per-node={devices} --nodes={num_nodes}" if who == "SLURM" else "")
+        )
+
+
+def _is_zero(name: str) -> bool:
+    return os.environ.get(name, "0") == "0"

@@ -1,0 +1,26 @@
+"""Activation checkpoints in host memory: what a recomputed block starts from waits there for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpointed_blocks(module: nn.Module) -> list[Any]:
+    """Return the blocks of diffusers and transformers that recompute their activations."""
+    return [each for each in module.modules() if getattr(each, "gradient_checkpointing", False) is True]
+
+
+def checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a block whose inputs are kept in host memory, and which is called again in backward.
+
+    DeepSpeed's own function empties the inputs in place: it serves stacks of layers, not a UNet, whose time embedding
+    and skip connections are inputs of many blocks. The reentrant kind is the one that saves inputs through hooks.
+    """
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *args, use_reentrant=True)

@@ -1,0 +1,95 @@
+"""Connections between the watchdogs of the ranks, and what they call themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class Link:
+    """A connection that carries one JSON object per line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._received = b""
+
+    def send(self, **message: Any) -> None:
+        """Send if that is possible at once: a process that does not read for that long is given up anyway."""
+        try:
+            self.connection.send(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass
+
+    def end_sending(self) -> None:
+        """Let the other side see the end of what we send."""
+        try:
+            self.connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def receive(self) -> tuple[list[Message], bool]:
+        """Return the messages that have arrived, and whether the other side has closed."""
+        closed = False
+        while not closed:
+            try:
+                data = self.connection.recv(65536)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self._received += data
+            closed = not data
+        *lines, self._received = self._received.split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return [], True
+        well_formed = all(isinstance(message, dict) and "kind" in message for message in messages)
+        return (messages, closed) if well_formed and len(self._received) <= 65536 else ([], True)
+
+
+def own_address(master: str, port: int) -> str:
+    """Return the address of this machine that a packet to the master carries; the loopback on the master itself."""
+    family, _, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def listen(host: str) -> socket.socket:
+    """Listen on the loopback only if the master is the loopback, as on one machine."""
+    master = os.environ["MASTER_ADDR"]
+    if master in ("localhost", "127.0.0.1", "::1"):
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def connect(host: str, port: int, seconds: float) -> socket.socket | None:
+    """Connect to rank 0 where it says it is; if that is its own loopback, where the master is."""
+    if host.startswith("127.") or host == "::1":
+        host = os.environ["MASTER_ADDR"]
+    try:
+        return socket.create_connection((host, port), timeout=seconds)
+    except OSError:
+        return None
+
+
+def this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def this_machine() -> str:
+    """Name what process numbers are valid in: this boot of this kernel, and the container."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}:{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(16)  # not Linux: nobody shares it

@@ -20,6 +20,8 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="disabled",
 )
+# Threads that wait by spinning slow each other down a hundredfold where processes outnumber cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.pop("HYDRA_FULL_ERROR", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")]))

@@ -1,0 +1,30 @@
+"""The main job on the embedded digits: prompted accuracy and seconds of ``fit`` for two seeds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+BARS = {
+    "prompted_accuracy_seed_0": ">= 0.95",
+    "prompted_accuracy_seed_1": ">= 0.95",
+    "train_seconds_max": "<= 120",
+}
+
+
+def measure() -> dict[str, float]:
+    """Train with the default settings under seeds 0 and 1 and read their summaries."""
+    metrics: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in (0, 1):
+            run_dir = Path(folder) / f"seed-{seed}"
+            command = [sys.executable, "-m", "sd_lightning.train", f"seed={seed}", f"output_dir={run_dir}"]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            summary = json.loads((run_dir / "summary.json").read_text())
+            for name in ("prompted_accuracy", "prompted_accuracy_samples", "train_seconds", "caption_gap"):
+                metrics[f"{name}_seed_{seed}"] = summary[name]
+    metrics["train_seconds_max"] = max(metrics["train_seconds_seed_0"], metrics["train_seconds_seed_1"])
+    return metrics

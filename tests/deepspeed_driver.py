@@ -4,11 +4,13 @@
 RESULTS gets one entry per job from rank 0.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+import fake_aio
 import small_training as small
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint
 from sd_lightning.callbacks.ema import inference_weights
@@ -45,8 +48,10 @@ class Job:
     """Write checkpoints here."""
     save_every: int = 0
     resume: str | None = None
-    break_layout: bool = False
+    breaks_layout: bool = False
     """Pretend that DeepSpeed arranges parameters in another order."""
+    fake_aio: bool = False
+    """Swap without DeepSpeed's compiled extension."""
 
 
 class Record(Callback):
@@ -61,6 +66,7 @@ class Record(Callback):
         self.hooks = 0
         self.engine: dict[str, Any] = {}
         self.initial_difference = -1.0
+        self.swap_files: list[str] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.engine = engine_facts(trainer)
@@ -86,6 +92,9 @@ class Record(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         ema = next(c for c in trainer.callbacks if isinstance(c, EMA))  # type: ignore[attr-defined]
         self.average = digest(list(ema.shadow.values()))
+        folder = getattr(trainer.strategy, "_swap_folder", None)
+        if folder is not None:
+            self.swap_files = sorted(path.name for path in folder.path.rglob("*.swp"))
 
 
 class Sick(Callback):
@@ -162,28 +171,41 @@ def run(job: Job) -> dict[str, Any]:
     module = small.module()
     if job.checkpointing:
         Speed(gradient_checkpointing=True).apply_(module.trained_networks().values())
-    if job.break_layout:
-        break_layout()
+    if job.fake_aio:
+        fake_aio.install()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     strategy = deepspeed(**job.strategy) if job.strategy else "auto"
     options = {"strategy": strategy, "devices": world_size, **job.trainer}
-    small.fit(module, small.data(), job.steps, *callbacks, **options)
-    recorded = ("losses", "weights", "average", "hooks", "engine", "initial_difference")
-    return {key: getattr(record, key) for key in recorded} | {"dtypes": sorted(record.dtypes)}
+    with broken_layout() if job.breaks_layout else contextlib.nullcontext():
+        small.fit(module, small.data(), job.steps, *callbacks, **options)
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    recorded = ("losses", "weights", "average", "hooks", "engine", "initial_difference", "swap_files")
+    loaded = {"dtypes": sorted(record.dtypes), "extensions": sorted(OpBuilder._loaded_ops)}
+    return {key: getattr(record, key) for key in recorded} | loaded
 
 
-def break_layout() -> None:
-    """Let ZeRO-1/2 report its parameters' offsets in the reverse order."""
-    from deepspeed.runtime.zero import stage_1_and_2
+@contextlib.contextmanager
+def broken_layout() -> Iterator[None]:
+    """Let the engine's lists name two parameters of the same size in the wrong order."""
+    from sd_lightning.strategies.deepspeed import DeepSpeedStrategy
 
-    init = stage_1_and_2.DeepSpeedZeroOptimizer.__init__
+    original = DeepSpeedStrategy._state_of
 
-    def broken(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        for group in self.round_robin_bit16_groups:
-            group.reverse()
+    def broken(self: Any, zero: Any) -> Any:
+        group = zero.fp16_groups[0] if self.zero_stage_3 else zero.round_robin_bit16_groups[0]
+        shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in group]
+        first, second = next(
+            (i, j) for i in range(len(shapes)) for j in range(i) if shapes[i] == shapes[j] and len(shapes[i]) > 1
+        )
+        group[first], group[second] = group[second], group[first]
+        return original(self, zero)
 
-    stage_1_and_2.DeepSpeedZeroOptimizer.__init__ = broken
+    DeepSpeedStrategy._state_of = broken  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeepSpeedStrategy._state_of = original  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -192,7 +214,7 @@ if __name__ == "__main__":
         try:
             results.append(run(Job(**fields)))
         except Exception as error:
-            if not fields.get("break_layout"):
+            if not fields.get("breaks_layout"):
                 print(f"JOB FAILED: {fields}\n{traceback.format_exc()}", flush=True)
                 sys.exit(1)
             results.append({"error": f"{type(error).__name__}: {error}"})

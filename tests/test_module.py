@@ -342,3 +342,18 @@ def test_ddp_on_two_processes_learns_what_one_process_learns(
     for kind, bound in (("master/", 5e-7), ("ema/", 5e-7), ("exp_avg/", 5e-7)):
         differences = torch.cat([(states[0][k] - states[1][k]).flatten() for k in states[0] if k.startswith(kind)])
         assert differences.square().mean().sqrt() <= bound, kind
+
+
+def test_importing_the_module_registers_our_strategies_beside_lightnings() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from sd_lightning.strategies.ddp import DDPStrategy
+    from sd_lightning.strategies.fsdp import FSDPStrategy
+
+    assert {"sd_ddp", "sd_fsdp", "sd_deepspeed_zero2", "ddp", "deepspeed"} <= set(
+        StrategyRegistry.available_strategies()
+    )
+    offloaded = StrategyRegistry.get("sd_fsdp_offload")
+    assert isinstance(offloaded, FSDPStrategy) and offloaded.cpu_offload
+    assert isinstance(StrategyRegistry.get("sd_ddp"), DDPStrategy)
+    assert not isinstance(StrategyRegistry.get("ddp"), DDPStrategy)

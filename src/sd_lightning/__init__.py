@@ -31,4 +31,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'sd_lightning' has no attribute {name!r}")
+    if name == "SDLightningModule":  # who trains has Lightning in memory anyway
+        from sd_lightning.strategies.registry import register_strategies
+
+        register_strategies()
     return getattr(importlib.import_module(f"sd_lightning.{_MODULES[name]}"), name)

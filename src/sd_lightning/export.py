@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sd_lightning.export")  # __name__ is "__main__" under python -m
 
 Format = Literal["diffusers", "single_file", "ema", "non_ema"]
-Dtype = Literal["float32", "float16", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 SINGLE_FILE_NAME = "model.safetensors"
 

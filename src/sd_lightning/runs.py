@@ -130,16 +130,26 @@ def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
     try:
         if run_dir.exists() and not run_dir.is_dir():
             raise UsageError(f"output_dir={run_dir}: a file is in the way; choose another output_dir=<folder>")
-        if checkpoint.all_checkpoints(run_dir) and not resuming and not overwrite:
-            raise UsageError(
-                f"output_dir={run_dir} already holds a run; continue it with resume=auto, choose another output_dir=, "
-                "or delete it with overwrite=true"
-            )
+        if not resuming and not overwrite:
+            check_unused(run_dir)
         check_writable(run_dir)
     except OSError as error:
         raise UsageError(
             f"output_dir={run_dir} cannot be written ({error.strerror}); choose another output_dir=<folder>"
         ) from error
+
+
+def check_unused(run_dir: Path) -> None:
+    """Refuse to start a run where another has left checkpoints.
+
+    Raises:
+        UsageError: It has.
+    """
+    if checkpoint.all_checkpoints(run_dir):
+        raise UsageError(
+            f"output_dir={run_dir} already holds a run; continue it with resume=auto, choose another output_dir=, "
+            "or delete it with overwrite=true"
+        )
 
 
 def check_writable(folder: Path) -> None:

@@ -99,6 +99,8 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
     resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
     if is_first_process():
         runs.check_output_dir(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite)
+    elif cfg.resume is None and not cfg.overwrite:
+        runs.check_unused(run_dir)  # this run has no checkpoint before all its processes are in it
     return resume
 
 

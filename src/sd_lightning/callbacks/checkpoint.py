@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, stream
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
+_NFS_SECONDS = 90.0
+"""NFS clients may not see a new directory for a minute."""
 
 
 class PortableCheckpoint(Checkpoint):
@@ -77,6 +80,7 @@ class PortableCheckpoint(Checkpoint):
             self._announce(trainer)
         self.resume = None  # a second fit goes on from here
         trainer.strategy.barrier("checkpoint.on_fit_start")
+        self._check_shared(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -210,6 +214,17 @@ class PortableCheckpoint(Checkpoint):
         """Find out before the first step, not after hours, that something cannot be saved."""
         typed_json.dumps(_callback_states(trainer))
 
+    def _check_shared(self, trainer: pl.Trainer) -> None:
+        """Find out before the first step that this machine does not see what rank 0 has just written."""
+        until = time.monotonic() + _NFS_SECONDS
+        while not (self.run_dir / "frozen").is_dir():
+            if time.monotonic() > until:
+                raise UsageError(
+                    f"rank {trainer.global_rank} on {socket.gethostname()} does not see output_dir={self.run_dir}, "
+                    "which rank 0 has made; put it on a file system that all machines share"
+                )
+            time.sleep(0.5)
+
     def _announce(self, trainer: pl.Trainer) -> None:
         """Print the size of a checkpoint and refuse a disk that cannot hold it."""
         shards = training_state(trainer).parameter_shards()
@@ -237,7 +252,9 @@ class PortableCheckpoint(Checkpoint):
             return
         saved = read_trainer_state(self.resume)
         RunPosition(**saved["position"]).check_same_run(batch_size=datamodule.batch_size, seed=pl_module.seed)
-        shapes = {name: tuple(p.shape) for name, p in pl_module.named_parameters() if p.requires_grad}
+        # A strategy may have partitioned the parameters already: DeepSpeed leaves empty ones that know their shape.
+        trained = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
         check_same_model(saved["parameters"], shapes, self.resume)
 
     def _restore(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -85,6 +85,7 @@ REFUSED: dict[str, tuple[Collection[Any], str]] = {
     "sequence_parallel_size": ((1,), _ENGINE),
     "tensor_parallel": ((), _ENGINE),
     "expert_parallel": ((), _ENGINE),
+    "use_data_before_expert_parallelism": ((False,), _ENGINE),
     "pipeline": ((), _ENGINE),
     "hybrid_engine.enabled": ((False,), _ENGINE),
     "weight_quantization": ((), _ENGINE),

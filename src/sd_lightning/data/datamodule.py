@@ -175,6 +175,7 @@ class SDDataModule(LightningDataModule):
             raise UsageError(f"data: none of the {len(source)} images can be read: {self._list_bad()}")
         if self._attached().training:
             self._position = None
+            batch.pop("captions", None)  # Lightning would look into every string for tensors to move
         return batch
 
     def gather_bad_samples(self) -> dict[str, str]:

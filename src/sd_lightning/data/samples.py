@@ -190,15 +190,11 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         if self.wrong_captions:
             return [self.source.captions(i)[0] for i in used]
         choices = [self.source.captions(i) for i in used]
-        captions = [choice[0] for choice in choices]
-        if any(len(choice) > 1 for choice in choices):
-            which = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION).tolist()
-            captions = [choice[int(u * len(choice))] for u, choice in zip(which, choices)]
-        if self.options.proportion_empty_prompts > 0:
-            drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION_DROPOUT)
-            dropped = (drop < self.options.proportion_empty_prompts).tolist()
-            captions = ["" if d else caption for d, caption in zip(dropped, captions)]
-        return captions
+        which, drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION, (2,)).T.tolist()
+        share = self.options.proportion_empty_prompts
+        return [
+            "" if d < share else choice[int(u * len(choice))] for u, d, choice in zip(which, drop, choices, strict=True)
+        ]
 
     def _wrong_caption(self, index: int) -> str:
         """Return the first caption of the next sample with another one ("" if all are the same)."""

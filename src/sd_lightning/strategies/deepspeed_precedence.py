@@ -105,6 +105,8 @@ def settle(
     for key, path in _SAME.items():
         value = get(config, path)
         if value not in (ABSENT, AUTO) and get(run, key) is not ABSENT:
+            if isinstance(value, float) and value.is_integer() and isinstance(get(run, key), int):
+                value = int(value)  # JSON says 5e7 for 50000000, too
             wanted[key] = (path, value)
     accumulate = wanted.get("trainer.accumulate_grad_batches", ("", run["trainer"]["accumulate_grad_batches"]))[1]
     micro = get(config, "train_micro_batch_size_per_gpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,8 +22,10 @@ from sd_lightning.strategies.deepspeed_optimizer import check_elementwise, to_cp
 from sd_lightning.strategies.host_checkpointing import checkpointed_blocks
 
 log = logging.getLogger(__name__)
+_warn = rank_zero_only(log.warning)
 
 Stage = Literal[1, 2, 3]
+_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 _DEFAULTS: Config = {
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {
@@ -96,11 +98,12 @@ class DeepSpeedSettings:
         import_deepspeed(self.who)
         given, warnings = load({} if config is None else config)
         for warning in warnings:
-            log.warning("%s", warning)
+            _warn("%s", warning)
         ours = _as_config(stage, offload, buckets, cpu_checkpointing)
         load(ours)
         self.config = precedence.with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
-        self._asks_for_cpu_checkpointing = bool(cpu_checkpointing)
+        self._has_warned = False
+        self._has_file_for_checkpointing = explicit(given, _CHECKPOINTING) is not None
         self._check_offload()
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -187,15 +190,16 @@ class DeepSpeedSettings:
         precedence.check_optimizer(self.config, optimizer, self.who)
 
     def _check_checkpointing(self, module: nn.Module) -> None:
-        if not self.get("activation_checkpointing.cpu_checkpointing") or checkpointed_blocks(module):
+        if not self.get(_CHECKPOINTING) or checkpointed_blocks(module):
             return
-        if self._asks_for_cpu_checkpointing:
+        if not self._has_file_for_checkpointing:
             raise UsageError(
                 "strategy.cpu_checkpointing=true keeps checkpointed activations in host memory, and no block is "
                 "checkpointed; write speed.gradient_checkpointing=true too"
             )
-        told = "activation_checkpointing.cpu_checkpointing has no effect without speed.gradient_checkpointing=true"
-        log.warning("%s: %s", self.who, told)
+        if not self._has_warned:  # this is checked before processes start, and again when they have
+            _warn("%s: %s has no effect without speed.gradient_checkpointing=true", self.who, _CHECKPOINTING)
+        self._has_warned = True
 
     def engine_config(self, trainer: Any, *, swap_folder: Path | None) -> Config:
         """Return what ``deepspeed.initialize`` gets.

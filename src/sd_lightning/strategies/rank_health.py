@@ -58,8 +58,6 @@ class Cause:
     """The ranks that are named as the reason."""
     frozen: bool = False
     """They cannot end by themselves."""
-    raised: bool = False
-    """One of them raised an exception, and others may be about to raise the same."""
 
 
 def died(rank: RankHealth) -> Cause:
@@ -69,7 +67,7 @@ def died(rank: RankHealth) -> Cause:
 def raised(rank: RankHealth) -> Cause:
     assert rank.failure is not None
     text = f"rank {rank.rank} raised {rank.failure.text} ({rank.process}; see its output)"
-    return Cause(text, (rank.rank,), raised=True)
+    return Cause(text, (rank.rank,))
 
 
 def silent(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | None:

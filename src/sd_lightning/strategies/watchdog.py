@@ -43,7 +43,7 @@ from sd_lightning.strategies.rank_link import (
 )
 
 EXIT_CODE = 1
-GRACE = 0.5  # seconds in which ranks that raise the same exception report it
+GRACE = 3.0  # seconds in which ranks that raise the same exception report it
 FAREWELL = 10.0  # seconds for other ranks to end
 _LAST_WORDS = 60.0  # seconds for a rank that raised to close its loggers and print its stack trace
 
@@ -183,8 +183,6 @@ class Watchdog(threading.Thread):
         """Wait, within bounds, for what has to happen on other ranks before this one ends."""
 
     def _end(self, cause: Cause) -> NoReturn:
-        if cause.raised:
-            self._pump_for(GRACE, lambda: self.failure is not None)
         if self.failure is None or self.failure.in_collective:
             say(f"error: {cause.text}; rank {self.rank} ends the run, continue from the last checkpoint")
         if self.rank in cause.ranks and self.failure is None:
@@ -240,7 +238,7 @@ class Spoke(Watchdog):
     def _hear(self, link: Link, message: Message) -> None:
         self._hub.heard_at = time.monotonic()
         if message["kind"] == "end":
-            self.cause = Cause(message["text"], tuple(message["ranks"]), raised=message["raised"])
+            self.cause = Cause(message["text"], tuple(message["ranks"]))
             kill([(place, pid) for place, pid in message["kills"]])
         elif message["kind"] == "release":
             self._released.set()

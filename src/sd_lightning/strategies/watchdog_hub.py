@@ -139,7 +139,7 @@ class Hub(Watchdog):
     def _settle(self, cause: Cause) -> None:
         kills = [self._places[rank] for rank in cause.ranks if cause.frozen and rank in self._places]
         for link in self._rank_of:
-            link.send(kind="end", text=cause.text, ranks=cause.ranks, raised=cause.raised, kills=kills)
+            link.send(kind="end", text=cause.text, ranks=cause.ranks, kills=kills)
         kill(kills)
         self._pump_for(FAREWELL / 2, lambda: not self._waiting())
         kill([self._places[rank] for rank in self._waiting()])  # children of this process would be left behind

@@ -44,6 +44,8 @@ class Job:
     sick_batch: int = 0
     """The batch, counted from 1, whose loss is not a number."""
     checkpointing: bool = False
+    trains: str = ""
+    """Freeze all parameters whose names do not contain this."""
     run_dir: str | None = None
     """Write checkpoints here."""
     save_every: int = 0
@@ -169,6 +171,8 @@ def run(job: Job) -> dict[str, Any]:
     if job.run_dir is not None:
         callbacks.append(PortableCheckpoint(job.run_dir, every_n_steps=job.save_every, resume=job.resume, keep=9))
     module = small.module()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(job.trains in name)
     if job.checkpointing:
         Speed(gradient_checkpointing=True).apply_(module.trained_networks().values())
     if job.fake_aio:

@@ -1,7 +1,7 @@
 """Lets ranks die, raise, freeze and hang in the midst of training, and tells how each process of the run ended.
 
-``python dying_ranks.py RESULTS.json CASE …`` where a case is ``strategy:fault:rank``. The processes of a run are forks
-of one that has imported everything.
+``python dying_ranks.py RESULTS.json CASE …`` where a case is ``strategy:fault:ranks`` with a fault of kill, raise, stop,
+hang and none, and ranks such as 1 or 0+1. The processes of a run are forks of one that has imported everything.
 """
 
 import json
@@ -25,7 +25,9 @@ from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy  # noqa
 from sd_lightning.strategies.fsdp import FSDPStrategy  # noqa: E402
 from small_training import data, fit, module  # noqa: E402
 
-TIMEOUT = 10.0
+TIMEOUT = 10.0  # seconds
+GIVE_UP = 90.0
+NEVER_ENDED = 999
 FAULT_AT = 2
 
 
@@ -74,7 +76,7 @@ def train(strategy: str, fault: Fault) -> None:
             return step(*arguments)
 
         pl_module.training_step = training_step  # type: ignore[method-assign]
-    fit(pl_module, data(cache_latents=False), 5, fault, strategy=chosen, devices=2)
+    fit(pl_module, data(cache_latents=False), 4, fault, strategy=chosen, devices=2)
 
 
 def fork(strategy: str, fault: Fault, rank: int, port: int, output: Path) -> int:
@@ -89,33 +91,51 @@ def fork(strategy: str, fault: Fault, rank: int, port: int, output: Path) -> int
     return pid
 
 
-def run(case: str, folder: Path) -> dict[str, Any]:
-    strategy, kind, culprits = case.split(":")
-    ranks = {int(rank) for rank in culprits.split("+")}
-    marker, port = folder / f"{case}.fault", find_free_network_port()
-    outputs = [folder / f"{case}.{rank}.log" for rank in range(2)]
-    fault = Fault(kind, ranks, marker)
-    begun, pids = time.time(), {}
-    for rank in range(2):
-        pids[fork(strategy, fault, rank, port, outputs[rank])] = rank
-    processes, codes, ended_at = {str(rank): pid for pid, rank in pids.items()}, {}, begun
-    while pids and time.time() - begun < 90:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            codes[str(pids.pop(pid))] = os.waitstatus_to_exitcode(status)
-            ended_at = time.time()
+class Run:
+    """The two processes of a case."""
+
+    def __init__(self, case: str, folder: Path) -> None:
+        strategy, kind, culprits = case.split(":")
+        self.marker = folder / f"{case}.fault"
+        self.outputs = [folder / f"{case}.{rank}.log" for rank in range(2)]
+        fault = Fault(kind, {int(rank) for rank in culprits.split("+")}, self.marker)
+        self.begun = self.ended = time.time()
+        port = find_free_network_port()
+        self.pids = {rank: fork(strategy, fault, rank, port, self.outputs[rank]) for rank in range(2)}
+        self.codes: dict[int, int] = {}
+
+    def poll(self) -> bool:
+        """Look who has ended; return whether nobody is left."""
+        for rank in self.pids.keys() - self.codes.keys():
+            pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
+            if not pid and time.time() - self.begun > GIVE_UP:
+                os.kill(self.pids[rank], signal.SIGKILL)
+                self.codes[rank] = NEVER_ENDED
+                os.waitpid(self.pids[rank], 0)
+            elif pid:
+                self.codes[rank] = os.waitstatus_to_exitcode(status)
+            self.ended = time.time()
+        return len(self.codes) == 2
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "codes": [self.codes[rank] for rank in range(2)],
+            "seconds": self.ended - float(self.marker.read_text()) if self.marker.exists() else None,
+            "outputs": [path.read_text(errors="replace") for path in self.outputs],
+        }
+
+
+def main() -> None:
+    results_file = Path(sys.argv[1])
+    waiting, running, results = sys.argv[2:], dict[str, Run](), {}
+    while waiting or running:
+        while waiting and len(running) < 2:  # most of them wait for a timeout
+            running[waiting[0]] = Run(waiting.pop(0), results_file.parent)
+        for case in [case for case, run in running.items() if run.poll()]:
+            results[case] = running.pop(case).result()
         time.sleep(0.02)
-    for pid in pids:  # what is left has to be ended from outside
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return {
-        "codes": codes,
-        "processes": processes,
-        "seconds": ended_at - float(marker.read_text()) if marker.exists() else None,
-        "outputs": [path.read_text(errors="replace") for path in outputs],
-    }
+    results_file.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    results_file = Path(sys.argv[1])
-    results_file.write_text(json.dumps({case: run(case, results_file.parent) for case in sys.argv[2:]}))
+    main()

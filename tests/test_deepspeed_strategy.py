@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import small_training as small
 
 pytest.importorskip("deepspeed")
 
@@ -21,6 +24,7 @@ ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 OFFLOAD2 = {"stage": 2, "offload_optimizer": "cpu", "cpu_adam": False}
 OFFLOAD3 = {**ZERO3, "offload_optimizer": "cpu", "offload_parameters": "cpu", "cpu_adam": False}
 BF16 = {"precision": "bf16-mixed"}
+FEW = {"trains": "attn2", "steps": 2}
 TWICE = {"accumulate_grad_batches": 2}
 CONFIG = {
     "train_batch_size": "auto",
@@ -55,7 +59,9 @@ def torchrun(jobs: dict[str, dict[str, Any]], folder: Path, *, timeout: float = 
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What many small trainings did, in one set of two processes."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    runs = {name: str(folder / name) for name in ("bf16", "bf16-again", "bf16-zero2", "nvme", "nvme-again")}
+    runs = {
+        name: str(folder / name) for name in ("bf16", "bf16-again", "bf16-zero2", "nvme", "nvme-again", "few2", "few3")
+    }
     (folder / "disk").mkdir()
     nvme = {**OFFLOAD3, "offload_optimizer": "nvme", "nvme_path": str(folder / "disk")}
     jobs: dict[str, dict[str, Any]] = {
@@ -87,6 +93,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "zero2, twice, sick": {"strategy": {"stage": 2}, "trainer": TWICE, "steps": 3, "sick_batch": 3},
         "zero3, twice, sick": {"strategy": ZERO3, "trainer": TWICE, "steps": 3, "sick_batch": 3},
         "nvme": {"strategy": nvme, "fake_aio": True, "run_dir": runs["nvme"], "save_every": 2, "sample_after": 3},
+        "zero2 bf16, few": {**FEW, "strategy": {"stage": 2}, "trainer": BF16, "run_dir": runs["few2"]},
+        "zero3, few": {**FEW, "strategy": ZERO3, "run_dir": runs["few3"]},
         "zero2, another layout": {"strategy": {"stage": 2}, "breaks_layout": True},
         "zero3, another layout": {"strategy": ZERO3, "breaks_layout": True},
     }
@@ -198,6 +206,19 @@ def test_optimizer_states_on_a_disk_are_those_in_memory(results: Results) -> Non
     resumed = results["nvme, resumed"]
     assert (resumed["losses"], resumed["weights"]) == (found["losses"][2:], found["weights"][2:])
     assert not list((Path(results["folder"]["path"]) / "disk").iterdir()), "swap files outlive their run"
+
+
+@slow
+@pytest.mark.parametrize("run", ["few2", "few3"])
+def test_weights_that_are_not_trained_reach_the_pipeline_whole_and_unrounded(results: Results, run: str) -> None:
+    from safetensors.torch import load_file
+
+    checkpoint = Path(results["folder"]["path"]) / run / "checkpoints" / "step-00000002"
+    saved = load_file(checkpoint / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
+    fresh = small.module().unet.state_dict()
+    assert saved.keys() == fresh.keys()
+    moved = {key for key in fresh if not torch.equal(saved[key], fresh[key])}
+    assert moved and all("attn2" in key for key in moved)
 
 
 # ---------------------------------------------------------------------- compiled extensions

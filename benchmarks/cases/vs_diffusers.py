@@ -89,6 +89,7 @@ def our_command(folder: Path, *, steps: int, cached: bool) -> list[str]:
         "optimizer.betas=[0.9,0.999]",
         "lr_scheduler=none",
         "callbacks.ema.decay=0.9999",
+        "speed.channels_last=true",  # a switch that the peer does not have; the numbers are the same float32
         "~callbacks.samples",
         "callbacks.checkpoint.every_n_steps=0",
         "trainer.accelerator=cpu",

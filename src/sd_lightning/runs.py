@@ -1,8 +1,9 @@
 """A run lives in one directory; this is its layout, and how other programs find things in it.
 
 ``<run>/`` holds ``config.yaml``, ``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by
-every checkpoint), ``pipeline/`` (the result, linked from the last checkpoint), ``samples/``, ``logs/``,
-``summary.json`` and ``report.html``.
+every checkpoint), ``frozen-weights/`` (weights within trained networks that are not trained, if there are any),
+``pipeline/`` (the result, linked from the last checkpoint), ``samples/``, ``logs/``, ``summary.json`` and
+``report.html``.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
+from safetensors import safe_open
 from torch import Tensor
 
 from sd_lightning import checkpoint, typed_json
@@ -22,6 +23,7 @@ from sd_lightning.callbacks.position import RunPosition, restore_position
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.latent_diffusion import LatentDiffusion
 from sd_lightning.pipeline_folder import file_keys, weights_file
+from sd_lightning.safetensors_file import write_tensors
 from sd_lightning.scheduler_state import load_scheduler_state, scheduler_state
 from sd_lightning.state import ParameterShard, SavedParameter
 from sd_lightning.strategies import training_state
@@ -66,6 +68,20 @@ class PortableCheckpoint(Checkpoint):
         self._last_step = 0
 
     # ------------------------------------------------------------------ hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Keep the frozen weights of trained networks as they are before an engine shards them or rounds them."""
+        if stage != "fit" or not trainer.is_global_zero:
+            return
+        for name, network in pl_module.trained_networks().items():
+            frozen = {key: p.detach() for key, p in network.named_parameters() if not p.requires_grad}
+            if frozen and all(_is_whole(weight) for weight in frozen.values()):
+                path = self._frozen_weights(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    write_tensors(path, frozen)
+                except Exception as error:
+                    raise checkpoint.disk_full(error, self.run_dir, 0) or error from error
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.perf_counter()
@@ -168,14 +184,26 @@ class PortableCheckpoint(Checkpoint):
             for name, network in pl_module.trained_networks().items():
                 component = model.components[name]
                 keys = file_keys(component, network.state_dict())
+                frozen = self._read_frozen_weights(name)
                 sources: dict[str, str | Tensor] = {}
                 for key, value in network.state_dict().items():
                     stored = f"{'ema' if averaged else 'master'}/{name}.{key}"
                     # Frozen weights and buffers are not in the store.
-                    sources[keys[key]] = stored if stored in store else value
+                    sources[keys[key]] = stored if stored in store else frozen.get(key, value)
                 path = f"pipeline/{name}/{weights_file(component)}"
                 digests[path] = stream_network(store, sources, tmp / path)
         return digests
+
+    def _frozen_weights(self, name: str) -> Path:
+        return self.run_dir / "frozen-weights" / f"{name}.safetensors"
+
+    def _read_frozen_weights(self, name: str) -> dict[str, Tensor]:
+        """Map the frozen weights of a trained network into memory."""
+        path = self._frozen_weights(name)
+        if not path.exists():
+            return {}
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}
 
     def _write_frozen(self, pl_module: Any) -> None:
         """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""
@@ -296,6 +324,11 @@ class PortableCheckpoint(Checkpoint):
         self.last_saved = self.resume
         restore_position(trainer, position)
         log.info("resumed %s at step %d", self.resume, position.optimizer_steps)
+
+
+def _is_whole(weight: Tensor) -> bool:
+    """Whether no engine has taken a weight apart (an earlier fit of the same module did)."""
+    return not hasattr(weight, "device_mesh") and not hasattr(weight, "ds_shape")  # FSDP2's DTensor, ZeRO-3
 
 
 def read_trainer_state(path: Path) -> dict[str, Any]:

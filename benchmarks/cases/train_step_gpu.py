@@ -1,0 +1,67 @@
+"""Speed and memory of training on one CUDA GPU: Stable Diffusion 1.5's network with random weights, 512 x 512 pixels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+BARS: dict[str, str] = {}
+
+
+def measure(*, architecture: str = "sd15", batch_size: int = 8, steps: int = 30, precision: str = "bf16-mixed") -> dict:
+    """Train some steps with and without gradient checkpointing.
+
+    Args:
+        architecture: Which model is built.
+        batch_size: Samples per step; their latents are cached.
+        steps: Optimizer steps of each run.
+        precision: Lightning's precision.
+
+    Returns:
+        Images per second, MFU and peak GiB of each run.
+    """
+    metrics: dict[str, float] = {}
+    for name, checkpointing in (("plain", False), ("checkpointed", True)):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        summary = _train(architecture, batch_size, steps, precision, gradient_checkpointing=checkpointing)
+        metrics |= {f"{name}_{key}": value for key, value in summary.items()}
+    return metrics
+
+
+def _train(
+    architecture: str, batch_size: int, steps: int, precision: str, *, gradient_checkpointing: bool
+) -> dict[str, float]:
+    import lightning.pytorch as pl
+
+    from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule
+    from sd_lightning.callbacks import EMA, Throughput
+    from sd_lightning.data.digits import Digits
+    from sd_lightning.data.samples import ImageOptions
+    from sd_lightning.data.source import SourceSubset
+    from sd_lightning.speed import Speed
+
+    model = LatentDiffusion.build(architecture)
+    module = SDLightningModule(model, optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))
+    Speed(gradient_checkpointing=gradient_checkpointing, allow_tf32=True).apply_(module.trained_networks().values())
+    resolution = model.resolution
+    source = SourceSubset(Digits("train", size=resolution), range(4 * batch_size))
+    data = SDDataModule(
+        source, batch_size=batch_size, images=ImageOptions(resolution, True, False, 0.1), cache_latents=True
+    )
+    throughput = Throughput(window=steps)
+    trainer = pl.Trainer(
+        max_steps=steps,
+        precision=precision,  # type: ignore[arg-type]
+        devices=1,
+        callbacks=[EMA(0.999), throughput],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, data)
+    return throughput.summary()

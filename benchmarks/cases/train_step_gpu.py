@@ -1,4 +1,4 @@
-"""Speed and memory of training on one CUDA GPU: Stable Diffusion 1.5's network with random weights, 512 x 512 pixels."""
+"""Speed and memory of training on one CUDA GPU: Stable Diffusion 1.5 with random weights, 512 x 512 pixels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Lets ranks die, raise, freeze and hang in the midst of training, and tells how each process of the run ended.
 
-``python dying_ranks.py RESULTS.json CASE …`` where a case is ``strategy:fault:ranks`` with a fault of kill, raise, stop,
-hang and none, and ranks such as 1 or 0+1. The processes of a run are forks of one that has imported everything.
+``python dying_ranks.py RESULTS.json CASE …`` where a case is ``strategy:fault:ranks`` with a fault of kill, raise,
+stop, hang and none, and ranks such as 1 or 0+1. Runs are forks of a process that has imported everything.
 """
 
 import json
@@ -130,7 +130,8 @@ def main() -> None:
     waiting, running, results = sys.argv[2:], dict[str, Run](), {}
     while waiting or running:
         while waiting and len(running) < 2:  # most of them wait for a timeout
-            running[waiting[0]] = Run(waiting.pop(0), results_file.parent)
+            case = waiting.pop(0)
+            running[case] = Run(case, results_file.parent)
         for case in [case for case, run in running.items() if run.poll()]:
             results[case] = running.pop(case).result()
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Starts ``python -m sd_lightning.train`` on two processes by each launcher, as a user would, and looks at how it ends."""
+"""Starts ``python -m sd_lightning.train`` on two processes by each launcher, and looks at how it ends."""
 
 import json
 import os

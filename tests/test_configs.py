@@ -117,9 +117,16 @@ def build_data(cfg: DictConfig) -> None:
     assert data.source_train.image(0).mode == "RGB" and data.source_train.captions(0)
 
 
+def build_experiment(cfg: DictConfig) -> None:
+    """What an experiment chooses fits together; its model is built beside its own option."""
+    for group in ("data", "objective", "optimizer", "lr_scheduler", "strategy", "trainer", "callbacks", "logger"):
+        BUILDERS[group](cfg)
+
+
 BUILDERS: dict[str, Callable[[DictConfig], None]] = {
     "callbacks": build_callbacks,
     "data": build_data,
+    "experiment": build_experiment,
     "logger": build_logger,
     "lr_scheduler": build_lr_scheduler,
     "model": build_model,
@@ -132,7 +139,7 @@ BUILDERS: dict[str, Callable[[DictConfig], None]] = {
 
 def values_for(option: str, tmp_path: Path) -> list[str]:
     """Give the values that an option has no default for."""
-    if option == "data/images":
+    if option in ("data/images", "experiment/sd21_finetune"):
         for i in range(20):
             Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
             (tmp_path / f"{i}.txt").write_text("black")

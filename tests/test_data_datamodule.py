@@ -383,6 +383,7 @@ DDP = """
 import sys, torch, lightning.pytorch as pl
 sys.path.insert(0, sys.argv[1])
 from test_data_datamodule import *
+from sd_lightning.strategies.processes import leave_process_group
 images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
 module, data = Recorder(), datamodule(images=images, cache_latents=True, val=Squares(7), source=Squares(70, (4, 33)),
                                       max_bad_fraction=0.1)
@@ -400,6 +401,7 @@ except UsageError as refused:
     error = str(refused)
 shown = [batch["index"].tolist() for batch in module.val_batches]
 torch.save((module.steps, shown, bad, error, made.global_step), f"{sys.argv[2]}/{made.global_rank}.pt")
+leave_process_group()
 """
 
 

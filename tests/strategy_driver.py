@@ -20,15 +20,17 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
-from sd_lightning.callbacks.checkpoint import read_trainer_state
 from sd_lightning.generation import SamplingOptions
+from sd_lightning.lr_schedules import cosine
+from sd_lightning.speed import Speed
 from sd_lightning.state import LazyTensor, SavedParameter
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.tensor_store import ShardedTensors
-from small_training import data, fit, module
+from sd_lightning.trainer_state import read_trainer_state
+from small_training import data, fit, module, trainer_of
 
 # Adam divides by the root of small second moments, so rounding grows with the learning rate: at 2e-3 the losses of two
 # summation orders differ by 2e-6 within five steps, for DDP as for any other engine.
@@ -41,8 +43,12 @@ def strategy_of(name: str) -> Any:
         return "auto"
     if name == "ddp":
         return DDPStrategy()
+    if name == "ddp_unused":
+        return DDPStrategy(find_unused_parameters=True)
     if name == "fsdp":
         return FSDPStrategy()
+    if name == "zero3_default":
+        return DeepSpeedStrategy(stage=3)
     return DeepSpeedStrategy(stage=int(name[-1]), buckets=Buckets(stage3_param_persistence_threshold=0))  # type: ignore[arg-type]
 
 
@@ -109,6 +115,34 @@ class LoadEach(Callback):
         return differing
 
 
+class StopAt(Callback):
+    """One rank asks for the end of the run, as early stopping or a signal does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.global_rank == 0, all=False)
+
+
+def module_of(job: dict[str, Any]) -> Any:
+    """Return the module of a job, with the parts that it freezes, adds or recomputes."""
+    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    options = dict(job.get("module", {}))
+    if job.get("lr_scheduler"):
+        options["lr_scheduler"] = partial(cosine, total_steps=job["steps"], warmup_steps=2)
+    pl_module = module(optimizer=optimizer, **options)
+    if job.get("train_only"):  # a small trained set, such as LoRA's
+        for network in pl_module.trained_networks().values():
+            for name, parameter in network.named_parameters():
+                parameter.requires_grad_(job["train_only"] in name)
+    if job.get("unused"):
+        pl_module.unet.register_parameter("never_used", torch.nn.Parameter(torch.ones(3, 2)))
+    Speed(**job.get("speed", {})).apply_(pl_module.trained_networks().values())
+    return pl_module
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     losses = Losses()
     options = {"strategy": strategy_of(job["strategy"]), "devices": job["devices"]}
@@ -121,11 +155,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             callbacks.append(
                 SampleGrid(job["run_dir"], prompts=prompts, every_n_steps=job["sample_every"], options=sampling)
             )
-        optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
-        pl_module = module(optimizer=optimizer, **job.get("module", {}))
-        trainer = fit(pl_module, data(), job["steps"], *callbacks, **options, **job.get("trainer", {}))
+        if job.get("stop_at"):
+            callbacks.append(StopAt(job["stop_at"]))
+        pl_module, datamodule = module_of(job), data()
+        trainer = trainer_of(job["steps"], *callbacks, **options, **job.get("trainer", {}))
+        trainer.fit(pl_module, datamodule, ckpt_path=job.get("ckpt_path"))
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        return {"losses": losses.values, "checkpoint": str(checkpoint.last_saved), "metrics": metrics}
+        results = {"losses": losses.values, "checkpoint": str(checkpoint.last_saved), "metrics": metrics}
+        if job.get("evaluate"):
+            for name in ("validate", "test"):
+                found = getattr(trainer, name)(pl_module, datamodule, verbose=False)
+                results[name] = {key: float(value) for key, value in found[0].items()}
+        return results
     loads = LoadEach(job["checkpoints"])
     fit(module(), data_at(job["steps"]), 1, loads, **options)
     return {"found": loads.found}

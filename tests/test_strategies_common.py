@@ -12,6 +12,14 @@ from strategy_driver import torchrun
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 STEPS = 20
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "two_groups": {"module": {"text_encoder_lr": 1e-4}},
+    "schedule": {"lr_scheduler": True},
+    "recomputed": {"speed": {"gradient_checkpointing": True}},
+    "small_set": {"train_only": "attn2.to_q"},
+    "unused": {"unused": True},
+}
+"""What must train as in one process, by name."""
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +33,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "two_halves": {"trainer": accumulate},
         "clipped": {"trainer": {"gradient_clip_val": 0.05}, "steps": 4},
         "frozen_text": {"module": {"train_text_encoder": False}, "steps": 4},
+        "evaluated": {"steps": 3, "evaluate": True, "trainer": {"limit_val_batches": 1}},
+        **{name: options | {"steps": 4} for name, options in VARIATIONS.items()},
     }
     double: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES:
@@ -39,7 +49,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             },
             f"{name}:frozen_text": {"strategy": name, "module": {"train_text_encoder": False}, "steps": 4},
             f"{name}:bf16": {"strategy": name, "trainer": {"precision": "bf16-mixed"}, "steps": 4},
+            f"{name}:evaluated": {
+                "strategy": name,
+                "steps": 3,
+                "evaluate": True,
+                "trainer": {"limit_val_batches": 1},
+            },
+            f"{name}:stopped": {"strategy": name, "steps": 8, "stop_at": 3},
+            f"{name}:resumed": {"strategy": name, "steps": 8, "ckpt_path": str(folder / f"2-{name}:stopped")},
+            **{f"{name}:{key}": {"strategy": name, "steps": 4} | options for key, options in VARIATIONS.items()},
         }
+    double["ddp:unused"]["strategy"] = "ddp_unused"
+    double["zero3:default_threshold"] = {"strategy": "zero3_default"}
     found: dict[str, dict[str, Any]] = {}
     for world, cases in ((1, single), (2, double)):
         jobs = [
@@ -120,3 +141,44 @@ def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], name: s
     ours, whole = results[f"{name}:bf16"]["losses"], results["whole"]["losses"][:4]
     assert ours == pytest.approx(whole, rel=2e-2)
     assert ours != whole
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_variation_of_training_is_that_of_one_process(
+    results: dict[str, dict[str, Any]], name: str, variation: str
+) -> None:
+    whole, ours = results[variation], results[f"{name}:{variation}"]
+    assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-6)
+    assert rms(whole["checkpoint"], ours["checkpoint"]) < 1e-7
+    if variation != "recomputed":
+        assert rms(whole["checkpoint"], results["whole"]["checkpoint"]) > 1e-7, "the variation has an effect"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_validating_and_testing_after_fit_see_the_average_of_one_process(
+    results: dict[str, dict[str, Any]], name: str
+) -> None:
+    whole, ours = results["evaluated"], results[f"{name}:evaluated"]
+    assert ours["validate"] == pytest.approx(whole["validate"], abs=1e-5)
+    assert ours["test"] == pytest.approx(whole["test"], abs=1e-5)
+    assert ours["test"]["test/loss"] == ours["validate"]["val/loss"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(
+    results: dict[str, dict[str, Any]], name: str
+) -> None:
+    stopped, resumed, plain = (results[f"{name}:{job}"] for job in ("stopped", "resumed", "not_sampled"))
+    assert stopped["checkpoint"].endswith("step-00000003")
+    assert stopped["losses"] + resumed["losses"] == plain["losses"]
+    assert rms(resumed["checkpoint"], plain["checkpoint"]) == 0
+    assert rms(resumed["checkpoint"], plain["checkpoint"], "ema") == 0
+
+
+def test_zero3_trains_alike_with_its_default_persistence_threshold(results: dict[str, dict[str, Any]]) -> None:
+    whole, ours = results["whole"], results["zero3:default_threshold"]
+    assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-6)
+    assert rms(whole["checkpoint"], ours["checkpoint"]) <= 3 * rms(
+        whole["checkpoint"], results["two_halves"]["checkpoint"]
+    )

@@ -56,6 +56,12 @@ def step_of(checkpoint: str | os.PathLike[str]) -> int:
     return int(match[1])
 
 
+def is_portable(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is one of our checkpoints, or a run that holds some: other folders may be an engine's own."""
+    root = Path(path)
+    return (root / MANIFEST_NAME).is_file() or bool(all_checkpoints(root))
+
+
 def begin(run_dir: str | os.PathLike[str], step: int) -> Path:
     """Make the temporary directory in which the checkpoint of a step is built."""
     path = checkpoint_path(run_dir, step)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sd_lightning._errors import UsageError
 from sd_lightning.conditioning import map_conditioning
+from sd_lightning.deferred_weights import DeferredWeights
 from sd_lightning.encoder import Dtype, LatentEncoder
 from sd_lightning.flops import training_flops_per_sample
 from sd_lightning.generation import SamplingOptions, generate
@@ -89,15 +90,35 @@ class SDLightningModule(pl.LightningModule):
             self._text_encoder_names = tuple(latent_diffusion.text_encoders)
             for name, network in latent_diffusion.text_encoders.items():
                 self.add_module(name, network)
+        frozen = latent_diffusion.deferred.keys() - self.trained_networks().keys()
+        if frozen:
+            raise UsageError(
+                f"SDLightningModule got a model with deferred weights of {', '.join(sorted(frozen))}, which it does "
+                "not train; defer trained networks only"
+            )
         for network in self.trained_networks().values():
             network.requires_grad_(True).train()
         for name, unused in latent_diffusion.unused_parameters().items() if train_text_encoder else ():
             for key in unused:
                 latent_diffusion.networks[name].get_parameter(key).requires_grad_(False)
+            if name in latent_diffusion.deferred:  # small, and saved once for all checkpoints before anything is sharded
+                latent_diffusion.deferred[name].fill_parameters(latent_diffusion.networks[name], unused)
 
     def trained_networks(self) -> dict[str, nn.Module]:
         """Return the networks that are trained, by name: what strategies shard."""
         return {name: getattr(self, name) for name in ("unet", *self._text_encoder_names)}
+
+    def setup(self, stage: str) -> None:
+        """Read weights that are still in their files, unless the strategy does, once it has sharded the networks."""
+        strategy = self.trainer.strategy
+        for name, network in self.trained_networks().items() if not getattr(strategy, "loads_weights", False) else ():
+            weights = self.take_deferred(name)
+            if weights is not None:
+                weights.fill_(network, strategy.root_device)
+
+    def take_deferred(self, name: str) -> DeferredWeights | None:
+        """Return the weights of a trained network that are still in their files, once: the caller reads them."""
+        return self.latent_diffusion.deferred.pop(name, None)
 
     # ------------------------------------------------------------------ data
 
@@ -105,6 +126,9 @@ class SDLightningModule(pl.LightningModule):
         self._to_device()
 
     def on_validation_start(self) -> None:
+        self._to_device()
+
+    def on_test_start(self) -> None:
         self._to_device()
 
     def _to_device(self) -> None:
@@ -149,12 +173,19 @@ class SDLightningModule(pl.LightningModule):
         return self._sample_losses(self._add_noise(batch), self._conditioning(batch)).mean()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Log the held-out loss and the caption gap.
+        """Log the held-out loss and the caption gap as ``val/loss`` and ``val/caption_gap``.
 
         The caption gap is the loss with wrong captions minus the loss with the right ones, on the noisier half of the
         schedule, where the caption matters. A model that ignores its prompts has a gap of zero, long before that
         shows in pictures.
         """
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Log what :meth:`validation_step` does as ``test/loss`` and ``test/caption_gap``."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: dict[str, Any], prefix: str) -> None:
         conditioning = self._conditioning(batch)
         losses = self._sample_losses(self._add_noise(batch), conditioning)
         noisy = self._add_noise(batch, min_timestep=self.schedule.num_train_timesteps // 2)
@@ -163,9 +194,9 @@ class SDLightningModule(pl.LightningModule):
         # Samples that only fill the last batches up, so that all ranks make the same calls, weigh nothing.
         weight = batch.get("sample_weight", torch.ones_like(losses))
         count = int(weight.sum())
-        for name, values in {"val/loss": losses, "val/caption_gap": wrong - right}.items():
+        for name, values in {"loss": losses, "caption_gap": wrong - right}.items():
             mean = (values * weight).sum() / max(count, 1)
-            self.log(name, mean, batch_size=count, sync_dist=True)
+            self.log(f"{prefix}/{name}", mean, batch_size=count, sync_dist=True)
 
     @property
     def last_loss(self) -> Tensor | None:

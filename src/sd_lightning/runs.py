@@ -25,12 +25,13 @@ LIGHTNING_SUFFIX = ".ckpt"
 """Ending of plain Lightning checkpoints, from which only weights are taken."""
 
 
-def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
+def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume") -> Path | None:
     """Return the checkpoint that ``resume=`` means.
 
     Args:
         resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory.
         run_dir: The run's own directory.
+        who: The setting it was given by, for the message.
 
     Raises:
         UsageError: The path holds no valid checkpoint.
@@ -39,21 +40,21 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
         return checkpoint.newest_valid(run_dir)
     path = Path(resume)
     if not path.exists():
-        raise UsageError(f"resume={resume}: no such folder; expected auto, a run or one of its checkpoints")
+        raise UsageError(f"{who}={resume}: no such folder; expected auto, a run or one of its checkpoints")
     if (path / checkpoint.MANIFEST_NAME).exists():
         problems = checkpoint.verify(path)
         if problems:
             raise UsageError(
-                f"resume={resume}: the checkpoint is damaged: {problems[0]}; give an earlier one, or resume=auto"
+                f"{who}={resume}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run's folder"
             )
         return path
     if path.suffix == LIGHTNING_SUFFIX:
         raise UsageError(
-            f"resume={resume}: a Lightning checkpoint, from which only weights can be taken; write init_from={resume}"
+            f"{who}={resume}: a Lightning checkpoint, from which only weights can be taken; write init_from={resume}"
         )
     found = checkpoint.newest_valid(path)
     if found is None:
-        raise UsageError(f"resume={resume}: no valid checkpoint in it; expected a run or one of its checkpoints")
+        raise UsageError(f"{who}={resume}: no valid checkpoint in it; expected a run or one of its checkpoints")
     return found
 
 

@@ -6,7 +6,6 @@ import logging
 import shutil
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from sd_lightning import checkpoint, typed_json
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint_folders import CheckpointFolders
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.position import RunPosition, restore_position
 from sd_lightning.callbacks.throughput import paused
@@ -28,10 +28,10 @@ from sd_lightning.scheduler_state import load_scheduler_state, scheduler_state
 from sd_lightning.state import ParameterShard, SavedParameter
 from sd_lightning.strategies import training_state
 from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, stream_network, write_shards
+from sd_lightning.trainer_state import FORMAT, check_same_model, read_trainer_state
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
 _NFS_SECONDS = 90.0
 """NFS clients may not see a new directory for a minute."""
 
@@ -71,6 +71,8 @@ class PortableCheckpoint(Checkpoint):
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Keep the frozen weights of trained networks as they are before an engine shards them or rounds them."""
+        if not isinstance(trainer.strategy.checkpoint_io, CheckpointFolders):
+            trainer.strategy.checkpoint_io = CheckpointFolders(self, trainer, trainer.strategy.checkpoint_io)
         if stage != "fit" or not trainer.is_global_zero:
             return
         for name, network in pl_module.trained_networks().items():
@@ -86,15 +88,13 @@ class PortableCheckpoint(Checkpoint):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.perf_counter()
         self.last_saved = None
-        if self.resume is not None:
-            self._restore(trainer, pl_module)
-        self._last_step = trainer.global_step
+        resumed = self.resume
+        self.restore(trainer, pl_module)
         self._refuse_unsavable(trainer)
         if trainer.is_global_zero:
             checkpoint.clean(self.run_dir)
-            self._write_frozen(pl_module)
+            self._write_frozen(pl_module, resumed)
             self._announce(trainer)
-        self.resume = None  # a second fit goes on from here
         trainer.strategy.barrier("checkpoint.on_fit_start")
         self._check_shared(trainer)
 
@@ -205,10 +205,10 @@ class PortableCheckpoint(Checkpoint):
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}
 
-    def _write_frozen(self, pl_module: Any) -> None:
+    def _write_frozen(self, pl_module: Any, resumed: Path | None) -> None:
         """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""
         frozen, tmp = self.run_dir / "frozen", self.run_dir / ".tmp-frozen"
-        if frozen.exists() and self.resume is not None and self.run_dir.resolve() in self.resume.resolve().parents:
+        if frozen.exists() and resumed is not None and self.run_dir.resolve() in resumed.resolve().parents:
             return
         for leftover in (frozen, tmp):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -222,7 +222,7 @@ class PortableCheckpoint(Checkpoint):
     def _trainer_state(self, trainer: pl.Trainer, parameters: dict[str, Any]) -> dict[str, Any]:
         state = training_state(trainer)
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "position": vars(RunPosition.of(trainer)),
             "train_seconds": self._seconds(),
             "parameters": parameters,
@@ -285,6 +285,13 @@ class PortableCheckpoint(Checkpoint):
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
         check_same_model(saved["parameters"], shapes, self.resume)
 
+    def restore(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Continue from ``resume``, if it is given, before the first step; a second ``fit`` goes on from there."""
+        if self.resume is not None:
+            self._restore(trainer, pl_module)
+            self.resume = None
+        self._last_step = trainer.global_step
+
     def _restore(self, trainer: pl.Trainer, pl_module: Any) -> None:
         assert self.resume is not None
         self.check_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
@@ -331,21 +338,6 @@ def _is_whole(weight: Tensor) -> bool:
     return not hasattr(weight, "device_mesh") and not hasattr(weight, "ds_shape")  # FSDP2's DTensor, ZeRO-3
 
 
-def read_trainer_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's ``trainer.json``.
-
-    Raises:
-        UsageError: It is missing, unreadable or of a later format.
-    """
-    try:
-        saved: dict[str, Any] = typed_json.loads((path / "trainer.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not a checkpoint that can be resumed ({error}); give runs/<name>") from error
-    if saved.get("format") != _FORMAT:
-        raise UsageError(f"{path}: checkpoint format {saved.get('format')}; expected {_FORMAT}; update sd-lightning")
-    return saved
-
-
 def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
     """Return what the checkpoint says of every parameter that any rank owns a part of; a collective call."""
     mine = {shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end}
@@ -354,22 +346,6 @@ def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, mine)
     return {name: entry for part in parts for name, entry in part.items()}
-
-
-def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Compare the trained parameters of a checkpoint with the shapes of the model's by name.
-
-    Raises:
-        UsageError: They differ; the message names the first few.
-    """
-    theirs = {name: tuple(entry["shape"]) for name, entry in saved.items()}
-    differing = checkpoint.shape_differences(theirs, ours)
-    if differing:
-        raise UsageError(
-            f"resume={path}: the checkpoint is of another model; {len(differing)} trained tensors differ: "
-            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Resume with the model and "
-            "train_text_encoder setting of that run"
-        )
 
 
 def _entries(shards: list[ParameterShard], ema: EMA | None) -> list[Entry]:

@@ -164,6 +164,10 @@ class SDDataModule(LightningDataModule):
         batches = validation_batches(len(self.source_val), self.val_batch_size or self.batch_size, world_size, rank)
         return WholeBatchLoader(self.loader_options.build(dataset, batches, on_cuda=self._device().type == "cuda"))
 
+    def test_dataloader(self) -> WholeBatchLoader | list[Any]:
+        """Return the held-out images again: training does not select by them."""
+        return self.val_dataloader()
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Take the bad samples out of a batch and count them (Lightning calls this in the main process)."""
         if not (isinstance(batch, dict) and "bad" in batch):

@@ -20,6 +20,7 @@ class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
 
     Args:
         static_graph: The same parameters are used in every step: DDP may then skip looking for unused ones.
+        find_unused_parameters: Some trained parameters take no part in the loss: look for them after every forward.
         bucket_cap_mb: MiB of gradients that are reduced together.
         gradient_as_bucket_view: Let gradients be views of the buckets: saves their size once.
         compression: Send gradients in half precision; "fp16" or "bf16" halve the traffic and round the gradients.
@@ -30,6 +31,7 @@ class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
         self,
         *,
         static_graph: bool = False,
+        find_unused_parameters: bool = False,
         bucket_cap_mb: int = 25,
         gradient_as_bucket_view: bool = True,
         compression: Compression = "none",
@@ -41,6 +43,7 @@ class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
             raise UsageError(f"DDPStrategy got timeout_seconds={timeout_seconds}; expected a positive number")
         super().__init__(
             static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
             ddp_comm_hook=compression_hook(compression),

@@ -16,13 +16,16 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.deferred_weights import DeferredWeights
 from sd_lightning.strategies import deepspeed_precedence as precedence
+from sd_lightning.strategies.checkpoint_folders import TakesCheckpointFolders
 from sd_lightning.strategies.deepspeed_builds import build
+from sd_lightning.strategies.deepspeed_load import ReadRange, exact_weights, partition_deferred
 from sd_lightning.strategies.deepspeed_nvme import SwapFolder, SwappedZero3State, check_swap_path
 from sd_lightning.strategies.deepspeed_optimizer import to_cpu_adam
 from sd_lightning.strategies.deepspeed_settings import Buckets, DeepSpeedSettings, Offload, Stage
@@ -33,7 +36,7 @@ from sd_lightning.strategies.processes import WatchedProcesses
 __all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
 
 
-class DeepSpeedStrategy(WatchedProcesses, LightningDeepSpeedStrategy):
+class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepSpeedStrategy):
     """Shard optimizer states (stage 1), gradients (2) and weights (3) over all processes with DeepSpeed.
 
     Usage: ``Trainer(strategy=DeepSpeedStrategy(stage=2), devices=2)`` or ``Trainer(strategy="sd_deepspeed_zero2")``.
@@ -71,6 +74,7 @@ class DeepSpeedStrategy(WatchedProcesses, LightningDeepSpeedStrategy):
             cpu_checkpointing=cpu_checkpointing,
         )
         self._state: DeepSpeedState | None = None
+        self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None
         self._skips_update = False
         timeout = timedelta(seconds=timeout_seconds)
@@ -104,6 +108,11 @@ class DeepSpeedStrategy(WatchedProcesses, LightningDeepSpeedStrategy):
     def root_device(self) -> torch.device:
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device  # the index becomes args.device_rank
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether weights that are still in their files are left to :meth:`setup`."""
+        return self.settings.stage == 3
 
     @property
     def _on_cuda(self) -> bool:
@@ -182,14 +191,23 @@ class DeepSpeedStrategy(WatchedProcesses, LightningDeepSpeedStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
         """Give the engine the model, and its float32 weights back what the engine's cast has rounded away."""
-        exact: dict[str, Tensor] = {}
+        exact: dict[str, ReadRange] = {}
         if str(self.precision_plugin.precision).endswith("-mixed"):
-            exact = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+            exact = exact_weights(model, self._deferred)
         engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         self._state = self._state_of(zero)
         if exact:
             self._state.restore_precision(exact)
         return engine, zero
+
+    @override
+    def init_deepspeed(self) -> None:
+        """Partition what is still in its files, which the engine could only do with the whole in memory."""
+        if self.loads_weights:
+            assert isinstance(self.config, dict)
+            self._deferred = partition_deferred(self.lightning_module, self.config, self.root_device)
+        super().init_deepspeed()
+        self._deferred = {}
 
     @override
     def _set_deepspeed_activation_checkpointing(self) -> None:

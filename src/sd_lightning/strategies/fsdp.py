@@ -30,12 +30,13 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.latent_diffusion import repeated_blocks
 from sd_lightning.state import ReplicatedState
+from sd_lightning.strategies.checkpoint_folders import TakesCheckpointFolders
 from sd_lightning.strategies.processes import WatchedProcesses
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDPStrategy(WatchedProcesses, ModelParallelStrategy):
+class FSDPStrategy(WatchedProcesses, TakesCheckpointFolders, ModelParallelStrategy):
     """Shard weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
     Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
@@ -50,6 +51,9 @@ class FSDPStrategy(WatchedProcesses, ModelParallelStrategy):
         forward_prefetch: Blocks gathered ahead of the one that computes; 0 leaves it to the order of execution.
         timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
     """
+
+    loads_weights = True
+    """Weights that are still in their files are left to :meth:`setup`: each rank reads its rows."""
 
     def __init__(
         self,
@@ -108,9 +112,12 @@ class FSDPStrategy(WatchedProcesses, ModelParallelStrategy):
         assert self.model is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         module: Any = self.lightning_module
-        for network in module.trained_networks().values():
+        for name, network in module.trained_networks().items():
             if not isinstance(network, FSDPModule):  # a second fit finds them sharded
                 shard_network(network, self.device_mesh, self)
+            weights = module.take_deferred(name)
+            if weights is not None:
+                weights.fill_(network, torch.device("cpu") if self.cpu_offload else self.root_device, local_rows)
         self.model = self.precision_plugin.convert_module(self.model)
         if not self.cpu_offload:
             self.model_to_device()
@@ -160,6 +167,14 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy) -
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + options.forward_prefetch])
 
 
+def local_rows(parameter: DTensor) -> tuple[Tensor, int, int]:
+    """Return this rank's rows of a sharded parameter, and the flat range that they are."""
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    inner = parameter.numel() // max(parameter.shape[0], 1)
+    begin = min(offset[0], parameter.shape[0]) * inner
+    return parameter.to_local().detach(), begin, begin + math.prod(shape)
+
+
 class DTensorState(ReplicatedState):
     """Training state of parameters sharded in dim 0: this rank's rows are a flat range."""
 
@@ -181,12 +196,7 @@ class DTensorState(ReplicatedState):
     @override
     def _range(self, parameter: nn.Parameter) -> tuple[int, int]:
         assert isinstance(parameter, DTensor)
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        inner = parameter.numel() // max(parameter.shape[0], 1)
-        begin = min(offset[0], parameter.shape[0]) * inner
-        return begin, begin + math.prod(shape)
+        return local_rows(parameter)[1:]
 
     @override
     def _writes(self, parameter: nn.Parameter) -> bool:

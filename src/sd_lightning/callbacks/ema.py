@@ -24,7 +24,8 @@ _holding_average: weakref.WeakKeyDictionary[pl.LightningModule, EMA] = weakref.W
 class EMA(Callback):
     """Average the weights: ``ema = decay * ema + (1 - decay) * weights`` after an optimizer step, in float32.
 
-    One fused update over all local shards, without communication; the numbers are the same under every strategy.
+    One fused update over all local shards, without communication; the numbers are the same under every strategy. On
+    CUDA it runs beside the next forward and backward pass, on a stream of its own.
     Sampling, validation and exported pipelines use the average. When ``fit`` ends the module holds it, and the next
     ``fit`` continues from the trained weights, which checkpoints keep as well.
 
@@ -50,25 +51,32 @@ class EMA(Callback):
         self.update_every = update_every
         self.offload = offload
         self.num_updates = 0
-        self.shadow: dict[tuple[str, int], Tensor] = {}
+        self._shadow: dict[tuple[str, int], Tensor] = {}
         self._state: TrainingState | None = None
         self._module: pl.LightningModule | None = None
         self._live: list[LazyTensor] = []
         self._average: list[Tensor] = []
         self._last_step = 0
         self._swapped = False
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def shadow(self) -> dict[tuple[str, int], Tensor]:
+        """The average of every local shard, by ``ParameterShard.key``: flat, in float32."""
+        self._join()
+        return self._shadow
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         holder = _holding_average.pop(pl_module, None)
         if holder is not None:
             holder._swap_out()  # continue from the trained weights
         if self._module is not None and self._module is not pl_module:
-            self.shadow, self.num_updates, self._swapped = {}, 0, False  # the average of the other module ends here
+            self._shadow, self.num_updates, self._swapped = {}, 0, False  # the average of the other module ends here
         self._module, self._state = pl_module, training_state(trainer)
         shards = self._state.parameter_shards()
         self._live = [shard.master for shard in shards]
-        self.shadow = {shard.key: self._average_of(shard) for shard in shards}
-        self._average = list(self.shadow.values())
+        self._shadow = {shard.key: self._average_of(shard) for shard in shards}
+        self._average = list(self._shadow.values())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step  # by now a checkpoint has been restored
@@ -99,8 +107,29 @@ class EMA(Callback):
             self._follow(1.0 - decay)
             self.num_updates += 1
 
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._join()  # the weights that it reads are about to change
+
     def _follow(self, weight: float) -> None:
         """Move the average to the weights by a fraction of the way."""
+        device = self._average[0].device if self._average else torch.device("cpu")
+        if device.type != "cuda":
+            self._move(weight)
+            return
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            self._move(weight)
+
+    def _join(self) -> None:
+        """Let what the current stream does next come after the last update."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _move(self, weight: float) -> None:
         live = [tensor for tensor in self._live if isinstance(tensor, Tensor)]
         if len(live) < len(self._live):  # swapped to a disk: one at a time in memory
             for average, read in zip(self._average, self._live, strict=True):
@@ -119,7 +148,7 @@ class EMA(Callback):
         """Return the average of an earlier fit, or a copy of the weights to begin with."""
         master = shard.master if isinstance(shard.master, Tensor) else shard.master()
         device = torch.device("cpu") if self.offload else master.device
-        average = self.shadow.get(shard.key)
+        average = self._shadow.get(shard.key)
         if average is not None:
             return average.to(device)
         return torch.empty_like(master, dtype=torch.float32, device=device).copy_(master)

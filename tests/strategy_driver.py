@@ -22,6 +22,7 @@ from torch import Tensor
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
 from sd_lightning.generation import SamplingOptions
 from sd_lightning.lr_schedules import cosine
+from sd_lightning.precision import precision_options
 from sd_lightning.speed import Speed
 from sd_lightning.state import LazyTensor, SavedParameter
 from sd_lightning.strategies import training_state
@@ -146,6 +147,7 @@ def module_of(job: dict[str, Any]) -> Any:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     losses = Losses()
     options = {"strategy": strategy_of(job["strategy"]), "devices": job["devices"]}
+    options |= precision_options(job.get("precision", "32-true"), options["strategy"])
     if job["do"] == "save":
         checkpoint = PortableCheckpoint(job["run_dir"], every_n_steps=job["save_at"], resume=job.get("resume"))
         callbacks: list[Callback] = [EMA(0.9), losses, checkpoint]

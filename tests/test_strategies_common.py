@@ -48,7 +48,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
                 "steps": 4,
             },
             f"{name}:frozen_text": {"strategy": name, "module": {"train_text_encoder": False}, "steps": 4},
-            f"{name}:bf16": {"strategy": name, "trainer": {"precision": "bf16-mixed"}, "steps": 4},
+            f"{name}:bf16": {"strategy": name, "precision": "bf16-mixed", "steps": 4},
+            f"{name}:bf16_true": {"strategy": name, "precision": "bf16-true", "steps": 4},
             f"{name}:evaluated": {
                 "strategy": name,
                 "steps": 3,
@@ -137,8 +138,9 @@ def test_a_frozen_text_encoder_trains_alike(results: dict[str, dict[str, Any]], 
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], name: str) -> None:
-    ours, whole = results[f"{name}:bf16"]["losses"], results["whole"]["losses"][:4]
+@pytest.mark.parametrize("precision", ["bf16", "bf16_true"])
+def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], name: str, precision: str) -> None:
+    ours, whole = results[f"{name}:{precision}"]["losses"], results["whole"]["losses"][:4]
     assert ours == pytest.approx(whole, rel=2e-2)
     assert ours != whole
 

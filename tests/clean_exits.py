@@ -62,6 +62,7 @@ def main() -> None:
     seen: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in arguments.strategies}
     seconds: dict[str, list[float]] = {name: [] for name in arguments.strategies}
     folder = Path(tempfile.mkdtemp())  # not a context manager: the children would leave it, too
+    module(), data(cache_latents=False)  # imports what is imported where it is used
     for run in range(arguments.runs):
         for strategy in arguments.strategies:
             begin, port, pids = time.monotonic(), find_free_network_port(), []

@@ -227,7 +227,7 @@ FILES = [
     ("train model.pretrained=no/such", "model.pretrained=no/such", "cannot be downloaded", "or give a local folder"),
     ("train model.pretrained=empty", "model.pretrained=empty", "no model_index.json", "expected a pipeline"),
     ("train model.pretrained=other", "other", "FluxPipeline", "expected StableDiffusionPipeline", "give a Stable"),
-    ("train model.pretrained=torn", "torn/unet", "cannot load UNet2DConditionModel", "copy or download"),
+    ("train model.pretrained=torn", "torn/unet", "not a complete safetensors file", "copy or download"),
     ("train model.pretrained=run/pipeline +model.vae=nowhere", "nowhere", "AutoencoderKL"),
     ("generate run=nowhere prompts=[a]", "run=nowhere", "no such folder", "expected a run"),
     ("generate run=empty prompts=[a]", "run=empty", "neither a finished pipeline", "a folder with model_index.json"),

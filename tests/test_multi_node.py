@@ -75,7 +75,7 @@ def train(nodes: list[Node], strategy: str, run_dir: Path) -> None:
             *(str(BIN / "torchrun"), f"--nnodes={len(nodes)}", "--nproc-per-node=1", "--rdzv-backend=c10d"),
             *("--rdzv-id=test", f"--rdzv-endpoint={nodes[0].address}:29400", f"--rdzv-conf=is_host={int(number == 0)}"),
             *(f"--local-addr={node.address}", "-m", TRAIN, *SMALL, f"strategy={strategy}", f"output_dir={run_dir}"),
-            *("trainer.devices=1", f"trainer.num_nodes={len(nodes)}", "strategy.timeout_seconds=120"),
+            *("trainer.devices=1", f"trainer.num_nodes={len(nodes)}", "++strategy.timeout_seconds=120"),
             *(f"trainer.max_steps={STEPS}", f"lr_scheduler.total_steps={STEPS}"),
         )
         environment = {"GLOO_SOCKET_IFNAME": node.interface, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

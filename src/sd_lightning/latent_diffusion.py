@@ -17,8 +17,10 @@ from sd_lightning import assets
 from sd_lightning._errors import UsageError
 from sd_lightning.architectures import ARCHITECTURES, Architecture, Component
 from sd_lightning.conditioning import clip_conditioning, map_conditioning, sdxl_conditioning
+from sd_lightning.deferred_weights import DeferredWeights
 from sd_lightning.pipeline_folder import (
     config_file,
+    defer_network,
     file_keys,
     find_folder,
     instantiate,
@@ -91,6 +93,8 @@ class LatentDiffusion:
         self.components = dict(components)
         self.pipeline_class = pipeline_class
         self.pipeline_options = {**_OPTIONS[pipeline_class], **(pipeline_options or {})}
+        self.deferred: dict[str, DeferredWeights] = {}
+        """Weights of networks that are on the meta device: strategies read them, and take them out of here."""
         self._token_ids: dict[str, Tensor] = {}
 
     # ------------------------------------------------------------------ building and loading
@@ -152,6 +156,7 @@ class LatentDiffusion:
         revision: str | None = None,
         variant: str | None = None,
         vae: str | Path | None = None,
+        deferred: Sequence[str] = (),
     ) -> LatentDiffusion:
         """Load a pipeline in the diffusers layout, in float32.
 
@@ -160,6 +165,9 @@ class LatentDiffusion:
             revision: Branch, tag or commit on the hub.
             variant: File variant, e.g. "fp16".
             vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
+            deferred: Networks to build on the meta device: their weights stay in their files until a trainer is set
+                up, when every process reads what it keeps of them. Until then they cannot compute. Names that the
+                pipeline does not have are left out of account.
 
         Raises:
             UsageError: There is no such pipeline, or a part of it is missing or unreadable.
@@ -172,24 +180,29 @@ class LatentDiffusion:
         networks: dict[str, nn.Module] = {}
         components: dict[str, Component] = {}
         tokenizers: dict[str, Any] = {}
+        weights: dict[str, DeferredWeights] = {}
         records = {name: read_component(index, name, root) for name in _PARTS[pipeline_class]}
         for name, component in records.items():
             if name.startswith("tokenizer"):
                 tokenizers[name] = load_tokenizer(root / name)
             elif name == "vae" and vae is not None:
                 networks[name], components[name] = load_network(component, Path(vae))
+            elif name in deferred:
+                networks[name], components[name], weights[name] = defer_network(component, root / name, variant=variant)
             else:
                 networks[name], components[name] = load_network(component, root / name, variant=variant)
         components["scheduler"] = Component("diffusers", scheduler.pop("_class_name"), scheduler)
         zeros = "force_zeros_for_empty_prompt"
         options = {zeros: index.get(zeros, True)} if zeros in _OPTIONS[pipeline_class] else None
-        return cls(
+        model = cls(
             networks,
             tokenizers=tokenizers,
             components=components,
             pipeline_class=pipeline_class,
             pipeline_options=options,
         )
+        model.deferred = weights
+        return model
 
     # ------------------------------------------------------------------ parts
 
@@ -351,14 +364,19 @@ def load_model(
     variant: str | None = None,
     vae: str | None = None,
     seed: int = 0,
+    deferred: Sequence[str] = (),
 ) -> LatentDiffusion:
     """Load pretrained weights if they are named, otherwise build the architecture with random ones.
+
+    Random weights are made in every process and are then there: ``deferred`` is about files.
 
     Raises:
         UsageError: Options of pretrained weights without ``pretrained``, or what the two constructors raise.
     """
     if pretrained is not None:
-        return LatentDiffusion.from_pretrained(pretrained, revision=revision, variant=variant, vae=vae)
+        return LatentDiffusion.from_pretrained(
+            pretrained, revision=revision, variant=variant, vae=vae, deferred=deferred
+        )
     given = {k: v for k, v in {"revision": revision, "variant": variant, "vae": vae}.items() if v is not None}
     if given:
         raise UsageError(

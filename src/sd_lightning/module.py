@@ -101,7 +101,7 @@ class SDLightningModule(pl.LightningModule):
         for name, unused in latent_diffusion.unused_parameters().items() if train_text_encoder else ():
             for key in unused:
                 latent_diffusion.networks[name].get_parameter(key).requires_grad_(False)
-            if name in latent_diffusion.deferred:  # small, and saved once for all checkpoints before anything is sharded
+            if name in latent_diffusion.deferred:  # saved before anything is sharded
                 latent_diffusion.deferred[name].fill_parameters(latent_diffusion.networks[name], unused)
 
     def trained_networks(self) -> dict[str, nn.Module]:

@@ -15,6 +15,9 @@ from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.architectures import Component
+from sd_lightning.deferred_weights import DeferredWeights
+from sd_lightning.safetensors_file import indexed_files
+from sd_lightning.tensor_store import ShardedTensors
 
 # What may stand in a model_index.json, by part: the file is not ours, and names classes to import.
 _CLASSES = {
@@ -24,6 +27,7 @@ _CLASSES = {
     "tokenizer": ("transformers", ("CLIPTokenizer", "CLIPTokenizerFast")),
 }
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+_REMEDY = "it needs config.json and complete safetensors weights; copy or download that folder again"
 
 
 def weights_file(component: Component) -> str:
@@ -137,30 +141,93 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     options: dict[str, Any] = {"variant": variant} if variant else {}
     if component.library == "transformers":  # which otherwise says that some tensor has a wrong shape, but not which
         options["ignore_mismatched_sizes"] = True
-    remedy = "it needs config.json and complete safetensors weights; copy or download that folder again"
     try:
         with _no_progress_bar():
             network, loaded = class_of(component).from_pretrained(
                 folder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"{folder}: cannot load {component.class_name}: {_first_line(error)}; {remedy}") from error
+        raise UsageError(f"{folder}: cannot load {component.class_name}: {_first_line(error)}; {_REMEDY}") from error
     random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
     if random:  # both libraries would go on with random values
-        more = f" and {len(random) - 3} more" if len(random) > 3 else ""
+        raise UsageError(_misses(folder, component, random))
+    return network, _described(component, network)
+
+
+def defer_network(
+    component: Component, folder: Path, *, variant: str | None = None
+) -> tuple[nn.Module, Component, DeferredWeights]:
+    """Build one network on the meta device, in float32, and look up where its weights are; none is read.
+
+    Buffers that are computed and not saved, such as CLIP's position ids, are made.
+
+    Returns:
+        The network, the record of what it is, and its weights.
+
+    Raises:
+        UsageError: Its files are missing, unreadable or pickled, or hold other weights than the network has.
+    """
+    from accelerate import init_empty_weights
+
+    cls = class_of(component)
+    try:
+        with init_empty_weights(include_buffers=False):
+            if component.library == "diffusers":
+                network = cls.from_config(cls.load_config(folder))
+            else:
+                network = cls(cls.config_class.from_pretrained(folder))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{folder}: cannot build {component.class_name}: {_first_line(error)}; {_REMEDY}") from error
+    files = indexed_files(folder / weights_file(component), variant=variant)
+    store = ShardedTensors(folder, files=[file.name for file in files])
+    keys = _keys_in_files(component, network, store)
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    wrong = sorted(name for name, shape in shapes.items() if name not in keys or store.shape(keys[name]) != shape)
+    if wrong:
+        raise UsageError(_misses(folder, component, wrong))
+    unknown = sorted(set(store.keys()) - {keys[name] for name in shapes})
+    unknown = [key for key in unknown if not key.endswith("position_ids")]  # saved by transformers before 4.31
+    if unknown:
         raise UsageError(
-            f"{folder}: {', '.join(random[:3])}{more} of {component.class_name} missing or of another shape in the "
-            f"weights; {remedy}"
+            f"{folder}: the weights hold {_and_more(unknown)}, for which {component.class_name} of this config.json "
+            "has no place, and which would be lost in training; copy the config.json that belongs to them"
         )
+    return network, _described(component, network), DeferredWeights(store, {name: keys[name] for name in shapes})
+
+
+def _keys_in_files(component: Component, network: Any, store: ShardedTensors) -> dict[str, str]:
+    """Map the names that a network knows its tensors by to the keys of the files, where they are in them."""
+    if component.library == "diffusers":
+        keys = {key: key for key in store.keys()}
+        network._fix_state_dict_keys_on_load(keys)  # renames attention layers of before diffusers 0.12
+        return keys
+    live = network.state_dict()
+    written = file_keys(component, live)
+    either = {name: key if (key := written[name]) in store else name for name in live}
+    return {name: key for name, key in either.items() if key in store}
+
+
+def _described(component: Component, network: Any) -> Component:
+    """Return the record of a network that was made from its configuration file."""
     if component.library == "diffusers":
         config = {k: v for k, v in dict(network.config).items() if not k.startswith("_")}
     else:
         config = {
             k: v
             for k, v in network.config.to_dict().items()
-            if k not in ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
+            if k not in ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
         }
-    return network, Component(component.library, component.class_name, config)
+    return Component(component.library, component.class_name, config)
+
+
+def _misses(folder: Path, component: Component, names: Sequence[str]) -> str:
+    return (
+        f"{folder}: {_and_more(names)} of {component.class_name} missing or of another shape in the weights; {_REMEDY}"
+    )
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextlib.contextmanager

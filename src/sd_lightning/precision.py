@@ -28,7 +28,7 @@ class HalfWeights(HalfPrecision):
 
 
 def precision_options(precision: Any, strategy: Any) -> dict[str, Any]:
-    """Return the arguments of ``Trainer`` that set a precision; DeepSpeed has a plugin of its own."""
-    if precision in ("bf16-true", "16-true") and "DeepSpeed" not in type(strategy).__name__:
+    """Return the arguments of ``Trainer`` that set a precision; engines have plugins of their own."""
+    if precision in ("bf16-true", "16-true") and not getattr(strategy, "owns_precision", False):
         return {"plugins": [HalfWeights(precision)]}
     return {"precision": precision}

@@ -239,6 +239,54 @@ def open_safetensors(path: Path) -> OpenFile:
         raise
 
 
+def indexed_files(path: Path, *, variant: str | None = None) -> list[Path]:
+    """Return the file, or the files that the index beside it names where there are several.
+
+    Args:
+        path: What a single file is called: ``folder/model.safetensors``.
+        variant: The second but last part of its name: "fp16" for ``folder/model.fp16.safetensors``.
+
+    Raises:
+        UsageError: The index cannot be read. A file that is missing shows when it is opened.
+    """
+    file = path if variant is None else path.with_suffix(f".{variant}{path.suffix}")
+    index = path.with_name(".".join([path.name, "index", *([variant] if variant else []), "json"]))
+    if file.is_file() or not index.is_file():
+        return [file]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(path.with_name(Path(name).name) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{index}: cannot be read ({error}); copy or download that folder again") from error
+
+
+def tensors_in(path: Path) -> dict[PieceSpec, int]:
+    """Return what a safetensors file holds, with the byte at which each tensor begins.
+
+    Raises:
+        UsageError: There is no such file, or it is damaged.
+    """
+    remedy = "copy or download that file again"
+    try:
+        file = open_safetensors(path)
+        file.handle.close()
+        size = path.stat().st_size
+        tensors = {}
+        for name, entry in file.header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = (file.data_start + offset for offset in entry["data_offsets"])
+            spec = PieceSpec(name, DTYPE_OF_NAME[entry["dtype"]], tuple(entry["shape"]))
+            if end > size or end - begin != spec.nbytes:
+                raise ValueError(f"it ends within {name!r}")
+            tensors[spec] = begin
+        return tensors
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: no such file; expected weights in safetensors files; {remedy}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: not a complete safetensors file ({error}); {remedy}") from error
+
+
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
     """Write tensors as one ordinary safetensors file, in slices; a file that is there is replaced, not overwritten.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.safetensors_file import DTYPE_OF_NAME, SLICE_BYTES, PieceSpec, PieceWriter, bytes_of, open_safetensors
+from sd_lightning.safetensors_file import SLICE_BYTES, PieceSpec, PieceWriter, bytes_of, indexed_files, tensors_in
 from sd_lightning.tensor_store import ShardedTensors
 
 
@@ -71,15 +70,11 @@ def file_tensors(path: str | os.PathLike[str]) -> dict[str, StreamedTensor]:
     Raises:
         UsageError: There is no such file, or it is damaged.
     """
-    path = Path(path)
-    index = path.with_name(f"{path.name}.index.json")
-    if path.is_file() or not index.is_file():
-        return _tensors_of(path)
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index}: cannot be read ({error}); copy or download that folder again") from error
-    return {key: tensor for name in names for key, tensor in _tensors_of(path.with_name(Path(name).name)).items()}
+    return {
+        spec.key: StreamedTensor(spec.dtype, spec.shape, _reader(file, begin, math.prod(spec.shape), spec.dtype))
+        for file in indexed_files(Path(path))
+        for spec, begin in tensors_in(file).items()
+    }
 
 
 def write_streamed(
@@ -127,28 +122,6 @@ def _converted(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
                 "dtype=bfloat16"
             )
     return block.to(dtype)
-
-
-def _tensors_of(path: Path) -> dict[str, StreamedTensor]:
-    remedy = "copy or download that file again"
-    try:
-        file = open_safetensors(path)
-        file.handle.close()
-        size = path.stat().st_size
-        tensors = {}
-        for name, entry in file.header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = (file.data_start + offset for offset in entry["data_offsets"])
-            dtype, shape = DTYPE_OF_NAME[entry["dtype"]], tuple(entry["shape"])
-            if end > size or end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"it ends within {name!r}")
-            tensors[name] = StreamedTensor(dtype, shape, _reader(path, begin, math.prod(shape), dtype))
-        return tensors
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}: no such file; expected weights in safetensors files; {remedy}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: not a complete safetensors file ({error}); {remedy}") from error
 
 
 def _reader(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Callable[[], Iterator[Tensor]]:

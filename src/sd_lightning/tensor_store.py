@@ -33,6 +33,7 @@ from sd_lightning.safetensors_file import (
     bytes_of,
     flat_blocks,
     open_safetensors,
+    tensors_in,
 )
 
 INDEX_NAME = "index.json"
@@ -86,27 +87,17 @@ class ShardedTensors:
 
     Args:
         directory: Holds ``index.json`` and the safetensors files it names.
+        files: Ordinary safetensors files in it, such as a pipeline's, whose tensors to read in the place of a store's.
 
     Raises:
-        UsageError: The index is missing or cannot be read.
+        UsageError: The index or one of the files is missing or cannot be read.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, files: Sequence[str] | None = None) -> None:
         self.directory = Path(directory)
         self._buffer = HostBuffer()
         self._files: dict[str, OpenFile] = {}
-        index = self.directory / INDEX_NAME
-        try:
-            self._stored = {
-                key: _Stored(
-                    DTYPE_OF_NAME[entry["dtype"]],
-                    tuple(entry["shape"]),
-                    tuple(sorted((_Piece(**piece) for piece in entry["pieces"]), key=lambda piece: piece.begin)),
-                )
-                for key, entry in json.loads(index.read_text(encoding="utf-8")).items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"Tensor store {index} cannot be read ({error}); use another checkpoint.") from error
+        self._stored = _read_index(self.directory / INDEX_NAME) if files is None else _read_headers(directory, files)
 
     def keys(self) -> list[str]:
         """Names of the stored tensors, in the order they were first written."""
@@ -231,6 +222,28 @@ class ShardedTensors:
                 raise UsageError(f"Tensor {key!r}: {file.name} ends too early; use another checkpoint.")
             done += count
         return done
+
+
+def _read_index(index: Path) -> dict[str, _Stored]:
+    try:
+        return {
+            key: _Stored(
+                DTYPE_OF_NAME[entry["dtype"]],
+                tuple(entry["shape"]),
+                tuple(sorted((_Piece(**piece) for piece in entry["pieces"]), key=lambda piece: piece.begin)),
+            )
+            for key, entry in json.loads(index.read_text(encoding="utf-8")).items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"Tensor store {index} cannot be read ({error}); use another checkpoint.") from error
+
+
+def _read_headers(directory: str | os.PathLike[str], files: Sequence[str]) -> dict[str, _Stored]:
+    return {
+        spec.key: _Stored(spec.dtype, spec.shape, (_Piece(file, spec.key, 0, math.prod(spec.shape)),))
+        for file in files
+        for spec in tensors_in(Path(directory, file))
+    }
 
 
 def write_shards(directory: str | os.PathLike[str], rank: int, world_size: int, entries: Iterable[Entry]) -> str:

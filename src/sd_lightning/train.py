@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sd_lightning.train")  # __name__ is "__main__" under python -m
 
 GIVEN = {
+    "model": {"deferred"},
     "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler"},
     "trainer": {"strategy", "callbacks", "logger", "use_distributed_sampler"},
     "callbacks.checkpoint": {"resume"},
@@ -33,7 +34,7 @@ HINTS = {
     "init_from": str | None,
     "overwrite": bool,
     "seed": int,
-    "trainer.precision": Literal[32, "32-true", "bf16-mixed", "16-mixed"],
+    "trainer.precision": Literal[32, "32-true", "bf16-mixed", "bf16-true", "16-mixed"],
     "trainer.gradient_clip_val": float | None,
     "trainer.val_check_interval": float | None,
     "trainer.log_every_n_steps": int,
@@ -44,6 +45,9 @@ _SECTIONS = (
     "callbacks.checkpoint",
 )
 """What a run cannot do without."""
+_LOAD_MODEL = "sd_lightning.latent_diffusion.load_model"
+"""What a program of one's own may put in its place need not know of deferred weights."""
+_TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
 
 def train(cfg: DictConfig) -> int:
@@ -256,9 +260,13 @@ def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
         "enable_model_summary": False,
         "default_root_dir": cfg.output_dir,
     }
+    strategy = _conf.instantiate(cfg.strategy)
+    from sd_lightning.precision import precision_options
+
     return _conf.instantiate(
         cfg.trainer,
-        strategy=_conf.instantiate(cfg.strategy),
+        strategy=strategy,
+        **{"precision": None, **precision_options(cfg.trainer.precision, strategy)},
         callbacks=callbacks,
         logger=loggers or False,
         use_distributed_sampler=False,
@@ -268,7 +276,7 @@ def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
 
 def build_module(cfg: DictConfig) -> pl.LightningModule:
     """Build the model, apply the speed switches, and wrap it for training."""
-    latent_diffusion = _conf.instantiate(cfg.model)
+    latent_diffusion = _conf.instantiate(cfg.model, **_deferral(cfg))
     module = _conf.instantiate(
         cfg.module,
         latent_diffusion=latent_diffusion,
@@ -280,6 +288,13 @@ def build_module(cfg: DictConfig) -> pl.LightningModule:
         runs.load_lightning_checkpoint(cfg.init_from, module)
     _conf.instantiate(cfg.speed).apply_(module.trained_networks().values())
     return module
+
+
+def _deferral(cfg: DictConfig) -> dict[str, Any]:
+    """Leave the weights of trained networks in their files, for the strategy to read once it has sharded them."""
+    if cfg.model["_target_"] != _LOAD_MODEL or _is_lightning_checkpoint(cfg.init_from):
+        return {}  # a Lightning checkpoint is loaded before there is a trainer
+    return {"deferred": ("unet", *(_TEXT_ENCODERS if cfg.module.train_text_encoder else ()))}
 
 
 def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
@@ -365,14 +380,15 @@ def summarize(trainer: pl.Trainer, bad_samples: Mapping[str, str]) -> dict[str, 
     throughput = _callback(trainer, Throughput)
     speed = throughput.summary() if throughput is not None else {}
     accuracy = samples.prompted_accuracy if samples is not None else None
+    checkpoints = _callback(trainer, PortableCheckpoint)
     return {
         "steps": trainer.global_step,
-        "train_seconds": round(_callback(trainer, PortableCheckpoint).train_seconds, 2),
+        "train_seconds": round(checkpoints.train_seconds, 2),
         "images_per_second": speed.get("images_per_second"),
         "data_wait": speed.get("data_wait"),
         "peak_memory_gib": speed.get("peak_memory_gib"),
         "mfu": speed.get("mfu"),
-        "final_loss": metrics.get("train/loss"),
+        "final_loss": checkpoints.loss,
         "val_loss": metrics.get("val/loss"),
         "caption_gap": metrics.get("val/caption_gap"),
         "prompted_accuracy": accuracy,

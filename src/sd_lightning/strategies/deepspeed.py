@@ -54,6 +54,9 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
             missing, or the swap folder cannot be used.
     """
 
+    owns_precision = True
+    """Lightning's precision plugins are replaced by the engine's."""
+
     def __init__(
         self,
         *,
@@ -207,6 +210,8 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
             assert isinstance(self.config, dict)
             self._deferred = partition_deferred(self.lightning_module, self.config, self.root_device)
         super().init_deepspeed()
+        for weights in self._deferred.values():
+            weights.close()
         self._deferred = {}
 
     @override

@@ -8,7 +8,7 @@ DeepSpeed packs the parameters of an optimizer group into one flat tensor and gi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -136,18 +136,22 @@ class DeepSpeedState:
                 if groups is not None:
                     self._load_states(flat, fragments, saved, read)
 
-    def restore_precision(self, weights: Mapping[str, Tensor]) -> None:
+    def restore_precision(self, weights: Mapping[str, Callable[[Tensor, int, int], None]]) -> None:
         """Take float32 weights from before the engine rounded them to its compute type.
 
         Where another rank's weights were broadcast, they stay what the engine made of them.
+
+        Args:
+            weights: Parameter -> what fills a tensor with its flat range ``[begin, end)``.
         """
         with self._writing() as flats:
             for index, flat in flats:
                 for fragment in self.fragments:
-                    if fragment.group != index:
+                    if fragment.group != index or fragment.name not in weights:
                         continue
                     rounded, computed = fragment.of(flat), self._compute(fragment).dtype
-                    exact = weights[fragment.name].reshape(-1)[fragment.begin : fragment.end].to(rounded.device)
+                    exact = torch.empty_like(rounded)
+                    weights[fragment.name](exact, fragment.begin, fragment.end)
                     rounded.copy_(torch.where(exact.to(computed).to(rounded.dtype) == rounded, exact, rounded))
 
     @contextmanager

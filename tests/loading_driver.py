@@ -1,0 +1,258 @@
+"""Loads and saves under several strategies in one set of processes, and tells the memory that each rank needed.
+
+``torchrun --nproc-per-node N loading_driver.py JOBS.json RESULTS.json``: RESULTS gets, per job, one entry per rank.
+:func:`torchrun` is the call for tests, :func:`write_pipeline` makes a pipeline folder of any size.
+"""
+
+import ctypes
+import gc
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sd_lightning import LatentDiffusion, SDLightningModule
+from sd_lightning.architectures import ARCHITECTURES, Component
+from sd_lightning.callbacks import PortableCheckpoint
+from sd_lightning.state import SavedParameter
+from sd_lightning.strategies import training_state
+from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy, Offload
+from sd_lightning.strategies.fsdp import FSDPStrategy
+from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.streamed_tensor import StreamedTensor, write_streamed
+from sd_lightning.tensor_store import ShardedTensors
+from small_training import adamw, data, fit, trainer_of
+
+# ---------------------------------------------------------------------- a pipeline with known weights
+
+_PERIOD = 2039
+_BLOCK = _PERIOD * 4096
+
+
+def values_at(name: str, index: Tensor) -> Tensor:
+    """Return the weights at flat indices of a parameter, exact in float16 and of the size that real ones have."""
+    return ((index + zlib.crc32(name.encode()) % _PERIOD) % _PERIOD - _PERIOD // 2).float() / 2**15
+
+
+def write_pipeline(folder: Path, **unet: Any) -> None:
+    """Write a pipeline with tiny frozen parts and a UNet in float16, of which nothing is ever in memory as a whole.
+
+    Args:
+        folder: Written into.
+        **unet: What its configuration has beside sd21's.
+    """
+    tiny, sd21 = ARCHITECTURES["tiny"], ARCHITECTURES["sd21"]
+    clip = {**tiny.networks["text_encoder"].config, "hidden_size": 1024, "num_hidden_layers": 1}
+    networks = {
+        **tiny.networks,
+        "unet": Component("diffusers", "UNet2DConditionModel", {**sd21.networks["unet"].config, **unet}),
+        "text_encoder": Component("transformers", "CLIPTextModel", clip),
+    }
+    model = LatentDiffusion.build(replace(tiny, networks=networks), device="meta")
+    frozen = {name: network for name, network in networks.items() if name != "unet"}
+    small = LatentDiffusion.build(replace(tiny, networks={**frozen, "unet": tiny.networks["unet"]}))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.unet.state_dict().items()}
+    model.networks |= {name: small.networks[name] for name in frozen}
+    model.save_pretrained(folder, skip=("unet",))
+    ramp = values_at("", torch.arange(_BLOCK + _PERIOD) - zlib.crc32(b"") % _PERIOD).half()
+    tensors = {
+        name: StreamedTensor(torch.float16, shape, partial(_slices, ramp, name, math.prod(shape)))
+        for name, shape in shapes.items()
+    }
+    write_streamed(folder / "unet" / "diffusion_pytorch_model.safetensors", tensors)
+
+
+def _slices(ramp: Tensor, name: str, numel: int) -> Iterator[Tensor]:
+    phase = zlib.crc32(name.encode()) % _PERIOD
+    for start in range(0, numel, _BLOCK):
+        yield ramp[phase : phase + min(_BLOCK, numel - start)]
+
+
+# ---------------------------------------------------------------------- memory of this process
+
+
+def begin_peak() -> int:
+    """Give unused memory back and let the kernel forget the peak (a child's starts at its parent's); bytes in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def status(name: str) -> int:
+    """Return ``VmRSS`` (bytes in use now) or ``VmHWM`` (the most since :func:`begin_peak`)."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+class Measured(PortableCheckpoint):
+    """Fills the moments instead of training, saves, loads what was saved, and notes what each needed."""
+
+    def __init__(self, job: dict[str, Any], base: int) -> None:
+        super().__init__(job["run_dir"], every_n_steps=0)
+        self.job = job
+        self.base = base
+        self.found: dict[str, Any] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.found["largest"] = max(4 * p.numel() for p in pl_module.unet.parameters())
+        self.found["whole"] = sum(4 * p.numel() for p in pl_module.unet.parameters())
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.found["peak"] = status("VmHWM") - self.base
+        self.found["weights"] = status("VmRSS") - self.base
+        shards = training_state(trainer).parameter_shards()
+        self.found["own"] = sum(4 * (shard.end - shard.begin) for shard in shards)
+        self.found["differing"] = [shard.name for shard in shards if not _is_as_written(shard)]
+        super().on_fit_start(trainer, pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.job["save"]:
+            return
+        for group in trainer.optimizers[0].param_groups:
+            for parameter in group["params"]:
+                moments = {kind: torch.full_like(parameter, 0.5) for kind in ("exp_avg", "exp_avg_sq")}
+                trainer.optimizers[0].state[parameter] = {"step": torch.tensor(1.0), **moments}
+        before = begin_peak()
+        self.found["with_moments"] = before - self.base
+        saved = self.save(trainer, pl_module)
+        self.found["saving"] = status("VmHWM") - before
+        before = begin_peak()
+        self._load(trainer, saved)
+        self.found["loading"] = status("VmHWM") - before
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """There is nothing new to save."""
+
+    def _load(self, trainer: Any, saved: Path) -> None:
+        state = training_state(trainer)
+        kinds = {"exp_avg", "exp_avg_sq"}
+        parameters = {
+            shard.name: SavedParameter(shard.shape, dict.fromkeys(kinds, shard.shape), {"step": torch.tensor(1.0)})
+            for shard in state.parameter_shards()
+        }
+        with ShardedTensors(saved / "state") as store:
+
+            def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
+                store.read_into(f"{kind}/{name}", out, begin, end)
+
+            state.load(parameters, state.optimizer_groups(), read)
+
+
+def _is_as_written(shard: Any) -> bool:
+    count = min(shard.end - shard.begin, 4096)
+    index = torch.linspace(0, max(shard.end - shard.begin - 1, 0), count, dtype=torch.float64).long()
+    name = shard.name.removeprefix("unet.")
+    return torch.equal(shard.master.reshape(-1)[index], values_at(name, index + shard.begin))
+
+
+class Untrained(SDLightningModule):
+    """Ends every epoch before its first batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:  # type: ignore[override]
+        return -1
+
+
+class SetUpDDP(DDPStrategy):
+    """DDP that notes what there was before it made its own buffers."""
+
+    def setup(self, trainer: Any) -> None:
+        self.peak = status("VmHWM")
+        super().setup(trainer)
+
+
+class SetUpZero3(DeepSpeedStrategy):
+    """ZeRO-3 that notes what there was before the engine flattened the partitions."""
+
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        self.peak = status("VmHWM")
+        return super()._setup_model_and_optimizer(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+def strategy_of(name: str) -> Any:
+    threshold = Buckets(stage3_param_persistence_threshold=0)
+    offload = Offload("cpu", "cpu", cpu_adam=False)
+    return {
+        "ddp": SetUpDDP,
+        "fsdp": FSDPStrategy,
+        "fsdp_offload": partial(FSDPStrategy, cpu_offload=True),
+        "fsdp_replicas": partial(FSDPStrategy, replicas=2),
+        "gemini": GeminiStrategy,
+        "gemini_mixed": partial(GeminiStrategy, shard_param_frac=0.5, offload_optim_frac=0.5, offload_param_frac=0.5),
+        "zero1": partial(DeepSpeedStrategy, stage=1),
+        "zero2": partial(DeepSpeedStrategy, stage=2),
+        "zero3": partial(SetUpZero3, stage=3, buckets=threshold),
+        "zero3_offload": partial(SetUpZero3, stage=3, buckets=threshold, offload=offload),
+    }[name]()
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Set a strategy up with a model whose weights are in files; save and load as the job says."""
+    base = begin_peak()
+    strategy = strategy_of(job["strategy"])
+    measured = Measured(job, base)
+    module = Untrained(LatentDiffusion.from_pretrained(job["folder"], deferred=("unet",)), optimizer=adamw)
+    fit(module, data(batch_size=2), 1, measured, strategy=strategy, devices=2, max_epochs=1)
+    if hasattr(strategy, "peak"):
+        measured.found["before_engine"] = strategy.peak - base
+    return measured.found
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """Train a step from weights in files or in memory, or only validate; return checkpoint and metrics."""
+    names = ("unet", "text_encoder") if job["deferred"] else ()
+    model = LatentDiffusion.from_pretrained(job["folder"], deferred=names)
+    module = SDLightningModule(model, optimizer=adamw, train_text_encoder=True)
+    checkpoint = PortableCheckpoint(job["run_dir"], every_n_steps=0)
+    options = {"precision": job.get("precision", "32-true"), "limit_val_batches": 1}
+    trainer = trainer_of(1, checkpoint, strategy=strategy_of(job["strategy"]), devices=2, **options)
+    if job["do"] == "validate":
+        return {"metrics": trainer.validate(module, data(), verbose=False)[0]}
+    trainer.fit(module, data())
+    return {"checkpoint": str(checkpoint.last_saved)}
+
+
+def torchrun(jobs: list[dict[str, Any]], folder: Path, *, timeout: int) -> list[list[dict[str, Any]]]:
+    """Run jobs of this file on two gloo processes; return, per job, what each rank found."""
+    job_file, result_file = folder / "jobs.json", folder / "results.json"
+    job_file.write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [*command, str(job_file), str(result_file)], env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    results: list[list[dict[str, Any]]] = json.loads(result_file.read_text())
+    return results
+
+
+if __name__ == "__main__":
+    results, start = [], time.perf_counter()
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        mine = measure(each) if each["do"] == "measure" else train(each)
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, mine)
+        results.append(everyone)
+        print(f"{time.perf_counter() - start:.1f} s: {each} {mine}", flush=True)
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -29,6 +29,7 @@ from sd_lightning.strategies import training_state
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy
 from sd_lightning.strategies.fsdp import FSDPStrategy
+from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.tensor_store import ShardedTensors
 from sd_lightning.trainer_state import read_trainer_state
 from small_training import data, fit, module, trainer_of
@@ -36,6 +37,13 @@ from small_training import data, fit, module, trainer_of
 # Adam divides by the root of small second moments, so rounding grows with the learning rate: at 2e-3 the losses of two
 # summation orders differ by 2e-6 within five steps, for DDP as for any other engine.
 LEARNING_RATE = 3e-4
+
+
+GEMINI: dict[str, dict[str, Any]] = {
+    "gemini": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 2**20},
+    "gemini_kept": {"shard_param_frac": 0.0},
+    "gemini_offload": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 0},
+}
 
 
 def strategy_of(name: str) -> Any:
@@ -48,6 +56,8 @@ def strategy_of(name: str) -> Any:
         return DDPStrategy(find_unused_parameters=True)
     if name == "fsdp":
         return FSDPStrategy()
+    if name in GEMINI:
+        return GeminiStrategy(**GEMINI[name])
     if name == "zero3_default":
         return DeepSpeedStrategy(stage=3)
     return DeepSpeedStrategy(stage=int(name[-1]), buckets=Buckets(stage3_param_persistence_threshold=0))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 from sd_lightning import checkpoint
 from strategy_driver import torchrun
 
-STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
+STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
 CONFIGURATIONS = [(name, world) for world in (1, 2) for name in STRATEGIES if (name, world) != ("single", 2)]
 SAVED_AT = 2
 
@@ -51,7 +51,7 @@ def test_every_checkpoint_loads_bit_equal_under_every_strategy_and_world_size(tm
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_under_another_strategy_and_world_size(tmp_path: Path) -> None:
-    """Five steps of one process against two under ZeRO-3, then one under FSDP2, then two under ZeRO-2."""
+    """Seven steps of one process against a relay of engines on one process and on two."""
     pytest.importorskip("deepspeed")
     whole = {
         "do": "save",
@@ -65,7 +65,7 @@ def test_a_run_goes_on_under_another_strategy_and_world_size(tmp_path: Path) -> 
     relay = str(tmp_path / "relay")
     losses: list[float] = []
     resume = None
-    for strategy, world, steps in (("zero3", 2, 2), ("fsdp", 1, 4), ("zero2", 2, 6), ("ddp", 2, 7)):
+    for strategy, world, steps in (("zero3", 2, 2), ("gemini", 1, 3), ("fsdp", 1, 4), ("gemini", 2, 5), ("ddp", 2, 7)):
         job = {"do": "save", "strategy": strategy, "devices": world, "run_dir": relay, "steps": steps, "save_at": 0}
         (result,) = torchrun(world, [job | {"resume": resume}], tmp_path)
         losses += result["losses"]

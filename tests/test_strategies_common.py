@@ -10,7 +10,7 @@ import torch
 from sd_lightning.tensor_store import ShardedTensors
 from strategy_driver import torchrun
 
-STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
 STEPS = 20
 VARIATIONS: dict[str, dict[str, Any]] = {
     "two_groups": {"module": {"text_encoder_lr": 1e-4}},

@@ -2,6 +2,7 @@
 
 from sd_lightning.callbacks.checkpoint import PortableCheckpoint
 from sd_lightning.callbacks.ema import EMA
+from sd_lightning.callbacks.engine_memory import EngineMemory
 from sd_lightning.callbacks.guards import NonFiniteLossGuard, StopOnSignal
 from sd_lightning.callbacks.progress import TrainingProgress
 from sd_lightning.callbacks.samples import SampleGrid
@@ -9,6 +10,7 @@ from sd_lightning.callbacks.throughput import Throughput
 
 __all__ = [
     "EMA",
+    "EngineMemory",
     "NonFiniteLossGuard",
     "PortableCheckpoint",
     "SampleGrid",

@@ -64,6 +64,8 @@ class PortableCheckpoint(Checkpoint):
         self.last_saved: Path | None = None
         self.train_seconds = 0.0
         """Seconds that the run spent in ``fit``, earlier sessions included."""
+        self.loss: float | None = None
+        """Training loss of the step that the newest checkpoint is of, the mean over all processes."""
         self._clock = 0.0
         self._last_step = 0
 
@@ -128,9 +130,11 @@ class PortableCheckpoint(Checkpoint):
         with paused(trainer, "saving"):
             return self._save(trainer, pl_module)
 
-    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Path:
+    def _save(self, trainer: pl.Trainer, pl_module: Any) -> Path:
         strategy = trainer.strategy
         step = trainer.global_step
+        if pl_module.last_loss is not None:
+            self.loss = float(strategy.reduce(pl_module.last_loss.clone(), reduce_op="mean"))
         shards = training_state(trainer).parameter_shards()
         ema = ema_of(trainer)
         tmp: Path | None = None
@@ -225,6 +229,7 @@ class PortableCheckpoint(Checkpoint):
             "format": FORMAT,
             "position": vars(RunPosition.of(trainer)),
             "train_seconds": self._seconds(),
+            "loss": self.loss,
             "parameters": parameters,
             "optimizer_groups": state.optimizer_groups(),
             "schedulers": [scheduler_state(config.scheduler) for config in trainer.lr_scheduler_configs],
@@ -328,6 +333,7 @@ class PortableCheckpoint(Checkpoint):
             if callback.state_key in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][callback.state_key])
         self.train_seconds = saved["train_seconds"]
+        self.loss = saved.get("loss")  # checkpoints of an earlier release have none
         self.last_saved = self.resume
         restore_position(trainer, position)
         log.info("resumed %s at step %d", self.resume, position.optimizer_steps)
@@ -335,7 +341,8 @@ class PortableCheckpoint(Checkpoint):
 
 def _is_whole(weight: Tensor) -> bool:
     """Whether no engine has taken a weight apart (an earlier fit of the same module did)."""
-    return not hasattr(weight, "device_mesh") and not hasattr(weight, "ds_shape")  # FSDP2's DTensor, ZeRO-3
+    marks = ("device_mesh", "ds_shape", "taken_apart")  # FSDP2's DTensor, ZeRO-3, ColossalAI
+    return not any(hasattr(weight, mark) for mark in marks)
 
 
 def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def load_weights(path: Path, module: Any) -> None:
         UsageError: It is of another model, or an engine has taken the parameters apart.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if any(hasattr(p, "device_mesh") or hasattr(p, "ds_shape") for p in parameters.values()):
+    if any(hasattr(p, mark) for p in parameters.values() for mark in ("device_mesh", "ds_shape", "taken_apart")):
         raise UsageError(
             f"ckpt_path={path}: the weights are already sharded; load them before, with LatentDiffusion.from_pretrained"
             f"('{path}/pipeline')"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _INKS = {"--ink": "#010101", "--muted": "#020202", "--rule": "#030303"}
 _LINES = {"--line-1": "#040404", "--line-2": "#050505", "--line-3": "#060606"}
+AREAS = {f"--area-{number}": f"#0{number}0{number}0f" for number in range(1, 7)}
 # Colours that matplotlib writes into the SVG and that are then replaced by the CSS variables they stand for.
 
 _SMOOTH_FROM = 20
@@ -170,12 +171,24 @@ def _shown(series: Series, smoothed: bool) -> Series:
 
 
 def _svg(chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> str:
+    label = f"{chart.title} by optimizer step"
+    return render_svg(label, lambda axes: _draw(axes, chart, curves), wide=chart.wide)
+
+
+def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool) -> str:
+    """Draw a figure and return it as an element of the page.
+
+    Args:
+        label: What it is, for who cannot see it; no other figure of the page has the same.
+        draw: Fills the axes, in the colours of ``AREAS`` and the lines.
+        wide: Whether it takes the page's whole width.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     style: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
-        "svg.hashsalt": chart.title,  # ids are reproducible and differ between the charts of a page
+        "svg.hashsalt": label,  # ids are reproducible and differ between the charts of a page
         "text.color": _INKS["--muted"],
         "axes.edgecolor": _INKS["--rule"],
         "axes.labelcolor": _INKS["--muted"],
@@ -187,12 +200,11 @@ def _svg(chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> str:
         "font.size": 9,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10.4, 3.4) if chart.wide else (5.1, 2.7), layout="constrained")
-        axes = figure.add_subplot()
-        _draw(axes, chart, curves)
+        figure = Figure(figsize=(10.4, 3.4) if wide else (5.1, 2.7), layout="constrained")
+        draw(figure.add_subplot())
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _themed(stream.getvalue(), chart.title)
+    return _themed(stream.getvalue(), label)
 
 
 def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> None:
@@ -221,13 +233,18 @@ def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if chart.wide else 5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel("optimizer step")
+    tidy(axes)
+
+
+def tidy(axes: Axes) -> None:
+    """Leave only horizontal rules and the lower axis."""
     axes.grid(axis="y", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.tick_params(left=False, length=3)
 
 
-def _themed(svg: str, title: str) -> str:
+def _themed(svg: str, label: str) -> str:
     """Turn matplotlib's SVG document into an element whose size, font and colours the page decides."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -235,8 +252,8 @@ def _themed(svg: str, title: str) -> str:
     svg = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)} by optimizer step"', 1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
     svg = re.sub(r"font: (\S+px) [^;\"]*", r"font-size: \1", svg)
-    for variable, colour in {**_INKS, **_LINES}.items():
+    for variable, colour in {**_INKS, **_LINES, **AREAS}.items():
         svg = svg.replace(colour, f"var({variable})")
     return svg

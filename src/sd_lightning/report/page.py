@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 from PIL import Image
 
 from sd_lightning.report.charts import render_charts
+from sd_lightning.report.memory import TIMELINE_NAME, memory_section
 from sd_lightning.report.metrics import Series
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ def write_report(
         tiles=_tiles(summary),
         samples=_samples(run_dir / "samples"),
         charts=render_charts(metrics) if metrics else '<p class="absent">No metrics were logged in this run.</p>',
+        memory=memory_section(run_dir / TIMELINE_NAME),
         summary=_summary_table(summary),
         config=_config(resolved_config),
     )

@@ -14,6 +14,13 @@ STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sd_ddp": ("sd_lightning.strategies.ddp:DDPStrategy", "DDP with portable checkpoints", {}),
     "sd_fsdp": ("sd_lightning.strategies.fsdp:FSDPStrategy", "FSDP2, sharded block by block", {}),
     "sd_fsdp_offload": ("sd_lightning.strategies.fsdp:FSDPStrategy", "FSDP2 in host memory", {"cpu_offload": True}),
+    "sd_gemini": ("sd_lightning.strategies.gemini:GeminiStrategy", "Gemini: chunks on tiers of memory", {}),
+    "sd_gemini_offload": (
+        "sd_lightning.strategies.gemini:GeminiStrategy",
+        "Gemini in host memory",
+        {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 2**29},
+    ),
+    "sd_colossalai": ("sd_lightning.strategies.colossalai:ColossalAIStrategy", "The real ColossalAI, on CUDA", {}),
     "sd_deepspeed_zero1": (_DEEPSPEED, "DeepSpeed ZeRO-1", {"stage": 1}),
     "sd_deepspeed_zero2": (_DEEPSPEED, "DeepSpeed ZeRO-2", {"stage": 2}),
     "sd_deepspeed_zero3": (_DEEPSPEED, "DeepSpeed ZeRO-3", {"stage": 3}),

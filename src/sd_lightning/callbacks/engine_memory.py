@@ -1,0 +1,71 @@
+"""Where an engine's bytes are: logged by step, and drawn for one step in the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from sd_lightning._errors import UsageError
+from sd_lightning.report.memory import TIMELINE_NAME
+
+
+class EngineMemory(Callback):
+    """Log the Gemini engine's counters and record the memory of one step, unit by unit.
+
+    Args:
+        run_dir: Directory of the run; the timeline goes to ``memory_timeline.json`` there, which the report draws.
+        every_n_steps: Optimizer steps between logged values.
+        trace_step: The step whose timeline is kept, from 1; by the third the order of units is known.
+    """
+
+    def __init__(self, run_dir: str | Path, *, every_n_steps: int = 10, trace_step: int = 3) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("trace_step", trace_step)):
+            if value < 1:
+                raise UsageError(f"EngineMemory got {name}={value}; expected at least 1")
+        self.run_dir = Path(run_dir)
+        self.every_n_steps = every_n_steps
+        self.trace_step = trace_step
+        self._events: list[dict[str, Any]] | None = None
+        self._engine: Any = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._engine = getattr(trainer.strategy, "engine", None)
+        if self._engine is None or not hasattr(self._engine, "ledger"):
+            raise UsageError(
+                f"EngineMemory got strategy={type(trainer.strategy).__name__}, which keeps no account of its bytes; "
+                "expected strategy=gemini, or leave callbacks=memory out"
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._events is None and trainer.global_step + 1 == self.trace_step:
+            self._events = []
+            self._engine.runtime.observer = self._observe
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._engine.runtime.observer is not None and trainer.global_step == self.trace_step:
+            self._engine.runtime.observer = None
+            self._note("step", "")
+            if trainer.is_global_zero:
+                timeline = {"step": self.trace_step, "rank": trainer.global_rank, "events": self._events}
+                (self.run_dir / TIMELINE_NAME).write_text(json.dumps(timeline), encoding="utf-8")
+        if trainer.global_step % self.every_n_steps == 0:
+            values = {f"gemini/{name}": float(value) for name, value in self._engine.statistics().items()}
+            pl_module.log_dict(values, batch_size=1)
+
+    def _observe(self, phase: str, unit: int) -> None:
+        self._note(phase, self._engine.runtime.units[unit].name)
+
+    def _note(self, phase: str, unit: str) -> None:
+        assert self._events is not None
+        tiers: dict[str, dict[str, int]] = {}
+        for (tier, kind), nbytes in self._engine.ledger.by_kind.items():
+            tiers.setdefault(str(tier), {})[str(kind)] = nbytes
+        self._events.append({"phase": phase, "unit": unit, "bytes": tiers})

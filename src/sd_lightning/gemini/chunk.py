@@ -1,0 +1,436 @@
+"""A chunk: flat memory for many parameters, its shards, and the moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.gemini.collectives import Collectives, Pending
+from sd_lightning.gemini.layout import ChunkLayout, Slot
+from sd_lightning.gemini.tiers import Buffer, Kind, Memory, Tier
+
+
+class ChunkState(Enum):
+    """What the memory of a chunk's parameters holds."""
+
+    RELEASED = auto()
+    """Nothing; it is not allocated."""
+    GATHERING = auto()
+    """Weights that are on their way."""
+    GATHERED = auto()
+    """Weights."""
+    OVERWRITTEN = auto()
+    """Gradients, or some gradients and the weights of parameters that have none yet."""
+
+
+_TRANSITIONS = {
+    ChunkState.RELEASED: {ChunkState.GATHERING},
+    ChunkState.GATHERING: {ChunkState.GATHERED},
+    ChunkState.GATHERED: {ChunkState.RELEASED, ChunkState.OVERWRITTEN, ChunkState.GATHERING},
+    ChunkState.OVERWRITTEN: {ChunkState.RELEASED},
+}
+
+
+@dataclass(frozen=True)
+class ChunkPlacement:
+    """Where the parts of a chunk live."""
+
+    is_sharded: bool = True
+    """Each rank keeps a shard of the compute weights between uses; otherwise all of them."""
+    param_tier: Tier = Tier.FAST
+    """Where the shard of the compute weights lives."""
+    optim_tier: Tier = Tier.FAST
+    """Where float32 weights and optimizer states live."""
+
+    @property
+    def step_tier(self) -> Tier:
+        """Where reduced gradients are kept and the optimizer computes."""
+        return Tier.FAST if self.optim_tier is Tier.FAST else Tier.SLOW
+
+
+class Chunk:
+    """The memory of one chunk on one rank.
+
+    ``full`` is what parameters are views of. It is allocated and freed through its storage, so that views taken by
+    autograd stay valid; meanwhile parameters read as NaN. Where weights are not sharded, or there is one rank and they live on the fast tier, ``full``
+    stays and the shard is a view of it. Where the compute type is float32 and weights and optimizer live together,
+    the optimizer's ``master`` weights are the shard itself.
+
+    Args:
+        layout: What is in it.
+        placement: Where its parts live.
+        memory: Allocates and accounts.
+        collectives: Gathers and reduces.
+    """
+
+    def __init__(
+        self, layout: ChunkLayout, placement: ChunkPlacement, memory: Memory, collectives: Collectives
+    ) -> None:
+        self.layout = layout
+        self.placement = placement
+        self.memory = memory
+        self.collectives = collectives
+        self.shard_numel = layout.numel // collectives.world_size
+        self.begin = self.shard_numel * collectives.rank
+        self.end = self.begin + self.shard_numel
+        self.master_dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.slots: dict[nn.Parameter, Slot] = {}
+        self.states: dict[str, Buffer] = {}
+        self.accumulator: Buffer | None = None
+        self.gradients: Buffer | None = None
+        self.filled: set[str] = set()
+        """Parameters whose gradients of this pass are in their slots."""
+        self._is_swapped = False
+        self._stash: Buffer | None = None
+        self._pending: Pending | None = None
+        self._faces: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        """Of each parameter: its view of the chunk, and what it shows while there is no memory behind that."""
+        self.state = ChunkState.GATHERED
+        self._allocate()
+
+    def _allocate(self) -> None:
+        layout, memory = self.layout, self.memory
+        self.full = torch.empty(layout.numel, dtype=layout.dtype, device=memory.device)
+        self._shard: Buffer | None = None
+        self._master: Buffer | None = None
+        if self.is_resident:
+            memory.ledger.add(Tier.FAST, Kind.WEIGHTS, layout.nbytes)
+        else:
+            memory.ledger.add(Tier.FAST, Kind.GATHERED, layout.nbytes)
+            self._shard = memory.allocate(self.placement.param_tier, Kind.WEIGHTS, self.shard_numel, layout.dtype)
+        if layout.is_trained and not self.is_aliased:
+            self._master = memory.allocate(
+                self.placement.optim_tier, Kind.OPTIMIZER, self.shard_numel, self.master_dtype
+            )
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    @property
+    def is_trained(self) -> bool:
+        return self.layout.is_trained
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the whole chunk stays in memory: gathering it moves nothing."""
+        place = self.placement
+        return not place.is_sharded or (self.collectives.world_size == 1 and place.param_tier is Tier.FAST)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether the optimizer's weights are the compute weights themselves."""
+        place = self.placement
+        return self.layout.dtype == self.master_dtype and place.param_tier == place.optim_tier
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's compute weights."""
+        return self.collectives.shard(self.full) if self._shard is None else self._shard.tensor
+
+    @property
+    def master(self) -> Tensor:
+        """This rank's weights as the optimizer sees them, also while others are swapped in."""
+        if self._stash is not None:
+            return self._stash.tensor
+        return self.shard if self._master is None else self._master.tensor
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes that gathered weights or their gradients take beyond what is resident."""
+        return 0 if self.is_resident or self.state is ChunkState.RELEASED else self.layout.nbytes
+
+    def add(self, slot: Slot, parameter: nn.Parameter) -> None:
+        """Make a parameter a view of its slot."""
+        self.parameters[slot.name] = parameter
+        self.slots[parameter] = slot
+        view = self.full[slot.begin : slot.end].view(parameter.shape)
+        # Reading memory that is not there would end the process. NaN is seen at once, and cannot be written to.
+        absent = torch.full((), float("nan"), dtype=self.full.dtype, device=self.full.device).expand(parameter.shape)
+        self._faces.append((parameter, view, absent))
+        parameter.data = view
+
+    def fill(self, values: Tensor) -> None:
+        """Set this rank's weights from float32 values of its shard, and the compute weights with them."""
+        self.master.copy_(values)
+        if not self.is_aliased:
+            self.memory.copy(self.shard, values, Tier.SLOW, Tier.SLOW)
+        self.invalidate()
+
+    # ---------------------------------------------------------------- weights
+
+    def gather(self) -> None:
+        """Begin to gather the weights; :meth:`wait` before they are used."""
+        if self.state is not ChunkState.RELEASED:
+            return
+        self._go(ChunkState.GATHERING)
+        self._resize(self.layout.nbytes)
+        for parameter, view, _ in self._faces:
+            parameter.data = view
+        with self.memory.copying():
+            target = self.collectives.shard(self.full)
+            self.memory.copy(target, self.shard, self.placement.param_tier, Tier.FAST)
+            self._pending = self.collectives.all_gather(self.full)
+
+    def wait(self) -> None:
+        """Let the computation see the gathered weights."""
+        if self.state is not ChunkState.GATHERING:
+            return
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self.memory.join_copies()
+        self._go(ChunkState.GATHERED)
+
+    def release(self) -> None:
+        """Free gathered weights, or the gradients in their place."""
+        self.wait()
+        if self.is_resident or self.state is ChunkState.RELEASED:
+            return
+        self._go(ChunkState.RELEASED)
+        self._resize(0)
+        self._hide()
+
+    def _hide(self) -> None:
+        for parameter, _, absent in self._faces:
+            parameter.data = absent
+
+    def invalidate(self) -> None:
+        """Compute with what the shards now hold: free gathered copies, gather again what is resident."""
+        torch.autograd.graph.increment_version(self.parameters.values())  # a graph from before cannot go backward
+        if not self.is_resident:
+            self.release()
+            return
+        self.wait()
+        if self.collectives.world_size > 1:
+            self._go(ChunkState.GATHERING)
+            with self.memory.copying():
+                self._pending = self.collectives.all_gather(self.full)
+
+    def refresh(self) -> None:
+        """Bring the optimizer's new weights to the compute weights, beside whatever is computed next."""
+        if not self.is_aliased:
+            place = self.placement
+            with self.memory.copying():
+                self.memory.copy(self.shard, self.master, place.step_tier, place.param_tier)
+        self.invalidate()
+
+    # ---------------------------------------------------------------- gradients
+
+    def put_gradient(self, parameter: nn.Parameter, gradient: Tensor, *, keep: bool = False) -> None:
+        """Write the gradient of one parameter, divided by the number of ranks, into its slot.
+
+        Args:
+            parameter: One of this chunk.
+            gradient: In the shape of the parameter.
+            keep: Gradients stay whole for more than one pass: they are added up in float32, in memory of their own.
+        """
+        slot = self.slots[parameter]
+        target = self._gradient_slots(keep)[slot.begin : slot.end].view(gradient.shape)
+        scale = 1.0 / self.collectives.world_size
+        if slot.name in self.filled:
+            target.add_(gradient, alpha=scale)
+        elif gradient.dtype == target.dtype:
+            torch.mul(gradient, scale, out=target)
+        else:
+            target.copy_(gradient).mul_(scale)
+        self.filled.add(slot.name)
+        if self.state is ChunkState.OVERWRITTEN:
+            # Whatever would still read the weight in this backward pass gets autograd's error, not the gradient.
+            torch.autograd.graph.increment_version(parameter)
+
+    def _gradient_slots(self, keep: bool) -> Tensor:
+        if self.gradients is not None:
+            return self.gradients.tensor
+        if keep or self.is_resident:
+            alone = self.collectives.world_size == 1 and self.placement.step_tier is Tier.FAST
+            dtype = self.master_dtype if keep or alone else self.layout.dtype
+            self.gradients = self.memory.allocate(Tier.FAST, Kind.GRADIENTS, self.layout.numel, dtype)
+            return self.gradients.tensor
+        if self.state is ChunkState.RELEASED:
+            self._resize(self.layout.nbytes)
+            self.state = ChunkState.OVERWRITTEN
+        elif self.state is not ChunkState.OVERWRITTEN:
+            self.wait()
+            self._go(ChunkState.OVERWRITTEN)
+        return self.full
+
+    def reduce(self) -> Pending:
+        """Begin to sum the gradients over the ranks; :meth:`finish_reduction` when the result is waited for."""
+        slots = self._gradient_slots(False)
+        for slot in self.layout.slots:
+            if slot.name not in self.filled:
+                slots[slot.begin : slot.end].zero_()  # unused on this rank: others may have used it
+        for begin, end in self.layout.gaps():
+            slots[begin:end].zero_()
+        self.filled.clear()
+        return self.collectives.reduce_scatter(slots)
+
+    def finish_reduction(self, pending: Pending) -> None:
+        """Add the reduced gradients of this rank's shard to those of earlier passes, on the optimizer's tier."""
+        pending.wait()
+        tier = self.placement.step_tier
+        whole = self.gradients
+        if whole is not None and self.accumulator is None and self._can_adopt(whole):
+            whole.kind, self.gradients, self.accumulator = Kind.ACCUMULATED, None, whole
+            self.memory.ledger.add(Tier.FAST, Kind.GRADIENTS, -whole.nbytes)
+            self.memory.ledger.add(Tier.FAST, Kind.ACCUMULATED, whole.nbytes)
+            return
+        reduced = self.collectives.shard(self.full if whole is None else whole.tensor)
+        with self.memory.copying():
+            if self.accumulator is None:
+                self.accumulator = self.memory.allocate(tier, Kind.ACCUMULATED, self.shard_numel, self.master_dtype)
+                self.memory.copy(self.accumulator.tensor, reduced, Tier.FAST, tier)
+            else:
+                self._accumulate(reduced, tier)
+        self.memory.join_copies()
+        self._free_gradients()
+
+    def drop_gradients(self) -> None:
+        """Free all gradients, finished or not."""
+        self.filled.clear()
+        if self.state is ChunkState.OVERWRITTEN:
+            self.release()
+        self._free_gradients()
+        self.free_accumulator()
+
+    def free_accumulator(self) -> None:
+        """Free the reduced gradients."""
+        if self.accumulator is not None:
+            self.memory.free(self.accumulator)
+            self.accumulator = None
+
+    def _can_adopt(self, gradients: Buffer) -> bool:
+        """With one rank the whole gradients are the reduced ones."""
+        same = gradients.tensor.dtype == self.master_dtype and self.placement.step_tier is Tier.FAST
+        return self.collectives.world_size == 1 and same
+
+    def _accumulate(self, reduced: Tensor, tier: Tier) -> None:
+        assert self.accumulator is not None
+        if tier is Tier.FAST or not self.memory.on_accelerator:
+            self.accumulator.tensor.add_(reduced)
+            self.memory.ledger.move(Tier.FAST, tier, reduced.numel() * reduced.element_size())
+            return
+        arrived = self.memory.allocate(tier, Kind.ACCUMULATED, self.shard_numel, reduced.dtype)
+        self.memory.copy(arrived.tensor, reduced, Tier.FAST, tier)
+        self.memory.wait_for_copies()
+        self.accumulator.tensor.add_(arrived.tensor)
+        self.memory.free(arrived)
+
+    def _free_gradients(self) -> None:
+        if self.gradients is not None:
+            self.memory.free(self.gradients)
+            self.gradients = None
+        if self.state is ChunkState.OVERWRITTEN:
+            self.release()
+
+    # ---------------------------------------------------------------- other weights
+
+    def swap_in(self, weights: Mapping[str, Tensor]) -> None:
+        """Compute with other weights; each is the part of a parameter that this rank owns."""
+        if self.is_aliased:
+            # The compute weights are the only copy of the trained ones.
+            self._stash = self.memory.allocate(Tier.SLOW, Kind.SWAPPED, self.shard_numel, self.master_dtype)
+            self.memory.copy(self._stash.tensor, self.shard, self.placement.param_tier, Tier.SLOW)
+            self.memory.wait_for_copies()
+        self._is_swapped = True
+        self.wait()
+        for slot in self.layout.slots:
+            begin, end = self.owned(slot)
+            if begin < end:
+                target = self.shard[slot.begin + begin - self.begin : slot.begin + end - self.begin]
+                target.copy_(weights[slot.name].reshape(-1))
+        self.invalidate()
+
+    def swap_out(self) -> None:
+        """Compute with the trained weights again."""
+        self.wait()
+        source = self.master
+        self.shard.copy_(source)
+        if self._stash is not None:
+            self.memory.free(self._stash)
+            self._stash = None
+        self._is_swapped = False
+        self.invalidate()
+
+    # ---------------------------------------------------------------- other tiers
+
+    def place(self, placement: ChunkPlacement) -> None:
+        """Move to other tiers, outside of backward passes; values stay the same, also of other weights swapped in."""
+        if placement == self.placement:
+            return
+        self.release()
+        self._place_weights(placement, *self._place_optimizer(placement))
+
+    def _place_optimizer(self, placement: ChunkPlacement) -> tuple[Buffer | None, Buffer | None]:
+        """Move states and gradients; return the master weights at their new place, as ``_master`` and ``_stash``."""
+        memory = self.memory
+        for name, state in self.states.items():
+            self.states[name] = memory.moved(state, placement.optim_tier)
+        if self.accumulator is not None:
+            self.accumulator = memory.moved(self.accumulator, placement.step_tier)
+        if not self.is_trained:
+            return None, None
+        own = self._stash or self._master
+        is_aliased = self.layout.dtype == self.master_dtype and placement.param_tier == placement.optim_tier
+        if is_aliased and not self._is_swapped:
+            if own is not None:
+                memory.free(own)  # the compute weights are the same values
+            return None, None
+        tier, kind = (Tier.SLOW, Kind.SWAPPED) if is_aliased else (placement.optim_tier, Kind.OPTIMIZER)
+        new = memory.allocate(tier, kind, self.shard_numel, self.master_dtype)
+        memory.copy(new.tensor, self.master, self.placement.param_tier if own is None else own.tier, tier)
+        memory.wait_for_copies()
+        if own is not None:
+            memory.free(own)
+        return (None, new) if is_aliased else (new, None)
+
+    def _place_weights(self, placement: ChunkPlacement, master: Buffer | None, stash: Buffer | None) -> None:
+        memory, old, was_resident, shard = self.memory, self.placement, self.is_resident, self.shard
+        self.placement, self._master, self._stash = placement, master, stash
+        if self.is_resident and was_resident:
+            return
+        if not self.is_resident and not was_resident:
+            assert self._shard is not None
+            self._shard = memory.moved(self._shard, placement.param_tier)
+        elif was_resident:
+            self.wait()
+            self._shard = memory.allocate(placement.param_tier, Kind.WEIGHTS, self.shard_numel, self.layout.dtype)
+            memory.copy(self._shard.tensor, shard, old.param_tier, placement.param_tier)
+            memory.wait_for_copies()
+            memory.ledger.add(Tier.FAST, Kind.WEIGHTS, -self.layout.nbytes)
+            self.full.untyped_storage().resize_(0)
+            self.state = ChunkState.RELEASED
+            self._hide()
+        else:
+            self.gather()
+            self.wait()
+            memory.ledger.add(Tier.FAST, Kind.GATHERED, -self.layout.nbytes)
+            memory.ledger.add(Tier.FAST, Kind.WEIGHTS, self.layout.nbytes)
+            memory.wait_for_copies()
+            assert self._shard is not None
+            memory.free(self._shard)
+            self._shard = None
+
+    # ---------------------------------------------------------------- inner
+
+    def owned(self, slot: Slot) -> tuple[int, int]:
+        """Return the range of a parameter's elements that this rank owns, possibly empty."""
+        begin = min(max(self.begin - slot.begin, 0), slot.numel)
+        end = min(max(self.end - slot.begin, 0), slot.numel)
+        return (begin, end) if begin < end else (0, 0)
+
+    def _go(self, state: ChunkState) -> None:
+        if state not in _TRANSITIONS[self.state]:
+            raise RuntimeError(f"chunk {self.index} cannot go from {self.state.name} to {state.name}")
+        self.state = state
+
+    def _resize(self, nbytes: int) -> None:
+        storage = self.full.untyped_storage()
+        self.memory.ledger.add(Tier.FAST, Kind.GATHERED, nbytes - storage.nbytes())
+        storage.resize_(nbytes)

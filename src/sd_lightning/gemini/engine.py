@@ -1,0 +1,298 @@
+"""The engine as a whole: networks in, chunks behind their parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.chunk import Chunk, ChunkPlacement
+from sd_lightning.gemini.collectives import Collectives
+from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, default_search, pack, search_chunk_numel
+from sd_lightning.gemini.loss_scale import LossScale
+from sd_lightning.gemini.optimizer import GeminiOptimizer
+from sd_lightning.gemini.placement import plan_static
+from sd_lightning.gemini.runtime import Runtime
+from sd_lightning.gemini.state import EngineState
+from sd_lightning.gemini.tiers import Ledger, Memory
+from sd_lightning.gemini.units import Unit, find_units
+
+log = logging.getLogger(__name__)
+
+Reader = Callable[[str, int, int], Tensor]
+"""(name, begin, end): values of a flat range of a parameter or buffer, of any type, on the CPU."""
+
+
+class GeminiEngine:
+    """Train networks whose parameters live in chunks: sharded, gathered when needed, placed on tiers.
+
+    Parameters stay the modules' ``nn.Parameter`` objects, except those on the meta device, which are replaced. Call
+    networks and ``loss.backward()`` as usual; build optimizers over the parameters afterwards and hand each to
+    :meth:`optimizer`. All ranks do the same calls on networks, in the same order.
+
+    Args:
+        networks: By the prefix of their parameters' names ("unet"; "" for none).
+        config: How to cut and place.
+        blocks: The repeated modules; by default the children of module lists and sequences.
+        device: The fast tier.
+        group: The ranks to shard over; the default process group if there is one.
+        reader: Gives initial values; needed for networks on the meta device. Each rank reads only what it owns.
+        order: Names of units in the order in which they run, if another than that of registration.
+    """
+
+    def __init__(
+        self,
+        networks: Mapping[str, nn.Module],
+        config: GeminiConfig,
+        *,
+        blocks: Iterable[nn.Module] | None = None,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+        reader: Reader | None = None,
+        order: Iterable[str] | None = None,
+    ) -> None:
+        self.networks = dict(networks)
+        self.config = config
+        self.collectives = Collectives(group, torch.device(device))
+        self.memory = Memory(torch.device(device), config.offload_dir)
+        self.loss_scale: LossScale | None = LossScale() if config.compute_dtype == torch.float16 else None
+        self.optimizers: list[GeminiOptimizer] = []
+        _replace_meta_parameters(self.networks.values(), reader)
+        names = _parameter_names(self.networks)
+        units = _ordered(find_units(self.networks, blocks), order)
+        specs = _specs(units, names, config)
+        self.layouts = self._pack(specs)
+        self.plan = plan_static(self.layouts, config)
+        self.collectives.require_agreement("the layout of chunks", repr((self.layouts, self.plan)))
+        self.chunks: list[Chunk] = []
+        self.chunk_of: dict[nn.Parameter, Chunk] = {}
+        by_name = {name: parameter for parameter, name in names.items()}
+        with torch.no_grad():
+            for layout, placement in zip(self.layouts, self.plan.chunks, strict=True):
+                self._create(layout, placement, by_name, reader)
+            self._place_buffers(reader)
+        self.trained = {n: p for p, n in names.items() if p in self.chunk_of and self.chunk_of[p].is_trained}
+        self.runtime = Runtime(
+            [_chunked(unit, self.chunk_of) for unit in units if any(p in self.chunk_of for p in unit.parameters)],
+            self.chunks,
+            self.chunk_of,
+            budget=self.plan.gathered_budget,
+            prefetch=config.prefetch,
+        )
+        self.state = EngineState(self)
+
+    def _pack(self, specs: list[ParameterSpec]) -> list[ChunkLayout]:
+        world_size = self.collectives.world_size
+        size = self.config.chunk_numel
+        if size is None:
+            search = self.config.chunk_search or default_search(specs)
+            size = search_chunk_numel(specs, search, world_size)
+        return pack(specs, size, world_size)
+
+    def _create(
+        self,
+        layout: ChunkLayout,
+        placement: ChunkPlacement,
+        parameters: Mapping[str, nn.Parameter],
+        reader: Reader | None,
+    ) -> None:
+        """Allocate a chunk, fill what this rank owns of it, and make its parameters views of it."""
+        chunk = Chunk(layout, placement, self.memory, self.collectives)
+        values = torch.zeros(chunk.shard_numel, dtype=chunk.master_dtype)
+        for slot in layout.slots:
+            begin, end = chunk.owned(slot)
+            if begin < end:
+                source = parameters[slot.name].detach().reshape(-1)[begin:end] if reader is None else None
+                source = reader(slot.name, begin, end) if source is None and reader is not None else source
+                assert source is not None
+                offset = slot.begin - chunk.begin
+                values[offset + begin : offset + end] = source.reshape(-1)
+        for slot in layout.slots:
+            chunk.add(slot, parameters[slot.name])
+            self.chunk_of[parameters[slot.name]] = chunk
+        chunk.fill(values)
+        self.chunks.append(chunk)
+
+    def _place_buffers(self, reader: Reader | None) -> None:
+        for prefix, network in self.networks.items():
+            for module_name, module in network.named_modules():
+                for key, buffer in module._buffers.items():
+                    if buffer is None:
+                        continue
+                    if buffer.is_meta:
+                        name = ".".join(part for part in (prefix, module_name, key) if part)
+                        assert reader is not None
+                        buffer = reader(name, 0, buffer.numel()).reshape(buffer.shape).to(buffer.dtype)
+                    module._buffers[key] = buffer.to(self.memory.device)
+
+    # ---------------------------------------------------------------- training
+
+    def optimizer(self, inner: torch.optim.Optimizer) -> GeminiOptimizer:
+        """Return what steps the chunks by the groups of a torch optimizer.
+
+        Args:
+            inner: ``AdamW``, ``Adam`` or ``SGD`` over parameters of the networks, made after this engine.
+
+        Raises:
+            UsageError: The optimizer's update is not elementwise, or another optimizer has one of its parameters.
+        """
+        optimizer = GeminiOptimizer(inner, self)
+        self.optimizers.append(optimizer)
+        return optimizer
+
+    def drop_optimizers(self) -> None:
+        """Forget all optimizers, their states and gradients, as before a new fit."""
+        self.abort()
+        self.optimizers.clear()
+        for chunk in self.chunks:
+            for state in chunk.states.values():
+                self.memory.free(state)
+            chunk.states.clear()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss to go backward from: multiplied by the loss scale in float16, itself otherwise."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute and reduce the gradients of a loss, scaled in float16."""
+        self.scale_loss(loss).backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Mark a backward pass whose gradients are not stepped yet.
+
+        With ``reduce_once`` they are kept whole, in float32, and reduced with those of the next pass outside; without
+        it they are reduced now and only this rank's part is kept.
+        """
+        if not self.config.reduce_once:
+            yield
+            return
+        with self.runtime.keeping_gradients():
+            yield
+
+    def check_can_step(self) -> None:
+        """Raise if an optimizer cannot step now."""
+        if self.state.is_swapped:
+            raise RuntimeError("an optimizer stepped between swap_in and swap_out")
+        if self.runtime.is_in_backward:
+            raise RuntimeError("an optimizer stepped after a backward pass that did not end; call abort() first")
+
+    def abort(self) -> None:
+        """Forget an unfinished backward pass and all gradients."""
+        self.runtime.abort()
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes on each tier and bytes moved."""
+        return self.memory.ledger
+
+    @torch.no_grad()
+    def full_parameter(self, name: str) -> Tensor:
+        """Return a copy of a whole parameter, in the optimizer's type if it is trained; all ranks call it."""
+        chunk = next(chunk for chunk in self.chunks if name in chunk.parameters)
+        slot = chunk.slots[chunk.parameters[name]]
+        source = chunk.master if chunk.is_trained else chunk.shard
+        whole = torch.empty(chunk.layout.numel, dtype=source.dtype, device=self.memory.device)
+        chunk.wait()
+        self.collectives.shard(whole).copy_(source)
+        self.collectives.all_gather(whole).wait()
+        return whole[slot.begin : slot.end].view(chunk.parameters[name].shape).clone()
+
+    def release(self) -> None:
+        """Free temporarily gathered weights, as after a validation run."""
+        self.runtime.release()
+
+    def synchronize(self) -> None:
+        """Wait for everything under way, such as weights gathered beside the computation."""
+        for chunk in self.chunks:
+            chunk.wait()
+        self.memory.wait_for_copies()
+
+    def close(self) -> None:
+        """Remove the hooks and delete files; the parameters stay what they are, gathered or not."""
+        self.synchronize()
+        self.runtime.detach()
+        self.memory.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters since the beginning: bytes by tier, moves, hits and misses of gathering, collectives."""
+        ledger = self.ledger
+        return {
+            **{f"bytes/{tier}": ledger.current[tier] for tier in ledger.peak},
+            **{f"peak_bytes/{tier}": peak for tier, peak in ledger.peak.items()},
+            **{f"moved_bytes/{source}_to_{target}": n for (source, target), n in ledger.moved.items()},
+            "gathered_bytes": self.collectives.gathered_bytes,
+            "reduced_bytes": self.collectives.reduced_bytes,
+            **self.runtime.statistics,
+        }
+
+
+def _replace_meta_parameters(networks: Iterable[nn.Module], reader: Reader | None) -> None:
+    """Put parameters on the host, without memory, in the place of those on the meta device."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for network in networks:
+        for module in network.modules():
+            tensors = [*module._parameters.items(), *module._buffers.items()]
+            meta = [name for name, tensor in tensors if tensor is not None and tensor.is_meta]
+            if meta and reader is None:
+                raise UsageError(
+                    f"Gemini got {type(module).__name__}.{meta[0]} on the meta device and no reader; expected "
+                    "reader=(name, begin, end) -> values, or networks with weights"
+                )
+            for key, parameter in module._parameters.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if parameter not in replaced:
+                    empty = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                    replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = replaced[parameter]
+
+
+def _parameter_names(networks: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
+    """Return the first name of every parameter."""
+    names: dict[nn.Parameter, str] = {}
+    for prefix, network in networks.items():
+        for name, parameter in network.named_parameters():
+            names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+def _ordered(units: list[Unit], order: Iterable[str] | None) -> list[Unit]:
+    if order is None:
+        return units
+    position = {name: index for index, name in enumerate(order)}
+    unknown = position.keys() - {unit.name for unit in units}
+    if unknown:
+        raise UsageError(
+            f"Gemini got order with {sorted(unknown)[0]!r}; expected names of units such as {units[0].name!r}"
+        )
+    return sorted(units, key=lambda unit: position.get(unit.name, len(position)))
+
+
+def _specs(units: Iterable[Unit], names: Mapping[nn.Parameter, str], config: GeminiConfig) -> list[ParameterSpec]:
+    specs = []
+    for parameter in dict.fromkeys(p for unit in units for p in unit.parameters):
+        if not parameter.is_floating_point():
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"Gemini got {names[parameter]} of type {parameter.dtype} to train; expected a floating-point type"
+                )
+            continue  # it stays where it is, whole on every rank
+        dtype = config.compute_dtype or parameter.dtype
+        specs.append(ParameterSpec(names[parameter], parameter.numel(), dtype, parameter.requires_grad))
+    return specs
+
+
+def _chunked(unit: Unit, chunk_of: Mapping[nn.Parameter, Chunk]) -> Unit:
+    """Return a unit with those of its parameters that are in chunks."""
+    parameters = tuple(p for p in unit.parameters if p in chunk_of)
+    return Unit(unit.name, unit.module, parameters, unit.is_container)

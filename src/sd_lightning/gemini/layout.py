@@ -1,0 +1,138 @@
+"""How parameters are packed into flat chunks: pure functions, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 16
+"""Parameters and shards begin at multiples of this many elements, for vector instructions and quantised blocks."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What packing has to know of a parameter."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    """Type in which the parameter computes."""
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in its chunk."""
+
+    name: str
+    begin: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.numel
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """A flat range of memory and the parameters in it; all of one type, and all trained or all frozen."""
+
+    index: int
+    dtype: torch.dtype
+    is_trained: bool
+    slots: tuple[Slot, ...]
+    numel: int
+    """With padding; a multiple of ``ALIGNMENT * world_size``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered chunk."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.numel - sum(slot.numel for slot in self.slots)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the ranges between and after the parameters."""
+        ends = [0, *(slot.end for slot in self.slots)]
+        begins = [*(slot.begin for slot in self.slots), self.numel]
+        return [(end, begin) for end, begin in zip(ends, begins) if begin > end]
+
+
+def align(numel: int, multiple: int = ALIGNMENT) -> int:
+    """Round up to a multiple."""
+    return -(-numel // multiple) * multiple
+
+
+def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> list[ChunkLayout]:
+    """Pack parameters, in their order, into chunks of one size.
+
+    A parameter larger than a chunk gets one of its own. The last chunk of each kind ends where its parameters do.
+
+    Args:
+        specs: In the order of execution; names are unique.
+        chunk_numel: Elements of a chunk; rounded up to a multiple of ``ALIGNMENT * world_size``.
+        world_size: Each chunk is cut into this many shards of one size.
+
+    Returns:
+        Chunks in the order of their first parameters.
+    """
+    unit = ALIGNMENT * world_size
+    chunk_numel = align(chunk_numel, unit)
+    open_chunks: dict[tuple[torch.dtype, bool], _OpenChunk] = {}
+    chunks: list[_OpenChunk] = []
+    for spec in specs:
+        kind = (spec.dtype, spec.is_trained)
+        needed = align(spec.numel)
+        if needed > chunk_numel:
+            chunks.append(_OpenChunk(kind, [Slot(spec.name, 0, spec.numel)], needed))
+            continue
+        current = open_chunks.get(kind)
+        if current is None or current.used + needed > chunk_numel:
+            if current is not None:
+                current.numel = chunk_numel
+            current = open_chunks[kind] = _OpenChunk(kind, [], 0)
+            chunks.append(current)
+        current.slots.append(Slot(spec.name, current.used, spec.numel))
+        current.used += needed
+    return [
+        ChunkLayout(index, *chunk.kind, tuple(chunk.slots), chunk.numel or align(max(chunk.used, 1), unit))
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+@dataclass
+class _OpenChunk:
+    kind: tuple[torch.dtype, bool]
+    slots: list[Slot]
+    used: int
+    numel: int = 0
+    """Size once it is closed for a following chunk."""
+
+
+def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
+    """Return the range of chunk sizes to search: about 12 to 24 chunks, of 64 Ki to 32 Mi elements."""
+    lower = min(max(sum(spec.numel for spec in specs) // 24, 2**16), 2**24)
+    return lower, 2 * lower
+
+
+def search_chunk_numel(
+    specs: Sequence[ParameterSpec], search: tuple[int, int], world_size: int, *, candidates: int = 128
+) -> int:
+    """Return the chunk size of a range that wastes the fewest elements on padding; the largest of equally good ones.
+
+    Args:
+        specs: Parameters in the order of execution.
+        search: Smallest and largest size in elements.
+        world_size: Number of shards of a chunk.
+        candidates: Sizes tried, evenly spread.
+    """
+    unit = ALIGNMENT * world_size
+    lower, upper = align(search[0], unit), align(search[1], unit)
+    stride = max(align((upper - lower) // max(candidates - 1, 1), unit), unit)
+    sizes = range(lower, upper + 1, stride)
+    return min(sizes, key=lambda size: (sum(chunk.padding for chunk in pack(specs, size, world_size)), -size))

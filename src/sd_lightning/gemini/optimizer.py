@@ -1,0 +1,263 @@
+"""The optimizer that steps chunks, driven by the groups of the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.tiers import Kind, Tier
+from sd_lightning.gemini.updates import Update, update_of
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring parameters that are stepped as one range of this rank's shard."""
+
+    chunk: Chunk
+    group: int
+    step: int
+    """Number of the step that comes, from 1."""
+    begin: int
+    """First element of the shard."""
+    end: int
+
+
+class GeminiOptimizer(torch.optim.Optimizer):
+    """Stands in for the user's optimizer, whose groups it shares: schedulers made for either drive both.
+
+    A parameter is stepped if it got a gradient on any rank, as under DDP; others keep weights, moments and step
+    count, as torch does where ``grad`` is None. A step uses the gradients up: ``zero_grad`` after it does nothing.
+
+    Args:
+        inner: ``AdamW``, ``Adam`` or ``SGD`` over trained parameters of the engine.
+        engine: Owns the chunks.
+
+    Raises:
+        UsageError: The optimizer's update is not elementwise, or it steps parameters that the engine does not train.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, engine: GeminiEngine) -> None:
+        self.inner = inner
+        self.update: Update = update_of(inner)
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+        self._engine = engine
+        self.steps: dict[nn.Parameter, int] = {}
+        self._group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        self._parameters = [p for p in engine.trained.values() if p in self._group_of]
+        if len(self._parameters) != len(self._group_of):
+            raise UsageError(
+                f"{type(inner).__name__} got {len(self._group_of) - len(self._parameters)} parameters that Gemini "
+                "does not train; expected parameters with requires_grad of the networks given to the engine, taken "
+                "after the engine was made"
+            )
+        chunk_of = engine.chunk_of
+        self.chunks = sorted({chunk_of[p] for p in self._parameters}, key=lambda chunk: chunk.index)
+        self._touched: set[nn.Parameter] | None = None
+        self._norm: float | None = None
+        self._clip = 1.0
+        for parameter in self._parameters:
+            self._allocate_states(chunk_of[parameter], self.param_groups[self._group_of[parameter]])
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether this optimizer steps a parameter."""
+        return parameter in self._group_of
+
+    def state_kinds(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Return the names of the states kept for a parameter."""
+        return self.update.states(self.param_groups[self._group_of[parameter]])
+
+    def _allocate_states(self, chunk: Chunk, group: dict[str, Any]) -> None:
+        for name in self.update.states(group):
+            if name not in chunk.states:
+                chunk.states[name] = chunk.memory.allocate(
+                    chunk.placement.optim_tier, Kind.OPTIMIZER, chunk.shard_numel, chunk.master_dtype, zero=True
+                )
+
+    # ---------------------------------------------------------------- torch.optim.Optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights from the reduced gradients, on the tier where they are; skip if any is not finite
+        under loss scaling.
+
+        Args:
+            closure: Computes the loss and its gradients again; called once.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made with it
+        self._engine.check_can_step()
+        scaler = self._engine.loss_scale
+        self._agree(with_norm=scaler is not None)
+        if scaler is not None and not self._is_finite():
+            self._forget()
+            scaler.overflowed()
+            return loss
+        self._apply((1.0 if scaler is None else scaler.value) / self._clip)
+        if scaler is not None:
+            scaler.succeeded()
+        self._forget()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this optimizer's parameters."""
+        if self._engine.runtime.is_in_backward and torch._C._current_graph_task_id() == -1:
+            self._engine.abort()
+        if self._engine.runtime.touched.intersection(self._group_of):
+            self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hyper-parameters of the groups; states are in the engine's ``parameter_shards()``."""
+        return self.inner.state_dict()
+
+    # ---------------------------------------------------------------- gradients
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Let the next step scale the gradients so that their global norm is at most ``max_norm``.
+
+        Costs one pass over this rank's gradients; the scaling itself is part of the step.
+
+        Returns:
+            The norm before clipping, over all ranks, without the loss scale.
+        """
+        norm = self.grad_norm()
+        coefficient = float(max_norm) / (float(norm) + 1e-6)
+        self._clip = min(coefficient, 1.0) if math.isfinite(coefficient) else coefficient
+        return norm
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Return the global 2-norm of the averaged gradients over all ranks, without the loss scale."""
+        self._engine.check_can_step()
+        self._agree(with_norm=True)
+        assert self._norm is not None
+        scaler = self._engine.loss_scale
+        return torch.tensor(self._norm / (1.0 if scaler is None else scaler.value))
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every gradient to ``[-clip_value, clip_value]``."""
+        self._engine.check_can_step()
+        scaler = self._engine.loss_scale
+        bound = float(clip_value) * (1.0 if scaler is None else scaler.value)
+        for tensor in self._own_gradients():
+            tensor.clamp_(-bound, bound)
+        self._norm = None
+
+    def _own_gradients(self) -> Iterable[Tensor]:
+        """Yield this rank's reduced gradients of this optimizer's parameters, in maximal ranges."""
+        for run in self._runs(self._parameters):
+            if run.chunk.accumulator is not None:
+                yield run.chunk.accumulator.tensor[run.begin : run.end]
+
+    def _agree(self, *, with_norm: bool) -> None:
+        """Find out, with one small collective, which parameters have gradients on any rank, and the norm."""
+        if self._touched is not None and (self._norm is not None or not with_norm):
+            return
+        runtime, trained = self._engine.runtime, list(self._engine.trained.values())
+        runtime.flush()
+        values = torch.zeros(len(trained) + 1, dtype=torch.float64)
+        if with_norm:
+            squares = [t.square().sum(dtype=torch.float32).double().cpu() for t in self._own_gradients()]
+            values[0] = torch.stack(squares).sum() if squares else 0.0
+        values[1:] = torch.tensor([p in runtime.touched for p in trained], dtype=torch.float64)
+        values = self._engine.collectives.all_reduce(values)
+        # From here on all ranks know the same, also of parameters of other optimizers.
+        runtime.touched = {p for p, count in zip(trained, values[1:].tolist(), strict=True) if count}
+        self._touched = runtime.touched.intersection(self._group_of)
+        self._norm = float(values[0].sqrt()) if with_norm else None
+
+    def _is_finite(self) -> bool:
+        assert self._norm is not None
+        return math.isfinite(self._norm)
+
+    # ---------------------------------------------------------------- stepping
+
+    def _apply(self, divisor: float) -> None:
+        assert self._touched is not None
+        by_chunk: dict[Chunk, list[Run]] = {}
+        for run in self._runs([p for p in self._parameters if p in self._touched]):
+            by_chunk.setdefault(run.chunk, []).append(run)
+        changed = {self._engine.chunk_of[p] for p in self._touched}
+        # The accelerator's chunks are only submitted; the host steps its own meanwhile.
+        for chunk in sorted(changed, key=lambda c: (c.placement.step_tier is Tier.SLOW, c.index)):
+            if chunk.placement.step_tier is Tier.SLOW:
+                chunk.memory.wait_for_copies()
+            self._step_chunk(chunk, by_chunk.get(chunk, []), divisor)
+            chunk.refresh()
+        for parameter in self._touched:
+            self.steps[parameter] = self.steps.get(parameter, 0) + 1
+
+    def _step_chunk(self, chunk: Chunk, runs: list[Run], divisor: float) -> None:
+        if not runs:
+            return
+        assert chunk.accumulator is not None
+        device = chunk.memory.device_of(chunk.placement.step_tier)
+        scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
+        for group, step in dict.fromkeys((run.group, run.step) for run in runs):
+            ranges = [(run.begin, run.end) for run in runs if (run.group, run.step) == (group, step)]
+            settings = self.param_groups[group]
+            self.update.apply(
+                _slices(chunk.master, ranges),
+                _slices(chunk.accumulator.tensor, ranges),
+                {name: _slices(chunk.states[name].tensor, ranges) for name in self.update.states(settings)},
+                step,
+                settings,
+                scale,
+            )
+
+    def _runs(self, parameters: Iterable[nn.Parameter]) -> list[Run]:
+        """Join what this rank owns of parameters to the longest ranges of one chunk, group and step count."""
+        chosen = set(parameters)
+        runs: list[Run] = []
+        for chunk in self.chunks:
+            previous: Run | None = None
+            for slot in chunk.layout.slots:
+                parameter = chunk.parameters[slot.name]
+                begin, end = chunk.owned(slot)
+                if parameter not in chosen or begin == end:
+                    previous = None
+                    continue
+                group, step = self._group_of[parameter], self.steps.get(parameter, 0) + 1
+                first = slot.begin + begin - chunk.begin
+                if previous is not None and (previous.group, previous.step) == (group, step):
+                    runs.pop()
+                    first = previous.begin
+                previous = Run(chunk, group, step, first, slot.begin + end - chunk.begin)
+                runs.append(previous)
+        return runs
+
+    def _forget(self) -> None:
+        """Drop this optimizer's gradients, and the memory where no other optimizer has gradients in it."""
+        touched = self._engine.runtime.touched
+        touched.difference_update(self._parameters)
+        for chunk in self.chunks:
+            is_shared = any(p not in self._group_of for p in chunk.slots)
+            if not is_shared or (self._touched is not None and not touched.intersection(chunk.slots)):
+                chunk.drop_gradients()
+                continue
+            for run in self._runs(self._parameters):
+                if run.chunk is chunk and chunk.accumulator is not None:
+                    chunk.accumulator.tensor[run.begin : run.end].zero_()
+        self._touched, self._norm, self._clip = None, None, 1.0
+
+
+def _slices(flat: Tensor, ranges: list[tuple[int, int]]) -> list[Tensor]:
+    return [flat[begin:end] for begin, end in ranges]

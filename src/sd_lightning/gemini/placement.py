@@ -1,0 +1,161 @@
+"""Which chunks live where: pure functions, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.chunk import ChunkPlacement
+from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.layout import ChunkLayout
+from sd_lightning.gemini.tiers import Tier
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement of every chunk."""
+
+    chunks: tuple[ChunkPlacement, ...]
+    gathered_budget: int | None = None
+    """Bytes of temporarily gathered weights."""
+
+
+def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> Plan:
+    """Place chunks by the fractions of the settings.
+
+    A fraction is of the elements, reached in whole chunks in the order of execution: at least as much as asked for.
+    What is not sharded is taken from the end, so that it never meets what is offloaded.
+    """
+    offloads_optim = _first(layouts, config.offload_optim_frac, trained_only=True)
+    on_disk = _first(layouts, config.disk_optim_frac, trained_only=True)
+    offloads_param = _first(layouts, config.offload_param_frac)
+    is_sharded = _first(layouts, config.shard_param_frac)
+    placements = []
+    for index in range(len(layouts)):
+        optim = Tier.FAST
+        if index in offloads_optim:
+            optim = Tier.DISK if index in on_disk else Tier.SLOW
+        param = Tier.SLOW if index in offloads_param else Tier.FAST
+        placements.append(ChunkPlacement(index in is_sharded, param, optim))
+    return Plan(tuple(placements), config.gathered_budget)
+
+
+def _first(layouts: Sequence[ChunkLayout], fraction: float, *, trained_only: bool = False) -> set[int]:
+    """Return the indices of the first chunks that together hold a fraction of all elements."""
+    eligible = [layout for layout in layouts if layout.is_trained or not trained_only]
+    wanted = fraction * sum(layout.numel for layout in eligible)
+    chosen: set[int] = set()
+    held = 0
+    for layout in eligible:
+        if held >= wanted * (1 - 1e-9):
+            break
+        chosen.add(layout.index)
+        held += layout.numel
+    return chosen
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What ``auto`` has to fit into the fast tier of every rank."""
+
+    cap_bytes: int
+    """What may be used."""
+    non_model_bytes: int
+    """What activations and everything else that is not in chunks takes at most."""
+    states: tuple[int, ...]
+    """Number of optimizer states of each chunk."""
+    units: tuple[tuple[int, ...], ...]
+    """Chunk indices of each unit, with those of the containers around it."""
+    world_size: int
+
+
+def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
+    """Return the bytes of the fast tier that chunks take at most in a step, with the smallest gathered budget.
+
+    Per parameter and rank, with ``c`` bytes of the compute type and ``w`` ranks: weights ``c`` or ``c / w``, float32
+    weights ``4 / w`` unless they are the compute weights, ``4 / w`` per optimizer state and for the reduced gradient;
+    once: the largest unit that is gathered temporarily, and the whole gradients that are being reduced.
+    """
+    world_size = demand.world_size
+    total = 0
+    whole_gradients = [0]
+    for layout, place, states in zip(layouts, placements, demand.states, strict=True):
+        shard = layout.numel // world_size
+        master = 8 if layout.dtype.itemsize == 8 else 4
+        if place.param_tier is Tier.FAST:
+            total += (shard if place.is_sharded else layout.numel) * layout.dtype.itemsize
+        if not layout.is_trained:
+            continue
+        if not is_temporary(place, world_size):
+            whole_gradients.append(layout.numel * (master if world_size == 1 else layout.dtype.itemsize))
+        if place.optim_tier is Tier.FAST:
+            is_alias = layout.dtype.itemsize == master and place.param_tier is Tier.FAST
+            total += shard * master * ((0 if is_alias else 1) + states + 1)
+    whole_gradients.sort(reverse=True)
+    return total + sum(whole_gradients[:_WHOLE_GRADIENTS]) + smallest_budget(layouts, placements, demand)
+
+
+_WHOLE_GRADIENTS = 6
+"""Chunks whose whole gradients can be in memory at a time: four being reduced, two being filled."""
+
+
+def is_temporary(place: ChunkPlacement, world_size: int) -> bool:
+    """Whether a chunk's whole weights are in memory only while they are used."""
+    return place.is_sharded and not (world_size == 1 and place.param_tier is Tier.FAST)
+
+
+def smallest_budget(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
+    """Return the bytes of the largest unit's temporarily gathered chunks."""
+    sizes = (
+        sum(layouts[c].nbytes for c in set(unit) if is_temporary(placements[c], demand.world_size))
+        for unit in demand.units
+    )
+    return max(sizes, default=0)
+
+
+def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
+    """Keep as much on the fast tier as fits.
+
+    From everything whole and fast on, until it fits: shard weights over the ranks, then move optimizer states to the
+    slow tier, then weights; chunk by chunk in the order of execution. What is left over becomes the budget of
+    gathered weights.
+
+    Raises:
+        UsageError: Not even everything on the slow tier fits.
+    """
+    placements = [ChunkPlacement(is_sharded=False) for _ in layouts]
+    available = demand.cap_bytes - demand.non_model_bytes
+    steps: list[tuple[int, dict[str, Any]]] = []
+    if demand.world_size > 1:
+        steps += [(layout.index, {"is_sharded": True}) for layout in layouts]
+    steps += [(layout.index, {"optim_tier": Tier.SLOW}) for layout in layouts if layout.is_trained]
+    steps += [(layout.index, {"param_tier": Tier.SLOW, "is_sharded": True}) for layout in layouts]
+    needed = fast_bytes(layouts, placements, demand)
+    for index, change in steps:
+        if needed <= available:
+            break
+        placements[index] = replace(placements[index], **change)
+        needed = fast_bytes(layouts, placements, demand)
+    if needed > available:
+        raise UsageError(_does_not_fit(needed, demand))
+    is_any_temporary = any(is_temporary(place, demand.world_size) for place in placements)
+    budget = smallest_budget(layouts, placements, demand) + available - needed if is_any_temporary else None
+    return Plan(tuple(placements), budget)
+
+
+def plan_trace(layouts: Sequence[ChunkLayout]) -> Plan:
+    """Return the placement under which a first step is measured: everything on the slow tier."""
+    return Plan(tuple(ChunkPlacement(True, Tier.SLOW, Tier.SLOW) for _ in layouts), 0)
+
+
+def _does_not_fit(needed: int, demand: Demand) -> str:
+    missing = needed - (demand.cap_bytes - demand.non_model_bytes)
+    mib = 2**20
+    return (
+        f"Gemini got memory_cap={demand.cap_bytes / mib:.1f} MiB, which is {missing / mib:.1f} MiB too little with "
+        f"everything offloaded: {demand.non_model_bytes / mib:.1f} MiB of activations and {needed / mib:.1f} MiB for "
+        f"the largest unit and its gradients; set memory_cap to at least {demand.non_model_bytes + needed} bytes, or "
+        "use a smaller batch, activation checkpointing, smaller blocks, or a smaller chunk_numel"
+    )

@@ -1,0 +1,350 @@
+"""What happens while networks compute: gather, release, reduce, in an order that all ranks share."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.chunk import Chunk, ChunkState
+from sd_lightning.gemini.collectives import Pending
+from sd_lightning.gemini.tracer import Tracer
+from sd_lightning.gemini.units import Unit
+
+_MAX_REDUCTIONS = 4
+"""Reductions under way at a time: each keeps a chunk of gradients in memory."""
+
+Observer = Callable[[str, int], None]
+"""(what happens: "forward", "backward" or "end", index of the unit): called when a unit's weights are there."""
+
+
+class Runtime:
+    """Hooks on units and parameters.
+
+    Everything that leads to a collective depends only on which units run, in which order: never on which parameters
+    of a unit got gradients, on time, or on this rank's memory. So all ranks do the same, also where a parameter is
+    used on one of them only.
+
+    Args:
+        units: All units of all networks.
+        chunks: All chunks.
+        chunk_of: Chunk of each parameter.
+        budget: Bytes of temporarily gathered chunks, None for no limit.
+        prefetch: Chunks gathered ahead.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        chunks: Sequence[Chunk],
+        chunk_of: dict[nn.Parameter, Chunk],
+        *,
+        budget: int | None,
+        prefetch: int,
+    ) -> None:
+        self.units = list(units)
+        self.chunks = list(chunks)
+        self.budget = budget
+        self.prefetch = prefetch
+        self.statistics: Counter[str] = Counter()
+        self.touched: set[nn.Parameter] = set()
+        """Parameters with gradients on this rank since the last optimizer step."""
+        self.keeps_gradients = False
+        """Inside ``no_sync`` with memory for whole gradients."""
+        self.observer: Observer | None = None
+        self._chunk_of = chunk_of
+        self._chunks_of = [sorted({chunk_of[p].index for p in unit.parameters}) for unit in units]
+        self.tracer = Tracer(self._chunks_of)
+        self._running: list[int] = []
+        self._pinned: set[int] = set()
+        self._calls: Counter[int] = Counter()
+        self._users: dict[int, set[int]] = {}
+        self._open: dict[int, None] = {}
+        self._visited: dict[int, None] = {}
+        self._kept: dict[int, None] = {}
+        self._reductions: deque[tuple[Chunk, Pending]] = deque()
+        self._task: int | None = None
+        self._removable: list[Any] = []
+        self._attach()
+
+    def largest_unit_bytes(self) -> int:
+        """Return the most bytes that one unit, with the containers around it, gathers temporarily."""
+        around = {c for unit, indices in zip(self.units, self._chunks_of) if unit.is_container for c in indices}
+        sizes = (
+            sum(self.chunks[c].layout.nbytes for c in around.union(indices) if not self.chunks[c].is_resident)
+            for indices in self._chunks_of
+        )
+        return max(sizes, default=0)
+
+    @property
+    def is_in_backward(self) -> bool:
+        return self._task is not None
+
+    # ---------------------------------------------------------------- hooks
+
+    def _attach(self) -> None:
+        for index, unit in enumerate(self.units):
+            # A compiled module calls its hooks inside the compiled region: these stay outside of it.
+            compiled = unit.module._compiled_call_impl
+            if compiled is not None:
+                unit.module._compiled_call_impl = partial(self._call, index, compiled)
+                continue
+            before = torch._dynamo.disable(partial(self._before, index))
+            after = torch._dynamo.disable(partial(self._after, index))
+            self._removable.append(unit.module.register_forward_pre_hook(before, prepend=True))
+            self._removable.append(unit.module.register_forward_hook(after, always_call=True))
+        for parameter, chunk in self._chunk_of.items():
+            if chunk.is_trained:
+                hook = partial(self._on_gradient, chunk)
+                self._removable.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self._removable:
+            handle.remove()
+        for unit in self.units:
+            compiled = unit.module._compiled_call_impl
+            if isinstance(compiled, partial) and compiled.func == self._call:
+                unit.module._compiled_call_impl = compiled.args[1]
+        self._removable.clear()
+
+    def _call(self, index: int, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._before(index, self.units[index].module, args)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            self._after(index, self.units[index].module, args, output)
+        return output
+
+    def _before(self, index: int, module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            if self._task is not None:
+                self.abort()  # the last backward pass ended in an exception
+            elif not self._running and not torch.is_grad_enabled() and self._begins_inference(index):
+                self.tracer.end_pass()
+        self._running.append(index)
+        self._access(index, "forward")
+
+    def _begins_inference(self, index: int) -> bool:
+        """Whether a forward pass without gradients starts again at the unit that the last one started with."""
+        return self.tracer.current_start == index
+
+    def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if index in self._running:
+            del self._running[self._running.index(index) :]
+        in_backward = torch._C._current_graph_task_id() != -1  # recomputation of a checkpointed block
+        if output is None or in_backward or not torch.is_grad_enabled():
+            return
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise UsageError(
+                f"Gemini finds no tensors in what {self.units[index].name or 'the network'} returns "
+                f"({type(output).__name__}); return tensors, tuples or dictionaries, or register the class with "
+                "torch.utils._pytree"
+            )
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        if differentiable:
+            self._calls[index] += 1
+            for chunk in self._chunks_of[index]:
+                self._users.setdefault(chunk, set()).add(index)
+            register_multi_grad_hook(differentiable, partial(self._before_backward, index), mode="any")
+
+    def _before_backward(self, index: int, gradient: Tensor) -> None:
+        self._begin_backward()
+        for earlier in list(self._open):
+            # Autograd runs in the reverse order of execution, so whatever ran later is done.
+            if earlier != index and not self.units[earlier].is_container and self._calls[earlier] <= 0:
+                self._close(earlier)
+        self._calls[index] -= 1
+        self._open[index] = None
+        self._visited.update(dict.fromkeys(self._chunks_of[index]))
+        if self.units[index].is_container:
+            self._pinned.update(self._chunks_of[index])
+        self._access(index, "backward")
+
+    def _on_gradient(self, chunk: Chunk, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        self._begin_backward()
+        chunk.put_gradient(parameter, parameter.grad, keep=self.keeps_gradients)
+        parameter.grad = None
+        self.touched.add(parameter)
+
+    # ---------------------------------------------------------------- backward
+
+    def _begin_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._task == task:
+            return
+        if self._task is not None:
+            self.abort()
+        self._task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _close(self, index: int) -> None:
+        """A unit has all its gradients: reduce the chunks that no other unit still works on."""
+        del self._open[index]
+        for chunk in self._chunks_of[index]:
+            users = self._users.get(chunk, set())
+            users.discard(index)
+            if not users and chunk in self._visited and chunk not in self._pinned:
+                self._reduce(chunk)
+
+    def _reduce(self, index: int) -> None:
+        del self._visited[index]
+        chunk = self.chunks[index]
+        if not chunk.is_trained:
+            return
+        if self.keeps_gradients:
+            self._kept[index] = None
+        else:
+            self._kept.pop(index, None)
+            while len(self._reductions) >= _MAX_REDUCTIONS:
+                self._finish_reduction()
+            self._reductions.append((chunk, chunk.reduce()))
+            self.statistics["reductions"] += 1
+
+    def _finish_reduction(self) -> None:
+        chunk, pending = self._reductions.popleft()
+        chunk.finish_reduction(pending)
+
+    def _end_backward(self) -> None:
+        self._pinned.clear()
+        if not self.keeps_gradients:
+            self._visited.update(self._kept)
+        for index in sorted(self._visited):
+            self._reduce(index)
+        while self._reductions:
+            self._finish_reduction()
+        self._reset_pass()
+        self.release()
+        self.tracer.end_pass()
+        if self.observer is not None:
+            self.observer("end", -1)
+
+    def _reset_pass(self) -> None:
+        self._calls.clear()
+        self._users.clear()
+        self._open.clear()
+        self._visited.clear()
+        self._pinned.clear()
+        self._running.clear()
+        self._task = None
+
+    def flush(self) -> None:
+        """Reduce gradients that were kept whole, where no backward pass outside ``no_sync`` did."""
+        for index in sorted(self._kept):
+            self._visited[index] = None
+            self._reduce(index)
+        while self._reductions:
+            self._finish_reduction()
+
+    def abort(self) -> None:
+        """Forget a backward pass that ended in an exception, and all gradients since the last optimizer step."""
+        while self._reductions:
+            _, pending = self._reductions.popleft()
+            pending.wait()
+        self._reset_pass()
+        self._kept.clear()
+        for chunk in self.chunks:
+            chunk.drop_gradients()
+            chunk.release()
+        self.touched.clear()
+        self.tracer.discard()
+        self.statistics["aborted"] += 1
+
+    def release(self) -> None:
+        """Free all temporarily gathered weights."""
+        for chunk in self.chunks:
+            if not chunk.is_resident:
+                chunk.release()
+
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Keep whole gradients: they are reduced by the next backward pass outside."""
+        before, self.keeps_gradients = self.keeps_gradients, True
+        try:
+            yield
+        finally:
+            self.keeps_gradients = before
+
+    # ---------------------------------------------------------------- gathering
+
+    def _access(self, index: int, phase: str) -> None:
+        self.tracer.use(index)
+        chunks = [self.chunks[c] for c in self._chunks_of[index]]
+        for chunk in chunks:
+            self._finish_reductions_of(chunk)
+        missing = [chunk for chunk in chunks if chunk.state is ChunkState.RELEASED]
+        self._make_room(sum(chunk.layout.nbytes for chunk in missing), self.tracer.NEVER, keep=set(chunks))
+        self.statistics["misses"] += len(missing)
+        self.statistics["hits"] += sum(not c.is_resident for c in chunks) - len(missing)
+        for chunk in missing:
+            chunk.gather()
+        self._prefetch(set(chunks))
+        for chunk in chunks:
+            chunk.wait()
+        if self.observer is not None:
+            self.observer(phase, index)
+
+    def _finish_reductions_of(self, chunk: Chunk) -> None:
+        while any(reduced is chunk for reduced, _ in self._reductions):
+            self._finish_reduction()
+
+    def _prefetch(self, current: set[Chunk]) -> None:
+        begun = 0
+        for position, index in self.tracer.upcoming():
+            if begun >= self.prefetch:
+                return
+            chunk = self.chunks[index]
+            if chunk.state is ChunkState.GATHERING and not chunk.is_resident:
+                begun += 1
+            if chunk.state is not ChunkState.RELEASED:
+                continue
+            if not self._make_room(chunk.layout.nbytes, position, keep=current):
+                return
+            chunk.gather()
+            self.statistics["prefetches"] += 1
+            begun += 1
+
+    def _make_room(self, needed: int, until: int, keep: set[Chunk]) -> bool:
+        """Release chunks that are used again after ``until``, the furthest first; tell whether there is room."""
+        if self.budget is None or not needed:
+            return True
+        must = until == self.tracer.NEVER
+        while self._temporary_bytes() + needed > self.budget:
+            if must and self._reductions:
+                self._finish_reduction()
+                continue
+            victim = self._furthest(until, keep)
+            if victim is None:
+                return False
+            victim.release()
+            self.statistics["evictions"] += 1
+        return True
+
+    def _furthest(self, until: int, keep: set[Chunk]) -> Chunk | None:
+        in_use = keep | {self.chunks[c] for index in self._running for c in self._chunks_of[index]}
+        in_use |= {self.chunks[c] for c in self._pinned}
+        candidates = [
+            (self.tracer.next_use(chunk.index), -chunk.index, chunk)
+            for chunk in self.chunks
+            if chunk not in in_use and not chunk.is_resident and chunk.state in _EVICTABLE
+        ]
+        if until != self.tracer.NEVER:
+            candidates = [candidate for candidate in candidates if candidate[0] > until]
+        return max(candidates, key=lambda candidate: candidate[:2])[2] if candidates else None
+
+    def _temporary_bytes(self) -> int:
+        return sum(chunk.temporary_bytes for chunk in self.chunks)
+
+
+_EVICTABLE = {ChunkState.GATHERING, ChunkState.GATHERED}

@@ -1,0 +1,175 @@
+"""What a rank owns of every trained parameter, and how it is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.layout import Slot
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
+    from sd_lightning.gemini.optimizer import GeminiOptimizer
+
+
+@dataclass
+class OwnedRange:
+    """A flat range of one parameter that this rank owns, as live tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    master: Tensor
+    """The weights that the optimizer updates, also while others are swapped in."""
+    states: dict[str, Tensor]
+    """Optimizer states by torch's names; none before the parameter's first step."""
+    scalars: dict[str, Any]
+    """What torch's optimizer keeps once per parameter, such as ``step``."""
+
+
+Read = Callable[[str, str, Tensor, int, int], None]
+"""(kind, parameter name, out, begin, end): fill ``out`` with a flat range of the saved tensor ``kind/name``."""
+
+
+@dataclass(frozen=True)
+class SavedStates:
+    """What a checkpoint holds of one parameter's optimizer states."""
+
+    kinds: tuple[str, ...]
+    scalars: dict[str, Any]
+
+
+class EngineState:
+    """Reads and writes the state of an engine.
+
+    Args:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: GeminiEngine) -> None:
+        self._engine = engine
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in engine.trained.items()}
+        self.is_swapped = False
+
+    def shards(self) -> list[OwnedRange]:
+        """Return the ranges of trained parameters that this rank owns; over all ranks they are everything, once."""
+        owned = []
+        for chunk, slot, parameter in self._slots():
+            begin, end = chunk.owned(slot)
+            if begin == end and slot.numel > 0:
+                continue
+            optimizer, step = self._optimizer_of(parameter)
+            states: dict[str, Tensor] = {}
+            scalars: dict[str, Any] = {}
+            if optimizer is not None and step:
+                kinds = optimizer.state_kinds(parameter)
+                states = {kind: _view(chunk, slot, chunk.states[kind].tensor) for kind in kinds}
+                scalars = optimizer.update.scalars(step)
+            master = _view(chunk, slot, chunk.master)
+            owned.append(OwnedRange(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
+        return owned
+
+    @torch.no_grad()
+    def load(self, read: Read, saved: Mapping[str, SavedStates] | None = None) -> None:
+        """Replace weights and, where given, optimizer states; then compute with the new weights.
+
+        Args:
+            read: Gives saved values.
+            saved: States by parameter name; leave them as they are if not given.
+
+        Raises:
+            UsageError: The states are of another optimizer.
+        """
+        self._check_not_swapped("load")
+        for chunk in self._engine.chunks:
+            chunk.wait()
+        for chunk, slot, parameter in self._slots():
+            begin, end = chunk.owned(slot)
+            if begin < end:
+                read("master", slot.name, _view(chunk, slot, chunk.master), begin, end)
+            if saved is not None:
+                self._load_states(chunk, slot, parameter, saved[slot.name], read)
+        for chunk in self._trained_chunks():
+            chunk.refresh()
+
+    def _load_states(self, chunk: Chunk, slot: Slot, parameter: nn.Parameter, saved: SavedStates, read: Read) -> None:
+        optimizer, _ = self._optimizer_of(parameter)
+        if optimizer is None:
+            return
+        kinds = optimizer.state_kinds(parameter)
+        has_states = bool(saved.kinds or saved.scalars)
+        if has_states and set(kinds) != set(saved.kinds):
+            raise UsageError(
+                f"resume: the checkpoint holds {', '.join(saved.kinds) or 'no states'} of {slot.name}, and "
+                f"{type(optimizer.inner).__name__} keeps {', '.join(kinds) or 'none'}; resume with the optimizer of "
+                "the checkpoint, or start a new run from its weights with init_from="
+            )
+        optimizer.steps[parameter] = int(saved.scalars.get("step", 1)) if has_states else 0
+        begin, end = chunk.owned(slot)
+        for kind in kinds:
+            target = _view(chunk, slot, chunk.states[kind].tensor)
+            if has_states and begin < end:
+                read(kind, slot.name, target, begin, end)
+            else:
+                target.zero_()
+
+    @torch.no_grad()
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Compute with other weights until :meth:`swap_out`.
+
+        Args:
+            weights: By (name, begin) of every range of :meth:`shards`.
+        """
+        self._check_not_swapped("swap_in")
+        self._engine.runtime.release()
+        for chunk in self._trained_chunks():
+            chunk.swap_in({slot.name: weights[slot.name, chunk.owned(slot)[0]] for slot in _nonempty(chunk)})
+        self.is_swapped = True
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Compute with the trained weights again, bit for bit."""
+        if not self.is_swapped:
+            raise RuntimeError("swap_out called without swap_in")
+        self._engine.runtime.release()
+        for chunk in self._trained_chunks():
+            chunk.swap_out()
+        self.is_swapped = False
+
+    def _check_not_swapped(self, what: str) -> None:
+        if self.is_swapped:
+            raise RuntimeError(f"{what} called between swap_in and swap_out")
+
+    def _trained_chunks(self) -> Iterable[Chunk]:
+        return (chunk for chunk in self._engine.chunks if chunk.is_trained)
+
+    def _slots(self) -> Iterable[tuple[Chunk, Slot, nn.Parameter]]:
+        for chunk in self._trained_chunks():
+            for slot in chunk.layout.slots:
+                yield chunk, slot, chunk.parameters[slot.name]
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> tuple[GeminiOptimizer | None, int]:
+        for optimizer in self._engine.optimizers:
+            if optimizer.owns(parameter):
+                return optimizer, optimizer.steps.get(parameter, 0)
+        return None, 0
+
+
+def _nonempty(chunk: Chunk) -> list[Slot]:
+    return [slot for slot in chunk.layout.slots if chunk.owned(slot)[0] < chunk.owned(slot)[1]]
+
+
+def _view(chunk: Chunk, slot: Slot, flat: Tensor) -> Tensor:
+    """Return what a rank-local flat tensor of a chunk holds of one parameter."""
+    begin, end = chunk.owned(slot)
+    if begin == end:
+        return flat[:0]
+    offset = slot.begin - chunk.begin
+    return flat[offset + begin : offset + end]

@@ -1,0 +1,85 @@
+"""The order in which units are used, learnt from one pass and expected of the next."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+
+class Tracer:
+    """Record the units a pass uses and foretell what comes next.
+
+    A pass is one forward and backward, or one forward without gradients. As long as a pass does what the one before
+    it did, the future is known; once it differs, nothing is foretold until the next pass.
+
+    Args:
+        chunks_of: Chunk indices of each unit.
+    """
+
+    NEVER = 1 << 62
+
+    def __init__(self, chunks_of: Sequence[Sequence[int]]) -> None:
+        self._chunks_of = chunks_of
+        self._expected: list[int] = []
+        self._uses: dict[int, list[int]] = {}
+        self._current: list[int] = []
+        self._is_known = False
+        self.num_changes = 0
+        """How often a pass differed from the one before it."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the pass has followed the expected one so far."""
+        return self._is_known
+
+    @property
+    def order(self) -> list[int]:
+        """Units of the last complete pass."""
+        return list(self._expected)
+
+    @property
+    def current_start(self) -> int | None:
+        """The unit that the pass under way began with."""
+        return self._current[0] if self._current else None
+
+    def use(self, unit: int) -> None:
+        """Note that a unit is used now."""
+        position = len(self._current)
+        self._current.append(unit)
+        if self._is_known and (position >= len(self._expected) or self._expected[position] != unit):
+            self._is_known = False
+
+    def end_pass(self) -> None:
+        """Expect what was recorded of the next pass."""
+        if not self._current:
+            return
+        if self._current != self._expected:
+            self.num_changes += bool(self._expected)
+            self._expected = self._current
+            self._uses = {}
+            for position, unit in enumerate(self._expected):
+                for chunk in self._chunks_of[unit]:
+                    self._uses.setdefault(chunk, []).append(position)
+        self._current = []
+        self._is_known = True
+
+    def discard(self) -> None:
+        """Forget an unfinished pass."""
+        self._current = []
+        self._is_known = bool(self._expected)
+
+    def next_use(self, chunk: int) -> int:
+        """Return the position at which a chunk is used next, ``NEVER`` if it is not or nothing is known."""
+        if not self._is_known:
+            return self.NEVER
+        uses = self._uses.get(chunk, [])
+        index = bisect_right(uses, len(self._current) - 1)
+        return uses[index] if index < len(uses) else self.NEVER
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        """Yield (position, chunk) of what is used after now, in order."""
+        if not self._is_known:
+            return
+        for position in range(len(self._current), len(self._expected)):
+            for chunk in self._chunks_of[self._expected[position]]:
+                yield position, chunk

@@ -1,0 +1,85 @@
+"""What the trainer's precision means to the Gemini engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from typing_extensions import override
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini import GeminiEngine
+
+_COMPUTE_DTYPES = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+class GeminiPrecision(Precision):
+    """Weights are gathered in the compute type; the optimizer's weights and states are float32 in every case.
+
+    ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32; ``bf16-true``
+    computes in bfloat16 throughout. float16 scales the loss by itself. Batches stay float32: encoders and noise own
+    their precision.
+
+    Args:
+        precision: Lightning's word for it.
+        engine: Gives the engine, once there is one.
+
+    Raises:
+        UsageError: The engine cannot compute in it.
+    """
+
+    def __init__(self, precision: str, engine: Callable[[], GeminiEngine]) -> None:
+        if precision not in _COMPUTE_DTYPES:
+            raise UsageError(
+                f"GeminiStrategy got precision={precision}; expected one of {', '.join(_COMPUTE_DTYPES)}: the "
+                "optimizer's weights are always float32"
+            )
+        self.precision = precision  # type: ignore[assignment]
+        self.compute_dtype = _COMPUTE_DTYPES[precision]
+        self._engine = engine
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if not str(self.precision).endswith("-mixed"):
+            return nullcontext()
+        return torch.autocast(self._engine().memory.device.type, dtype=self.compute_dtype)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        model.backward(self._engine().scale_loss(tensor), *args, **kwargs)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        _inner(optimizer).clip_grad_norm_(clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        _inner(optimizer).clip_grad_value_(clip_val)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        scale = self._engine().loss_scale
+        return {} if scale is None else {"loss_scale": vars(scale).copy()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        scale = self._engine().loss_scale
+        if scale is not None:
+            vars(scale).update(state_dict.get("loss_scale", {}))
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -1,0 +1,416 @@
+"""Trains small networks with the Gemini engine and with plain torch; many cases in one set of processes.
+
+``python gemini_driver.py RANK WORLD_SIZE FOLDER`` runs the jobs of ``FOLDER/jobs.json``, a list of fields of
+:class:`Job`, and writes each rank's findings to ``FOLDER/rank-<RANK>.json`` and the weights beside it.
+:func:`run_ranks` is the call for tests; :func:`train` runs one job in this process.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.gemini.engine import Reader
+
+BATCH, WIDTH, CLASSES = 8, 24, 6
+
+
+@dataclass
+class Job:
+    """One training."""
+
+    name: str
+    engine: str = "gemini"
+    """``gemini``, ``ddp``, or ``torch``: one process with the whole batch."""
+    network: str = "blocks"
+    config: dict[str, Any] = field(default_factory=dict)
+    """Of the engine."""
+    steps: int = 20
+    optimizer: str = "AdamW"
+    clip: float | None = None
+    accumulate: int = 1
+    """Micro-batches per step, each of ``BATCH`` samples over all ranks."""
+    split: int = 1
+    """Passes that a batch is divided into: another order of summation and nothing else."""
+    frozen: bool = False
+    unused: str = ""
+    """``everywhere`` or ``one_rank``: where a branch of each block is not used."""
+    checkpointed: bool = False
+    compiled: str = ""
+    """``block``: each block's ``_call_impl``."""
+    two_groups: bool = False
+    two_optimizers: bool = False
+    meta: bool = False
+    dtype: str = "float32"
+    loss_factor: float = 1.0
+    act: str = ""
+    """What happens between steps; see :func:`_act`."""
+
+
+class Block(nn.Module):
+    """A residual block with a branch that may stay unused, and odd sizes."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.extra = nn.Linear(width, width)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor, with_extra: bool = True) -> Tensor:
+        hidden = self.norm(x)
+        if with_extra:
+            hidden = hidden + self.extra(hidden)
+        return x + self.down(F.gelu(self.up(hidden))) * self.scale
+
+
+class Blocks(nn.Module):
+    """A root with a parameter of its own, tied input and output weights, and a stack of blocks."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(CLASSES, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Block(WIDTH, 37 + 8 * i) for i in range(num_blocks))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.tied = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.tied.weight = nn.Parameter(self.embed.weight.detach().T.clone())
+        self.retied = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.retied.weight = self.tied.weight
+        self.checkpointed = False
+        self.with_extra = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            if self.checkpointed:
+                hidden = checkpoint(block, hidden, self.with_extra, use_reentrant=False)
+            else:
+                hidden = block(hidden, self.with_extra)
+            hidden = hidden * self.gain
+        return self.head(hidden) + self.tied(hidden) + self.retied(hidden.tanh())
+
+
+def build(job: Job) -> nn.Module:
+    """Return the network of a job, with the same weights everywhere."""
+    torch.manual_seed(0)
+    if job.network == "unet":
+        from sd_lightning.latent_diffusion import LatentDiffusion
+
+        network: nn.Module = LatentDiffusion.build("tiny", seed=0).unet
+        if job.checkpointed:
+            network.enable_gradient_checkpointing()
+        network.train()
+    else:
+        network = Blocks()
+        network.checkpointed = job.checkpointed
+    if job.frozen:
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in ("blocks.1", "blocks.0.up")))
+    return network
+
+
+def inputs(step: int, job: Job) -> tuple[Tensor, ...]:
+    """Return the joined batch of a micro-step."""
+    generator = torch.Generator().manual_seed(step)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if job.network == "unet":
+        latents, noise = normal(BATCH, 4, 8, 8), normal(BATCH, 4, 8, 8)
+        return latents, torch.randint(0, 1000, (BATCH,), generator=generator), normal(BATCH, 8, 64), noise
+    return normal(BATCH, 5, CLASSES), normal(BATCH, 5, CLASSES)
+
+
+def loss_of(network: nn.Module, batch: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Return the mean squared error of a batch."""
+    batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
+    if len(batch) == 4:
+        latents, timesteps, text, noise = batch
+        return F.mse_loss(network(latents, timesteps, text).sample.float(), noise.float())
+    return F.mse_loss(network(batch[0]).float(), batch[1].float())
+
+
+def optimizers_of(job: Job, network: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the user's optimizers, made after the engine."""
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    settings: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9} if job.optimizer == "SGD" else {"lr": 1e-3}
+    settings |= {"fused": True, "weight_decay": 0.05}
+    cls = getattr(torch.optim, job.optimizer)
+    if job.two_optimizers:
+        return [cls(parameters[::2], **settings), cls(parameters[1::2], **(settings | {"lr": 3e-3}))]
+    if job.two_groups:
+        groups = [{"params": parameters[::3]}, {"params": parameters[1::3], "lr": 5e-3}, {"params": parameters[2::3]}]
+        groups[2]["weight_decay"] = 0.0
+        return [cls(groups, **settings)]
+    return [cls(parameters, **settings)]
+
+
+@dataclass
+class Findings:
+    """What a job found on one rank."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    norms: list[float]
+    notes: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """The weights, as something to compare bit for bit."""
+        content = b"".join(self.weights[name].contiguous().numpy().tobytes() for name in sorted(self.weights))
+        return hashlib.sha256(content).hexdigest()
+
+
+class Training:
+    """One job on one rank."""
+
+    def __init__(self, job: Job, rank: int = 0, world_size: int = 1) -> None:
+        self.job, self.rank, self.world_size = job, rank, world_size
+        self.network = build(job)
+        self.notes: dict[str, Any] = {}
+        self.engine: GeminiEngine | None = None
+        self.norms: list[float] = []
+        if job.compiled:
+            for block in self.network.blocks:
+                block._compiled_call_impl = torch.compile(block._call_impl, backend="aot_eager")
+        if job.engine == "gemini":
+            self.engine = self._engine()
+            trained = self.network
+            self.optimizers = [self.engine.optimizer(inner) for inner in optimizers_of(job, self.network)]
+        else:
+            trained = self.network
+            if job.engine == "ddp":
+                unused = bool(job.unused)
+                trained = nn.parallel.DistributedDataParallel(trained, find_unused_parameters=unused)
+            self.optimizers = optimizers_of(job, self.network)
+        self.trained: nn.Module = trained
+        # Drives the user's own optimizer, as Lightning does.
+        users = [getattr(optimizer, "inner", optimizer) for optimizer in self.optimizers]
+        self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97) for optimizer in users]
+        self.dtype = getattr(torch, job.dtype)
+
+    def _engine(self) -> GeminiEngine:
+        job = self.job
+        config = {"chunk_numel": 1500 if job.network == "blocks" else 60_000} | job.config
+        if job.dtype != "float32":
+            config["compute_dtype"] = getattr(torch, job.dtype)
+        reader: Reader | None = None
+        if job.meta:
+            values = {n: t.clone() for n, t in self.network.state_dict().items()}
+            self.notes["read"] = read = []
+            with torch.device("meta"):
+                self.network = Blocks()
+
+            def reader(name: str, begin: int, end: int) -> Tensor:
+                read.append(end - begin)
+                return values[name].reshape(-1)[begin:end]
+
+        return GeminiEngine({"": self.network}, GeminiConfig(**config), reader=reader, blocks=self._blocks())
+
+    def _blocks(self) -> list[nn.Module] | None:
+        if self.job.network != "unet":
+            return None
+        from sd_lightning.latent_diffusion import repeated_blocks
+
+        return list(repeated_blocks(self.network).values())
+
+    def run(self) -> Findings:
+        losses = []
+        for step in range(self.job.steps):
+            if self.engine is not None:
+                _act(self, step)
+            losses.append(self.step(step))
+        if self.engine is not None:
+            _note(self)
+        names = [name for name, _ in self.network.named_parameters()]
+        if self.engine is not None:
+            weights = {name: self.engine.full_parameter(name) for name in names}
+            self.engine.close()
+        else:
+            weights = {name: p.detach().clone() for name, p in self.network.named_parameters()}
+        return Findings(losses, weights, self.norms, self.notes)
+
+    def step(self, step: int) -> float:
+        """Train one step; return the mean loss over all ranks."""
+        job = self.job
+        total = torch.zeros(())
+        for micro in range(job.accumulate):
+            is_last = micro == job.accumulate - 1
+            syncs = self.engine.no_sync() if self.engine is not None and not is_last else nullcontext()
+            with syncs:
+                total += self.micro_step(step * job.accumulate + micro)
+        self._clip()
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        if self.world_size > 1 and job.engine != "torch":
+            dist.all_reduce(total)
+            total /= self.world_size
+        return float(total)
+
+    def micro_step(self, index: int) -> Tensor:
+        job = self.job
+        shares = self.world_size if job.engine != "torch" else job.split
+        ranks = [self.rank] if job.engine != "torch" else range(shares)
+        total = torch.zeros(())
+        for rank in ranks:
+            size = BATCH // shares
+            batch = tuple(t[rank * size : (rank + 1) * size] for t in inputs(index, job))
+            if job.unused:
+                uses = job.unused == "one_rank" and rank == 0 if shares > 1 else job.unused == "one_rank"
+                self.network.with_extra = uses
+            loss = loss_of(self.trained, batch, self.dtype) / job.accumulate
+            scaled = loss * job.loss_factor / (shares if job.engine == "torch" else 1)
+            (self.engine.backward if self.engine is not None else Tensor.backward)(scaled)
+            total += loss.detach() / (shares if job.engine == "torch" else 1)
+        return total
+
+    def _clip(self) -> None:
+        if self.job.clip is None:
+            return
+        for optimizer in self.optimizers:
+            if self.engine is not None:
+                norm = optimizer.clip_grad_norm_(self.job.clip)
+            else:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                norm = torch.nn.utils.clip_grad_norm_(parameters, self.job.clip)
+            self.norms.append(float(norm))
+
+
+def _act(training: Training, step: int) -> None:
+    """Do what the job asks for before a step."""
+    job, engine = training.job, training.engine
+    assert engine is not None
+    if job.act == "sample" and step % 3 == 1:
+        for _ in range(3):
+            with torch.inference_mode():
+                loss_of(training.network, inputs(1000 + step, job), training.dtype)
+    if job.act == "swap" and step % 3 == 1:
+        owned = engine.state.shards()
+        engine.state.swap_in({(s.name, s.begin): torch.full_like(s.master, 0.01) for s in owned})
+        with torch.no_grad():
+            swapped = loss_of(training.network, inputs(7, job), training.dtype)
+        training.notes["swapped_loss"] = float(swapped)
+        engine.state.swap_out()
+    if job.act == "raise" and step % 4 == 2:
+        _fail_in_backward(training, step)
+    if job.act == "accumulate_then_raise" and step % 4 == 2:
+        training.micro_step(500)
+        _fail_in_backward(training, step)
+
+
+def _fail_in_backward(training: Training, step: int) -> None:
+    """Begin a backward pass that ends in an exception in the middle of the network."""
+
+    def fail(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return _Fails.apply(output)
+
+    handle = training.network.blocks[1].register_forward_hook(fail)
+    try:
+        training.micro_step(900 + step)
+    except ZeroDivisionError:
+        training.notes["failed"] = training.notes.get("failed", 0) + 1
+    finally:
+        handle.remove()
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def _note(training: Training) -> None:
+    """Measure the engine at rest, after a last step."""
+    engine = training.engine
+    assert engine is not None
+    engine.synchronize()
+    ledger = engine.ledger
+    training.notes |= {
+        "at_rest": {str(tier): count for tier, count in ledger.current.items() if count},
+        "kinds": {f"{tier}/{kind}": count for (tier, kind), count in ledger.by_kind.items() if count},
+        "gathered_peak": ledger.kind_peak["fast", "gathered"],
+        "largest_unit": engine.runtime.largest_unit_bytes(),
+        "sequence": engine.collectives.sequence_hash,
+        "statistics": engine.statistics(),
+        "num_chunks": len(engine.chunks),
+        "numel": sum(layout.numel for layout in engine.layouts if layout.is_trained),
+        "frozen_numel": sum(layout.numel for layout in engine.layouts if not layout.is_trained),
+        "skipped": 0 if engine.loss_scale is None else engine.loss_scale.skipped,
+    }
+
+
+def train(job: Job, rank: int = 0, world_size: int = 1) -> Findings:
+    """Run one job in this process."""
+    return Training(job, rank, world_size).run()
+
+
+def run_ranks(world_size: int, jobs: list[Job], folder: Path, *, timeout: float = 240) -> list[dict[str, Findings]]:
+    """Run jobs on several ranks; return each rank's findings by the name of the job."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", __file__]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(world_size), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return [_read(folder, rank) for rank in range(world_size)]
+
+
+def _read(folder: Path, rank: int) -> dict[str, Findings]:
+    found = json.loads((folder / f"rank-{rank}.json").read_text())
+    return {
+        name: Findings(**values, weights=load_file(folder / f"rank-{rank}-{index}.safetensors"))
+        for index, (name, values) in enumerate(found.items())
+    }
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    found: dict[str, Any] = {}
+    for index, fields in enumerate(json.loads((folder / "jobs.json").read_text())):
+        findings = train(Job(**fields), rank, world_size)
+        save_file({n: t.contiguous() for n, t in findings.weights.items()}, folder / f"rank-{rank}-{index}.safetensors")
+        found[fields["name"]] = {"losses": findings.losses, "norms": findings.norms, "notes": findings.notes}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

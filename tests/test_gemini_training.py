@@ -1,0 +1,359 @@
+"""The Gemini engine trains as plain torch does, wherever its chunks live."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gemini_driver import Findings, Job, build, inputs, loss_of, run_ranks, train
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "kept_gathered": {"shard_param_frac": 0.0},
+    "half_gathered": {"shard_param_frac": 0.5},
+    "small_budget": {"gathered_budget": 12_000},
+    "far_prefetch": {"prefetch": 8},
+    "no_budget_no_prefetch": {"prefetch": 0},
+    "budget_0": {"gathered_budget": 0, "prefetch": 4},
+    "half_offloaded": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 20_000},
+    "optimizer_offloaded": {"offload_optim_frac": 1.0, "shard_param_frac": 0.0},
+    "all_offloaded": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 16_000, "prefetch": 1},
+    "parameters_offloaded": {"offload_param_frac": 1.0},
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"clip": 0.05},
+    "accumulate": {"accumulate": 3, "clip": 0.05},
+    "sgd": {"optimizer": "SGD"},
+    "adam": {"optimizer": "Adam"},
+    "frozen": {"frozen": True},
+    "unused_everywhere": {"unused": "everywhere"},
+    "two_groups": {"two_groups": True},
+    "two_optimizers": {"two_optimizers": True, "clip": 0.05},
+}
+BUDGETED = {"offload_optim_frac": 0.5, "offload_param_frac": 0.3, "gathered_budget": 16_000}
+
+
+def jobs_of_ranks() -> list[Job]:
+    """Everything that two ranks train."""
+    jobs = [Job(f"place/{name}", config=config) for name, config in PLACEMENTS.items()]
+    jobs += [Job(f"feature/{name}", config=BUDGETED, **fields) for name, fields in FEATURES.items()]
+    jobs += [
+        Job("ddp", engine="ddp"),
+        Job("ddp/unused_one_rank", engine="ddp", unused="one_rank"),
+        Job("feature/unused_one_rank", config=BUDGETED, unused="one_rank"),
+        Job("unused_one_rank/kept_gathered", config={"shard_param_frac": 0.0}, unused="one_rank"),
+        Job("feature/checkpointed", config=BUDGETED, checkpointed=True),
+        Job("checkpointed/all_offloaded", config=PLACEMENTS["all_offloaded"], checkpointed=True),
+        Job("feature/compiled", config=BUDGETED, compiled="block"),
+        Job("feature/reduce_once", config={"reduce_once": True}, accumulate=3, clip=0.05),
+        Job(
+            "reduce_once/kept_gathered", config={"reduce_once": True, "shard_param_frac": 0.0}, accumulate=3, clip=0.05
+        ),
+        Job("chunks/one", config={"chunk_numel": 100_000}),
+        Job("chunks/searched", config={"chunk_numel": None, "chunk_search": (700, 2000)} | BUDGETED),
+        Job("chunks/tiny", config={"chunk_numel": 256} | BUDGETED),
+        Job("act/sample", config=BUDGETED, act="sample"),
+        Job("act/sample_kept_gathered", config={"shard_param_frac": 0.0}, act="sample"),
+        Job("act/swap", config=BUDGETED, act="swap"),
+        Job("act/swap_kept_gathered", config={"shard_param_frac": 0.0}, act="swap"),
+        Job("act/raise", config=BUDGETED, act="raise"),
+        Job("act/raise_kept_gathered", config={"shard_param_frac": 0.0}, act="accumulate_then_raise"),
+        Job("meta", config=BUDGETED, meta=True),
+        Job("bf16/fast", dtype="bfloat16"),
+        Job("bf16/slow", dtype="bfloat16", config=PLACEMENTS["all_offloaded"]),
+        Job("bf16/slow_clip", dtype="bfloat16", config=PLACEMENTS["all_offloaded"], clip=1e-3, optimizer="SGD"),
+        Job("bf16/slow_sgd", dtype="bfloat16", config=PLACEMENTS["all_offloaded"], optimizer="SGD"),
+        Job("bf16/swap", dtype="bfloat16", config=BUDGETED, act="swap"),
+        Job("fp16/overflow", dtype="float16", config=BUDGETED, loss_factor=64.0),
+    ]
+    return jobs
+
+
+JOBS = {job.name: job for job in jobs_of_ranks()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Findings]]:
+    """What both ranks found, by job."""
+    return run_ranks(2, list(JOBS.values()), tmp_path_factory.mktemp("gemini"))
+
+
+@lru_cache
+def reference(split: int, frozen_fields: tuple[tuple[str, Any], ...]) -> Findings:
+    """One process with the whole batch, in so many passes."""
+    return train(Job("reference", engine="torch", split=split, **dict(frozen_fields)))
+
+
+def distance(one: Findings, other: Findings) -> tuple[float, float]:
+    """The largest difference of losses, and the root mean square of that of the weights."""
+    losses = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert one.weights.keys() == other.weights.keys()
+    squares = sum((one.weights[n] - w).double().square().sum().item() for n, w in other.weights.items())
+    return losses, math.sqrt(squares / sum(w.numel() for w in other.weights.values()))
+
+
+def assert_as_plain_torch(found: Findings, fields: dict[str, Any], *, against: Findings | None = None) -> None:
+    """Within three times of what another order of summation does to plain torch."""
+    settings = tuple(sorted(fields.items()))
+    whole, halves = reference(1, settings), reference(2, settings)
+    floor_loss, floor_rms = distance(whole, halves)
+    loss, rms = distance(found, whole if against is None else against)
+    assert loss <= max(1e-6, 3 * floor_loss) and loss <= 2e-6, (loss, floor_loss)
+    assert rms <= 3 * floor_rms, (rms, floor_rms)
+    assert found.losses[-1] < 0.98 * found.losses[0]
+
+
+# ---------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_one_rank_trains_as_plain_torch_and_placement_changes_no_bit(name: str) -> None:
+    found = train(Job(name, config=PLACEMENTS[name]))
+    assert found.digest == alone().digest
+    assert_as_plain_torch(found, {})
+
+
+@lru_cache
+def alone() -> Findings:
+    """One rank, everything on the fast tier."""
+    return train(Job("alone"))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_one_rank_trains_as_plain_torch_with_every_feature(name: str) -> None:
+    found = train(Job(name, config=BUDGETED, **FEATURES[name]))
+    assert_as_plain_torch(found, FEATURES[name])
+    expected = reference(1, tuple(sorted(FEATURES[name].items())))
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert not expected.norms or min(expected.norms) > 0.05, "nothing is clipped"
+
+
+def test_one_rank_on_the_fast_tier_copies_nothing() -> None:
+    found = train(Job("alias", steps=3, config={"shard_param_frac": 1.0}))
+    statistics = found.notes["statistics"]
+    assert statistics["misses"] == 0 and statistics["gathered_bytes"] == 0
+    assert not [key for key in statistics if key.startswith("moved_bytes")]
+    assert found.notes["kinds"] == {
+        "fast/weights": 4 * found.notes["numel"],
+        "fast/optimizer": 8 * found.notes["numel"],
+    }
+
+
+# ---------------------------------------------------------------------- two processes
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_placement_budget_and_prefetch_change_no_bit(two_ranks: list[dict[str, Findings]], name: str) -> None:
+    found, plain = two_ranks[0][f"place/{name}"], two_ranks[0]["place/sharded"]
+    assert found.losses == plain.losses
+    assert found.digest == plain.digest
+
+
+@pytest.mark.parametrize("name", ["ddp", "chunks/one", "chunks/searched", "chunks/tiny", "meta"])
+def test_chunk_plans_and_ddp_equal_one_process(two_ranks: list[dict[str, Findings]], name: str) -> None:
+    assert_as_plain_torch(two_ranks[0][name], {})
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_equal_one_process(two_ranks: list[dict[str, Findings]], name: str) -> None:
+    assert_as_plain_torch(two_ranks[0][f"feature/{name}"], FEATURES[name])
+
+
+def test_gradient_norms_equal_those_of_one_process(two_ranks: list[dict[str, Findings]]) -> None:
+    expected = reference(1, tuple(sorted(FEATURES["clip"].items())))
+    assert two_ranks[0]["feature/clip"].norms == pytest.approx(expected.norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["feature/unused_one_rank", "unused_one_rank/kept_gathered"])
+def test_a_parameter_used_on_one_rank_only_trains_as_under_ddp(two_ranks: list[dict[str, Findings]], name: str) -> None:
+    found, expected = two_ranks[0][name], two_ranks[0]["ddp/unused_one_rank"]
+    loss, rms = distance(found, expected)
+    assert loss <= 1e-6 and rms <= 1e-6
+    moved = distance(found, two_ranks[0]["place/sharded"])[1]
+    assert moved > 1e-3, "the branch makes no difference"
+
+
+def test_an_unused_parameter_is_left_alone(two_ranks: list[dict[str, Findings]]) -> None:
+    initial = train(Job("initial", engine="torch", steps=0)).weights
+    found = two_ranks[0]["feature/unused_everywhere"].weights
+    unused = [name for name in initial if ".extra." in name]
+    assert unused and all(torch.equal(found[name], initial[name]) for name in unused)
+    assert not torch.equal(found["gain"], initial["gain"])
+
+
+@pytest.mark.parametrize("name", ["feature/checkpointed", "checkpointed/all_offloaded", "feature/compiled"])
+def test_recomputed_and_compiled_blocks_train_the_same(two_ranks: list[dict[str, Findings]], name: str) -> None:
+    assert_as_plain_torch(two_ranks[0][name], {})
+
+
+@pytest.mark.parametrize("name", ["feature/reduce_once", "reduce_once/kept_gathered"])
+def test_gradients_kept_whole_are_reduced_once(two_ranks: list[dict[str, Findings]], name: str) -> None:
+    assert_as_plain_torch(two_ranks[0][name], FEATURES["accumulate"])
+    once = two_ranks[0][name].notes["statistics"]["reductions"]
+    thrice = two_ranks[0]["feature/accumulate"].notes["statistics"]["reductions"]
+    assert once * 3 == thrice
+
+
+@pytest.mark.parametrize("name", ["sample", "sample_kept_gathered", "swap", "swap_kept_gathered"])
+def test_sampling_and_other_weights_between_steps_change_no_bit(
+    two_ranks: list[dict[str, Findings]], name: str
+) -> None:
+    found, plain = two_ranks[0][f"act/{name}"], two_ranks[0]["place/sharded"]
+    assert found.losses == plain.losses
+    assert found.digest == plain.digest
+
+
+@pytest.mark.parametrize("name", ["swap", "swap_kept_gathered"])
+def test_swapped_weights_are_the_ones_computed_with(two_ranks: list[dict[str, Findings]], name: str) -> None:
+    constant = build(Job("constant"))
+    with torch.no_grad():
+        for parameter in constant.parameters():
+            parameter.fill_(0.01)
+        expected = loss_of(constant, inputs(7, Job("constant")), torch.float32)
+    assert two_ranks[0][f"act/{name}"].notes["swapped_loss"] == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["act/raise", "act/raise_kept_gathered"])
+def test_an_exception_in_backward_leaves_no_trace(two_ranks: list[dict[str, Findings]], name: str) -> None:
+    found, plain = two_ranks[0][name], two_ranks[0]["place/sharded"]
+    assert found.notes["failed"] == 5
+    assert found.losses == plain.losses
+    assert found.digest == plain.digest
+
+
+# ---------------------------------------------------------------------- half precision
+
+
+def test_half_precision_trains_and_placement_changes_no_bit(two_ranks: list[dict[str, Findings]]) -> None:
+    fast, slow = two_ranks[0]["bf16/fast"], two_ranks[0]["bf16/slow"]
+    assert fast.losses == slow.losses and fast.digest == slow.digest
+    single = two_ranks[0]["place/sharded"]
+    assert fast.losses == pytest.approx(single.losses, rel=0.02)
+    assert fast.digest != single.digest
+    assert all(weight.dtype == torch.float32 for weight in fast.weights.values())
+
+
+def test_half_precision_on_the_slow_tier_clips(two_ranks: list[dict[str, Findings]]) -> None:
+    clipped, free = two_ranks[0]["bf16/slow_clip"], two_ranks[0]["bf16/slow_sgd"]
+    expected = reference(1, (("clip", 1e-3), ("optimizer", "SGD")))
+    assert min(clipped.norms) > 0.1
+    assert distance(clipped, expected)[1] < 0.02 * distance(free, expected)[1]
+
+
+def test_float16_overflow_skips_the_step_on_all_ranks(two_ranks: list[dict[str, Findings]]) -> None:
+    one, other = (rank["fp16/overflow"] for rank in two_ranks)
+    assert one.notes["skipped"] == other.notes["skipped"] > 0
+    assert one.digest == other.digest
+    assert all(torch.isfinite(weight).all() for weight in one.weights.values())
+    assert one.losses[-1] < one.losses[0]
+
+
+# ---------------------------------------------------------------------- bytes and order
+
+
+def test_bytes_at_rest_equal_the_closed_form(two_ranks: list[dict[str, Findings]]) -> None:
+    def expected(name: str, fast: float, slow: float) -> None:
+        notes = two_ranks[0][name].notes
+        numel = notes["numel"]
+        forms = {tier: int(factor * numel) for tier, factor in (("fast", fast), ("slow", slow)) if factor}
+        assert notes["at_rest"] == forms, name
+
+    # Bytes per parameter and rank: fp32 weights 4, AdamW's moments 8, halved by two ranks.
+    expected("place/sharded", 12 / 2, 0)
+    expected("place/kept_gathered", 4 + 8 / 2, 0)
+    expected("place/optimizer_offloaded", 4, 12 / 2)
+    expected("place/all_offloaded", 0, 12 / 2)
+    expected("place/parameters_offloaded", 12 / 2, 4 / 2)
+    expected("bf16/fast", 14 / 2, 0)
+    expected("bf16/slow", 0, 14 / 2)
+
+
+def test_temporary_memory_stays_within_the_budget_and_the_largest_unit(two_ranks: list[dict[str, Findings]]) -> None:
+    checked = 0
+    for name, found in two_ranks[0].items():
+        budget = JOBS[name].config.get("gathered_budget")
+        if budget is not None:
+            assert found.notes["gathered_peak"] <= budget + found.notes["largest_unit"], name
+            checked += 1
+    assert checked > 10
+    unlimited = two_ranks[0]["place/sharded"].notes["gathered_peak"]
+    assert two_ranks[0]["place/small_budget"].notes["gathered_peak"] < unlimited
+
+
+def test_collectives_are_the_same_in_order_and_size_on_every_rank(two_ranks: list[dict[str, Findings]]) -> None:
+    for name, found in two_ranks[0].items():
+        assert found.notes.get("sequence") == two_ranks[1][name].notes.get("sequence"), name
+
+
+def test_bytes_on_the_wire_equal_the_closed_form(two_ranks: list[dict[str, Findings]]) -> None:
+    notes = two_ranks[0]["place/kept_gathered"].notes
+    steps, numel = JOBS["place/kept_gathered"].steps, notes["numel"]
+    # Each step reduces every gradient and gathers every weight once; the first gather is that of the initial weights.
+    assert notes["statistics"]["reduced_bytes"] == steps * numel * 4 / 2
+    assert notes["statistics"]["gathered_bytes"] == (steps + 1) * numel * 4 / 2
+
+
+def test_prefetch_turns_misses_into_hits(two_ranks: list[dict[str, Findings]]) -> None:
+    ahead = two_ranks[0]["place/far_prefetch"].notes["statistics"]
+    behind = two_ranks[0]["place/no_budget_no_prefetch"].notes["statistics"]
+    assert ahead["misses"] < 0.3 * behind["misses"]
+    assert behind.get("prefetches", 0) == 0 < ahead["prefetches"]
+
+
+def test_offloading_moves_gradients_down_and_weights_up(two_ranks: list[dict[str, Findings]]) -> None:
+    notes = two_ranks[0]["place/optimizer_offloaded"].notes
+    per_step = JOBS["place/optimizer_offloaded"].steps * notes["numel"] * 4 / 2
+    assert notes["statistics"]["moved_bytes/fast_to_slow"] == per_step
+    assert notes["statistics"]["moved_bytes/slow_to_fast"] == per_step
+
+
+def test_a_rank_reads_only_what_it_owns_of_networks_on_the_meta_device(two_ranks: list[dict[str, Findings]]) -> None:
+    read = [sum(rank["meta"].notes["read"]) for rank in two_ranks]
+    buffers, numel = 4, sum(w.numel() for w in two_ranks[0]["meta"].weights.values())
+    assert sum(read) == numel + 2 * buffers
+    assert max(read) < 0.7 * numel
+
+
+# ---------------------------------------------------------------------- slow
+
+
+@pytest.mark.slow
+def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
+    names = ["place/sharded", "place/kept_gathered", "place/all_offloaded", "feature/accumulate", "feature/frozen"]
+    names += ["feature/unused_one_rank", "act/raise", "act/swap", "fp16/overflow", "chunks/tiny"]
+    ranks = run_ranks(4, [JOBS[name] for name in names], tmp_path)
+    plain = ranks[0]["place/sharded"]
+    assert_as_plain_torch(plain, {})
+    assert_as_plain_torch(ranks[0]["chunks/tiny"], {})
+    for name in ("place/kept_gathered", "place/all_offloaded", "act/raise", "act/swap"):
+        assert ranks[0][name].digest == plain.digest, name
+    assert_as_plain_torch(ranks[0]["feature/accumulate"], FEATURES["accumulate"])
+    assert_as_plain_torch(ranks[0]["feature/frozen"], FEATURES["frozen"])
+    for name in names:
+        assert len({rank[name].notes["sequence"] for rank in ranks}) == 1, name
+        assert len({rank[name].digest for rank in ranks}) == 1, name
+
+
+@pytest.mark.slow
+def test_a_diffusers_unet_equals_one_process(tmp_path: Path) -> None:
+    config = {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 1_500_000}
+    jobs = [
+        Job("sharded", network="unet"),
+        Job("kept_gathered", network="unet", config={"shard_param_frac": 0.0}),
+        Job("offloaded", network="unet", config=config),
+        Job("checkpointed", network="unet", config=config, checkpointed=True),
+        Job("clip", network="unet", config=config, clip=0.05),
+    ]
+    ranks = run_ranks(2, jobs, tmp_path, timeout=600)
+    assert ranks[0]["kept_gathered"].digest == ranks[0]["offloaded"].digest == ranks[0]["sharded"].digest
+    for name in ("sharded", "checkpointed"):
+        assert_as_plain_torch(ranks[0][name], {"network": "unet"})
+    assert_as_plain_torch(ranks[0]["clip"], {"network": "unet", "clip": 0.05})
+    offloaded = ranks[0]["offloaded"].notes
+    assert offloaded["gathered_peak"] <= config["gathered_budget"] + offloaded["largest_unit"]

@@ -1,9 +1,13 @@
 """What every strategy must do alike, on two gloo processes; a new strategy joins by a line in STRATEGIES."""
 
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -176,6 +180,38 @@ def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(
     assert stopped["losses"] + resumed["losses"] == plain["losses"]
     assert rms(resumed["checkpoint"], plain["checkpoint"]) == 0
     assert rms(resumed["checkpoint"], plain["checkpoint"], "ema") == 0
+
+
+@pytest.fixture(scope="module")
+def drawn(results: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What plain diffusers draws with each strategy's pipeline, in a process that does not know of us."""
+    pipelines = {name: f"{results[f'{name}:parity']['checkpoint']}/pipeline" for name in STRATEGIES}
+    pipelines["whole"] = f"{results['whole']['checkpoint']}/pipeline"
+    file = tmp_path_factory.mktemp("drawn") / "pixels.npz"
+    subprocess.run([sys.executable, "-c", _DRAW, json.dumps(pipelines), str(file)], check=True, timeout=300)
+    return dict(np.load(file))
+
+
+_DRAW = """
+import json, sys
+import numpy as np, torch
+from diffusers import DiffusionPipeline
+pixels = {}
+for name, folder in json.loads(sys.argv[1]).items():
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(0)
+    drawn = pipeline("a handwritten four", num_inference_steps=4, guidance_scale=3.0, generator=noise, output_type="np")
+    pixels[name] = drawn.images
+assert "sd_lightning" not in sys.modules
+np.savez(sys.argv[2], **pixels)
+"""
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_plain_diffusers_draws_the_same_picture_with_every_strategys_pipeline(drawn: dict[str, Any], name: str) -> None:
+    assert drawn[name].shape == (1, 32, 32, 3) and drawn[name].std() > 0.01
+    assert np.abs(drawn[name] - drawn["whole"]).max() < 1 / 255
 
 
 def test_zero3_trains_alike_with_its_default_persistence_threshold(results: dict[str, dict[str, Any]]) -> None:

@@ -14,8 +14,8 @@ STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sd_ddp": ("sd_lightning.strategies.ddp:DDPStrategy", "DDP with portable checkpoints", {}),
     "sd_fsdp": ("sd_lightning.strategies.fsdp:FSDPStrategy", "FSDP2, sharded block by block", {}),
     "sd_fsdp_offload": ("sd_lightning.strategies.fsdp:FSDPStrategy", "FSDP2 in host memory", {"cpu_offload": True}),
-    "sd_gemini": ("sd_lightning.strategies.gemini:GeminiStrategy", "Gemini: chunks on tiers of memory", {}),
-    "sd_gemini_offload": (
+    "gemini": ("sd_lightning.strategies.gemini:GeminiStrategy", "Gemini: chunks on tiers of memory", {}),
+    "gemini_offload": (
         "sd_lightning.strategies.gemini:GeminiStrategy",
         "Gemini in host memory",
         {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 2**29},

@@ -36,6 +36,17 @@ def test_every_case_says_what_it_measures_and_its_bars(tools: tuple[ModuleType, 
             assert sign in run.COMPARE and float(limit) > 0
 
 
+def test_the_gpu_sweep_of_gemini_runs_on_the_cpu_too(
+    tools: tuple[ModuleType, ...],
+) -> None:
+    case = tools[0].load_case("gemini_gpu")
+    metrics = case.measure(architectures=("tiny",), batches=(2,), steps=1, device="cpu")
+    assert all(metrics[f"tiny_b2_{name}_fits"] == 1 for name in ("autocast", *case.SWEEP))
+    # Half of the gradients go to the host as bfloat16, and half of the weights come back.
+    assert 0 < metrics["tiny_b2_half_optim_fast_to_slow_gib"] < metrics["tiny_b2_optim_fast_to_slow_gib"]
+    assert "tiny_b2_resident_fast_to_slow_gib" not in metrics
+
+
 def test_unknown_case_is_one_line(tools: tuple[ModuleType, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert tools[0].main(["import_tme"]) == 2
     error = capsys.readouterr().err

@@ -115,13 +115,16 @@ class _OpenChunk:
 
 
 def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
-    """Return the range of chunk sizes to search: about 12 to 24 chunks, of 64 Ki to 32 Mi elements."""
-    lower = min(max(sum(spec.numel for spec in specs) // 24, 2**16), 2**24)
-    return lower, 2 * lower
+    """Return the range of chunk sizes to search: up to about 100 chunks, of 16 Ki to 32 Mi elements.
+
+    A wide one: of UNets' convolutions few sizes pack well (SD 2.1: 3 % padding at 5.0 Mi elements, 12 % at 18.8 Mi).
+    """
+    lower = min(max(sum(spec.numel for spec in specs) // 96, 2**14), 2**22)
+    return lower, 8 * lower
 
 
 def search_chunk_numel(
-    specs: Sequence[ParameterSpec], search: tuple[int, int], world_size: int, *, candidates: int = 128
+    specs: Sequence[ParameterSpec], search: tuple[int, int], world_size: int, *, candidates: int = 256
 ) -> int:
     """Return the chunk size of a range that wastes the fewest elements on padding; the largest of equally good ones.
 

@@ -19,12 +19,13 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow lint format gpu-check gpu-wheels constraints clean
+.PHONY: help install train test test-slow test-colossalai lint format gpu-check gpu-wheels constraints clean
 
 help:
 	@echo "make train [ARGS=\"hydra overrides\"]   set up $(VENV) and train the default model"
 	@echo "make test                              set up $(VENV) and run the default tests (minutes)"
 	@echo "make test-slow                         quality runs, full matrices, kill points, the wheel"
+	@echo "make test-colossalai                   install ColossalAI into $(VENV), and run its tests"
 	@echo "make gpu-check [WHEELS=folder]         everything that needs one CUDA GPU"
 	@echo "make lint | format                     ruff and mypy | ruff format"
 	@echo "make install | clean                   only set up $(VENV) | remove what builds and caches left"
@@ -50,6 +51,12 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(RUN) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+# With its dependencies it would replace torch, diffusers and transformers by old releases: docs/colossalai.md.
+COLOSSALAI := colossalai==0.5.0 galore-torch==1.0 peft einops
+test-colossalai: $(STAMP)
+	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps $(COLOSSALAI)
+	$(RUN) -m pytest -m "not gpu" tests/test_colossalai.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -1,0 +1,261 @@
+"""What ColossalAI is told, the arguments of 2022 in today's words, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from sd_lightning._errors import UsageError
+
+WHO = "ColossalAIStrategy"
+OURS = "or choose strategy=gemini, the engine of this package"
+DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What is computed in, by ``Trainer(precision=)``; the weights that are stepped are float32."""
+
+Policy = Literal["static", "auto"]
+_M = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColossalAIConfig:
+    """Arguments of ``GeminiDDP`` and ``GeminiOptimizer`` of ColossalAI 0.5.0, by their names there.
+
+    The three fractions are of a sum in which ColossalAI counts a chunk once for every parameter in it: all values but
+    0 and 1 act as larger ones. The log says how many chunks are offloaded.
+
+    Raises:
+        UsageError: A value cannot work, or ColossalAI would not use it.
+    """
+
+    placement_policy: Policy = "static"
+    """``static``: by the three fractions; ``auto``: weights by the memory that the first step is seen to need, the
+    optimizer in host memory."""
+    shard_param_frac: float = 1.0
+    """Weights that are sharded again after use: 1 is ZeRO-3, 0 is ZeRO-2. For ``static``."""
+    offload_optim_frac: float = 0.0
+    """Optimizer states in host memory. For ``static``."""
+    offload_param_frac: float = 0.0
+    """Weights in host memory; only with everything else there and sharded. For ``static``."""
+    warmup_non_model_data_ratio: float = 0.8
+    """Part of the device's memory that is left to activations in the first step. For ``auto``."""
+    steady_cuda_cap_ratio: float = 0.9
+    """Part of the device's memory that is used from the second step on. For ``auto``."""
+    min_chunk_size_m: float = 32.0
+    """Least size of a chunk, in 2**20 elements. A smaller model is replicated, not sharded."""
+    search_range_m: float = 32.0
+    """Sizes up to that much above the least are tried for the one that wastes least, in 2**20 elements."""
+    hidden_dim: int = 1024
+    """Elements between two sizes that are tried."""
+    max_prefetch: int = 0
+    """Chunks gathered ahead of their use."""
+    pin_memory: bool = False
+    """Keep a page-locked copy of every chunk in host memory: faster moves, more memory."""
+    initial_scale: float = 2.0**16
+    """Of the loss, with ``precision=16-mixed``, as are the six that follow."""
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    """Steps without overflow before the scale grows."""
+    hysteresis: int = 2
+    """Overflows in a row before the scale is lowered."""
+    max_scale: float = 2.0**32
+
+    def __post_init__(self) -> None:
+        if self.placement_policy not in ("static", "auto"):
+            raise UsageError(
+                f"{WHO} got placement_policy={self.placement_policy!r}; expected static or auto (or cuda or cpu, as in "
+                "2022)"
+            )
+        for name in (*_STATIC_ONLY, *_AUTO_ONLY):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{WHO} got {name}={getattr(self, name)}; expected a fraction in [0, 1]")
+        for name, least in (("min_chunk_size_m", 0), ("search_range_m", 0), ("hidden_dim", 1), ("max_prefetch", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{WHO} got {name}={getattr(self, name)}; expected at least {least}")
+        other = "static" if self.placement_policy == "auto" else "auto"
+        for name in _AUTO_ONLY if other == "auto" else _STATIC_ONLY:
+            if getattr(self, name) != getattr(type(self), name):
+                raise UsageError(
+                    f"{WHO} got {name}={getattr(self, name)} with placement_policy={self.placement_policy}, which does "
+                    f"not use it; leave it out, or set placement_policy={other}"
+                )
+        if self.offload_param_frac > 0 and (self.shard_param_frac, self.offload_optim_frac) != (1.0, 1.0):
+            raise UsageError(
+                f"{WHO} got offload_param_frac={self.offload_param_frac}, which ColossalAI ignores unless "
+                "shard_param_frac=1 and offload_optim_frac=1; set those as well"
+            )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer states may be in host memory."""
+        return self.placement_policy == "auto" or self.offload_optim_frac > 0
+
+    def of_engine(self) -> dict[str, Any]:
+        """Return the arguments of ``GeminiDDP``."""
+        return {name: value for name, value in vars(self).items() if name not in _LOSS_SCALE}
+
+    def of_loss_scale(self) -> dict[str, Any]:
+        """Return the arguments of ``GeminiOptimizer``."""
+        return {name: getattr(self, name) for name in _LOSS_SCALE}
+
+
+_STATIC_ONLY = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
+_AUTO_ONLY = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio")
+_LOSS_SCALE = (
+    "initial_scale",
+    "min_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_scale",
+)
+_FIELDS = tuple(field.name for field in fields(ColossalAIConfig))
+_OF_2022 = (
+    "use_chunk",
+    "chunk_size",
+    "enable_distributed_storage",
+    "force_outputs_fp32",
+    "gpu_margin_mem_ratio",
+    "chunk_search_range",
+    "chunk_search_n_grids",
+    "min_chunk_size",
+)
+"""Arguments of ``lightning-colossalai`` 0.1.0 and Lightning 1.8-1.9 that have other names now, or none; of those that
+keep their names, ``placement_policy`` could also be cuda or cpu."""
+
+
+def config_of(config: ColossalAIConfig | None, given: Mapping[str, Any]) -> ColossalAIConfig:
+    """Return a configuration changed by arguments of today and of 2022.
+
+    Raises:
+        UsageError: An argument is unknown, contradicts another one, or means what does not exist any more.
+    """
+    unknown = sorted(given.keys() - {*_FIELDS, *_OF_2022})
+    if unknown:
+        raise UsageError(
+            f"{WHO} got {', '.join(unknown)}; expected timeout_seconds, build_timeout_seconds, {', '.join(_FIELDS)}, "
+            f"or of 2022: {', '.join(_OF_2022)}"
+        )
+    _refuse_what_is_gone(given)
+    translated = _in_todays_words(given)
+    today = {name: value for name, value in given.items() if name in _FIELDS and name not in translated}
+    twice = sorted((given.keys() & translated.keys()) - {"placement_policy"})
+    if twice:
+        raise UsageError(
+            f"{WHO} got {', '.join(twice)} together with an argument of 2022 that sets it; give one of both"
+        )
+    return replace(config or ColossalAIConfig(), **today, **translated)
+
+
+def _refuse_what_is_gone(given: Mapping[str, Any]) -> None:
+    reasons = {
+        "use_chunk": (
+            True,
+            "ColossalAI's engine has had nothing but chunks since 0.1.10; leave it out, or choose strategy=fsdp",
+        ),
+        "chunk_size": (
+            None,
+            "the strategy of 2022 stored and never used it; set min_chunk_size_m (in 2**20 elements) "
+            "and search_range_m=0",
+        ),
+        "force_outputs_fp32": (False, "the loss is computed in float32 here whatever a network returns; leave it out"),
+        "gpu_margin_mem_ratio": (
+            0,
+            "by it every process moves weights as its own free memory says: their places would "
+            "differ, and averages and checkpoints lose them; leave it out, or set "
+            "placement_policy=static and offload_optim_frac below 1",
+        ),
+    }
+    for name, (accepted, reason) in reasons.items():
+        if name in given and given[name] != accepted:
+            raise UsageError(f"{WHO} got {name}={given[name]!r}: {reason}")
+
+
+def _in_todays_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    new: dict[str, Any] = {}
+    policy = given.get("placement_policy")
+    if policy in ("cuda", "cpu"):
+        everything = float(policy == "cpu")
+        new |= {"placement_policy": "static", "offload_optim_frac": everything, "offload_param_frac": everything}
+    if not given.get("enable_distributed_storage", True):
+        if policy in ("auto", "cpu"):
+            raise UsageError(
+                f"{WHO} got enable_distributed_storage=False with placement_policy={policy!r}, which shards weights; "
+                "leave it out, or set placement_policy='cuda'"
+            )
+        new["shard_param_frac"] = 0.0
+    if "chunk_search_range" in given:
+        new["search_range_m"] = given["chunk_search_range"] / _M
+    if "chunk_search_n_grids" in given:
+        if given["chunk_search_n_grids"] < 1:
+            raise UsageError(f"{WHO} got chunk_search_n_grids={given['chunk_search_n_grids']}; expected at least 1")
+        searched = given.get("chunk_search_range", 64 * _M)  # its default in 2022
+        new["hidden_dim"] = max(math.ceil(searched / given["chunk_search_n_grids"]), 1)
+    if given.get("min_chunk_size") is not None:
+        new["min_chunk_size_m"] = given["min_chunk_size"] / _M
+    return new
+
+
+# ---------------------------------------------------------------------- a run
+
+
+def check_run(config: ColossalAIConfig, trainer: Any, module: Any) -> None:
+    """Refuse what ColossalAI does wrong in silence, or not at all.
+
+    Raises:
+        UsageError: With the reason and what to write instead.
+    """
+    precision = str(trainer.precision_plugin.precision)
+    if precision not in DTYPES:
+        raise UsageError(
+            f"{WHO} got trainer.precision={precision}: ColossalAI computes in 16 bits over float32 weights; write "
+            f"trainer.precision=bf16-mixed or 16-mixed, {OURS}"
+        )
+    if precision == "bf16-mixed" and config.of_loss_scale() != ColossalAIConfig().of_loss_scale():
+        raise UsageError(f"{WHO} got a loss scale, which bf16-mixed has not; leave it out, or write precision=16-mixed")
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise UsageError(f"{WHO} clips by norm only; write trainer.gradient_clip_algorithm=norm, {OURS}")
+    if trainer.gradient_clip_val and precision == "bf16-mixed" and config.offloads:
+        raise UsageError(
+            f"{WHO} got trainer.gradient_clip_val={trainer.gradient_clip_val} with bf16-mixed and an optimizer in host "
+            "memory, where ColossalAI ignores clipping without a word; write trainer.gradient_clip_val=null, "
+            f"trainer.precision=16-mixed, or placement_policy=static with offload_optim_frac=0, {OURS}"
+        )
+    if trainer.accumulate_grad_batches > 1:
+        raise UsageError(
+            f"{WHO} got trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: ColossalAI adds gradients "
+            f"up in 16 bits; write trainer.accumulate_grad_batches=1 and a smaller data.batch_size, {OURS}"
+        )
+    if not module.automatic_optimization:
+        raise UsageError(f"{WHO} steps by itself; set automatic_optimization = True in {type(module).__name__}, {OURS}")
+    for name, network in module.trained_networks().items():
+        if any(getattr(part, "_compiled_call_impl", None) is not None for part in network.modules()):
+            raise UsageError(
+                f"{WHO} got a compiled {name}: torch.compile does not see ColossalAI's hooks on weights, which gather "
+                f"them; write speed.compile=false, {OURS}"
+            )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Refuse what ColossalAI's Adam cannot stand in for.
+
+    Raises:
+        UsageError: There are several optimizers, or another one than Adam and AdamW.
+    """
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+    if len(optimizers) != 1 or type(optimizers[0]) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise UsageError(
+            f"{WHO} got the optimizer {names}: ColossalAI steps its chunks with its own Adam only; choose "
+            f"optimizer=adamw, {OURS}"
+        )
+    for group in optimizers[0].param_groups:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise UsageError(f"{WHO}: ColossalAI's Adam has no {option}; write optimizer.{option}=false, {OURS}")

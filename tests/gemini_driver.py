@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ class Job:
     engine: str = "gemini"
     """``gemini``, ``ddp``, or ``torch``: one process with the whole batch."""
     network: str = "blocks"
+    """``blocks``, ``pair`` of two networks, ``lora`` with frozen weights below trained ones, ``unet``."""
     config: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
     steps: int = 20
@@ -105,6 +107,31 @@ class Blocks(nn.Module):
         return self.head(hidden) + self.tied(hidden) + self.retied(hidden.tanh())
 
 
+class Pair(nn.Module):
+    """Two networks that are trained together, as an encoder and what it conditions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(CLASSES, 19), nn.GELU(), nn.Linear(19, CLASSES))
+        self.blocks = Blocks(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x + self.encoder(x))
+
+
+class LowRank(nn.Module):
+    """A frozen layer and a trained correction of rank 2 (Hu et al. 2021, equation 3)."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.first = nn.Parameter(torch.randn(2, layer.in_features) * 0.1)
+        self.second = nn.Parameter(torch.zeros(layer.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + F.linear(F.linear(x, self.first), self.second)
+
+
 def build(job: Job) -> nn.Module:
     """Return the network of a job, with the same weights everywhere."""
     torch.manual_seed(0)
@@ -115,6 +142,12 @@ def build(job: Job) -> nn.Module:
         if job.checkpointed:
             network.enable_gradient_checkpointing()
         network.train()
+    elif job.network == "pair":
+        network = Pair()
+    elif job.network == "lora":
+        network = Blocks().requires_grad_(False)
+        for block in network.blocks:
+            block.up = LowRank(block.up)
     else:
         network = Blocks()
         network.checkpointed = job.checkpointed
@@ -134,7 +167,8 @@ def inputs(step: int, job: Job) -> tuple[Tensor, ...]:
     if job.network == "unet":
         latents, noise = normal(BATCH, 4, 8, 8), normal(BATCH, 4, 8, 8)
         return latents, torch.randint(0, 1000, (BATCH,), generator=generator), normal(BATCH, 8, 64), noise
-    return normal(BATCH, 5, CLASSES), normal(BATCH, 5, CLASSES)
+    length = 9 if job.act == "longer" and step >= 8 else 5
+    return normal(BATCH, length, CLASSES), normal(BATCH, length, CLASSES)
 
 
 def loss_of(network: nn.Module, batch: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -151,7 +185,13 @@ def optimizers_of(job: Job, network: nn.Module) -> list[torch.optim.Optimizer]:
     parameters = [p for p in network.parameters() if p.requires_grad]
     settings: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9} if job.optimizer == "SGD" else {"lr": 1e-3}
     settings |= {"fused": True, "weight_decay": 0.05}
-    cls = getattr(torch.optim, job.optimizer)
+    if job.optimizer.startswith("AdamW8bit"):
+        import bitsandbytes
+
+        # The networks here are small: quantise all but the smallest parameters.
+        cls, settings = bitsandbytes.optim.AdamW8bit, {"lr": 1e-3, "weight_decay": 0.05, "min_8bit_size": 30}
+    else:
+        cls = getattr(torch.optim, job.optimizer)
     if job.two_optimizers:
         return [cls(parameters[::2], **settings), cls(parameters[1::2], **(settings | {"lr": 3e-3}))]
     if job.two_groups:
@@ -186,28 +226,32 @@ class Training:
         self.notes: dict[str, Any] = {}
         self.engine: GeminiEngine | None = None
         self.norms: list[float] = []
+        self.folder: str | None = None
         if job.compiled:
             for block in self.network.blocks:
                 block._compiled_call_impl = torch.compile(block._call_impl, backend="aot_eager")
+        self.trained: nn.Module = self.network
         if job.engine == "gemini":
             self.engine = self._engine()
-            trained = self.network
-            self.optimizers = [self.engine.optimizer(inner) for inner in optimizers_of(job, self.network)]
-        else:
-            trained = self.network
-            if job.engine == "ddp":
-                unused = bool(job.unused)
-                trained = nn.parallel.DistributedDataParallel(trained, find_unused_parameters=unused)
-            self.optimizers = optimizers_of(job, self.network)
-        self.trained: nn.Module = trained
-        # Drives the user's own optimizer, as Lightning does.
-        users = [getattr(optimizer, "inner", optimizer) for optimizer in self.optimizers]
-        self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97) for optimizer in users]
+            self.trained = self.network  # the one with weights, where it was on the meta device
+        elif job.engine == "ddp":
+            unused = bool(job.unused)
+            self.trained = nn.parallel.DistributedDataParallel(self.network, find_unused_parameters=unused)
+        self.begin_fit()
         self.dtype = getattr(torch, job.dtype)
+
+    def begin_fit(self) -> None:
+        """Begin with new optimizers."""
+        self.optimizers = optimizers_of(self.job, self.network)
+        # Schedulers drive the user's own optimizer, as in Lightning.
+        self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97) for optimizer in self.optimizers]
+        if self.engine is not None:
+            self.engine.drop_optimizers()
+            self.optimizers = [self.engine.optimizer(inner) for inner in self.optimizers]
 
     def _engine(self) -> GeminiEngine:
         job = self.job
-        config = {"chunk_numel": 1500 if job.network == "blocks" else 60_000} | job.config
+        config = {"chunk_numel": 60_000 if job.network == "unet" else 1500} | job.config
         if job.dtype != "float32":
             config["compute_dtype"] = getattr(torch, job.dtype)
         reader: Reader | None = None
@@ -221,7 +265,10 @@ class Training:
                 read.append(end - begin)
                 return values[name].reshape(-1)[begin:end]
 
-        return GeminiEngine({"": self.network}, GeminiConfig(**config), reader=reader, blocks=self._blocks())
+        if config.get("disk_optim_frac"):
+            config["offload_dir"] = self.folder = tempfile.mkdtemp(prefix="gemini-test-")
+        networks = dict(self.network.named_children()) if job.network == "pair" else {"": self.network}
+        return GeminiEngine(networks, GeminiConfig(**config), reader=reader, blocks=self._blocks())
 
     def _blocks(self) -> list[nn.Module] | None:
         if self.job.network != "unet":
@@ -233,6 +280,8 @@ class Training:
     def run(self) -> Findings:
         losses = []
         for step in range(self.job.steps):
+            if self.job.act == "refit" and step == 10:
+                self.begin_fit()
             if self.engine is not None:
                 _act(self, step)
             losses.append(self.step(step))
@@ -241,6 +290,7 @@ class Training:
         names = [name for name, _ in self.network.named_parameters()]
         if self.engine is not None:
             weights = {name: self.engine.full_parameter(name) for name in names}
+            self.notes["files"] = [] if self.folder is None else os.listdir(self.folder)
             self.engine.close()
         else:
             weights = {name: p.detach().clone() for name, p in self.network.named_parameters()}
@@ -298,7 +348,9 @@ def _act(training: Training, step: int) -> None:
     """Do what the job asks for before a step."""
     job, engine = training.job, training.engine
     assert engine is not None
-    if job.act == "sample" and step % 3 == 1:
+    if job.act == "longer" and step == 10:
+        engine.ledger.reset_peak()  # the plan for shorter inputs could take more
+    if job.act == "sample" and step % 3 == 2:
         for _ in range(3):
             with torch.inference_mode():
                 loss_of(training.network, inputs(1000 + step, job), training.dtype)
@@ -309,7 +361,7 @@ def _act(training: Training, step: int) -> None:
             swapped = loss_of(training.network, inputs(7, job), training.dtype)
         training.notes["swapped_loss"] = float(swapped)
         engine.state.swap_out()
-    if job.act == "raise" and step % 4 == 2:
+    if job.act in ("raise", "refit") and step % 4 == 2:
         _fail_in_backward(training, step)
     if job.act == "accumulate_then_raise" and step % 4 == 2:
         training.micro_step(500)
@@ -357,7 +409,24 @@ def _note(training: Training) -> None:
         "num_chunks": len(engine.chunks),
         "numel": sum(layout.numel for layout in engine.layouts if layout.is_trained),
         "frozen_numel": sum(layout.numel for layout in engine.layouts if not layout.is_trained),
+        "plan": {} if engine.auto is None else _plan(engine),
         "skipped": 0 if engine.loss_scale is None else engine.loss_scale.skipped,
+    }
+
+
+def _plan(engine: GeminiEngine) -> dict[str, Any]:
+    """What placement=auto has decided."""
+    assert engine.auto is not None
+    trained = [place for chunk, place in zip(engine.chunks, engine.plan.chunks) if chunk.is_trained]
+    return {
+        "cap": engine.auto.cap_bytes,
+        "non_model": engine.auto.non_model_bytes,
+        "budget": engine.plan.gathered_budget,
+        "slow_optimizers": sum(place.optim_tier == "slow" for place in trained),
+        "slow_weights": sum(place.param_tier == "slow" for place in trained),
+        "moves": engine.num_moves,
+        "peak": engine.ledger.peak["fast"],
+        "trace": engine.auto.trace,
     }
 
 

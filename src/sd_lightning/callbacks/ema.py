@@ -56,6 +56,7 @@ class EMA(Callback):
         self._module: pl.LightningModule | None = None
         self._live: list[LazyTensor] = []
         self._average: list[Tensor] = []
+        self._num_moves = 0
         self._last_step = 0
         self._swapped = False
         self._stream: torch.cuda.Stream | None = None
@@ -75,6 +76,7 @@ class EMA(Callback):
         self._module, self._state = pl_module, training_state(trainer)
         shards = self._state.parameter_shards()
         self._live = [shard.master for shard in shards]
+        self._num_moves = getattr(self._state, "num_moves", 0)
         self._shadow = {shard.key: self._average_of(shard) for shard in shards}
         self._average = list(self._shadow.values())
 
@@ -114,6 +116,10 @@ class EMA(Callback):
 
     def _follow(self, weight: float) -> None:
         """Move the average to the weights by a fraction of the way."""
+        assert self._state is not None
+        if getattr(self._state, "num_moves", 0) != self._num_moves:  # Gemini with placement=auto
+            self._num_moves = getattr(self._state, "num_moves", 0)
+            self._live = [shard.master for shard in self._state.parameter_shards()]
         device = self._average[0].device if self._average else torch.device("cpu")
         if device.type != "cuda":
             self._move(weight)
@@ -140,7 +146,8 @@ class EMA(Callback):
             torch._foreach_lerp_(self._average, self._like_average(live), weight)
 
     def _like_average(self, live: list[Tensor]) -> list[Tensor]:
-        if not self.offload and all(tensor.dtype == torch.float32 for tensor in live):
+        alike = all(t.dtype == torch.float32 and t.device == a.device for t, a in zip(live, self._average))
+        if not self.offload and alike:
             return live
         return [tensor.to(average.device, torch.float32) for tensor, average in zip(live, self._average)]
 

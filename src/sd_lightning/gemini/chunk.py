@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.layout import ChunkLayout, Slot
+from sd_lightning.gemini.placement import ChunkPlacement
 from sd_lightning.gemini.tiers import Buffer, Kind, Memory, Tier
 
 
@@ -35,30 +35,13 @@ _TRANSITIONS = {
 }
 
 
-@dataclass(frozen=True)
-class ChunkPlacement:
-    """Where the parts of a chunk live."""
-
-    is_sharded: bool = True
-    """Each rank keeps a shard of the compute weights between uses; otherwise all of them."""
-    param_tier: Tier = Tier.FAST
-    """Where the shard of the compute weights lives."""
-    optim_tier: Tier = Tier.FAST
-    """Where float32 weights and optimizer states live."""
-
-    @property
-    def step_tier(self) -> Tier:
-        """Where reduced gradients are kept and the optimizer computes."""
-        return Tier.FAST if self.optim_tier is Tier.FAST else Tier.SLOW
-
-
 class Chunk:
     """The memory of one chunk on one rank.
 
     ``full`` is what parameters are views of. It is allocated and freed through its storage, so that views taken by
-    autograd stay valid; meanwhile parameters read as NaN. Where weights are not sharded, or there is one rank and they live on the fast tier, ``full``
-    stays and the shard is a view of it. Where the compute type is float32 and weights and optimizer live together,
-    the optimizer's ``master`` weights are the shard itself.
+    autograd stay valid; meanwhile parameters read as NaN. Where weights are not sharded, or there is one rank and they
+    live on the fast tier, ``full`` stays and the shard is a view of it. Where the compute type is float32 and weights
+    and optimizer live together, the optimizer's ``master`` weights are the shard itself.
 
     Args:
         layout: What is in it.
@@ -96,6 +79,8 @@ class Chunk:
     def _allocate(self) -> None:
         layout, memory = self.layout, self.memory
         self.full = torch.empty(layout.numel, dtype=layout.dtype, device=memory.device)
+        # Reading memory that is not there would end the process. NaN is seen at once, and cannot be written to.
+        self._nan = torch.full((), float("nan"), dtype=layout.dtype, device=memory.device)
         self._shard: Buffer | None = None
         self._master: Buffer | None = None
         if self.is_resident:
@@ -140,6 +125,10 @@ class Chunk:
             return self._stash.tensor
         return self.shard if self._master is None else self._master.tensor
 
+    def own_master(self) -> list[Buffer]:
+        """Return the buffer of the optimizer's weights, none if they are the compute weights."""
+        return [] if self._master is None else [self._master]
+
     @property
     def temporary_bytes(self) -> int:
         """Bytes that gathered weights or their gradients take beyond what is resident."""
@@ -150,9 +139,7 @@ class Chunk:
         self.parameters[slot.name] = parameter
         self.slots[parameter] = slot
         view = self.full[slot.begin : slot.end].view(parameter.shape)
-        # Reading memory that is not there would end the process. NaN is seen at once, and cannot be written to.
-        absent = torch.full((), float("nan"), dtype=self.full.dtype, device=self.full.device).expand(parameter.shape)
-        self._faces.append((parameter, view, absent))
+        self._faces.append((parameter, view, self._nan.expand(parameter.shape)))
         parameter.data = view
 
     def fill(self, values: Tensor) -> None:
@@ -161,6 +148,14 @@ class Chunk:
         if not self.is_aliased:
             self.memory.copy(self.shard, values, Tier.SLOW, Tier.SLOW)
         self.invalidate()
+
+    def view_of(self, slot: Slot, flat: Tensor) -> Tensor:
+        """Return what a flat tensor like this rank's shard holds of one parameter."""
+        begin, end = self.owned(slot)
+        if begin == end:
+            return flat[:0]
+        offset = slot.begin - self.begin
+        return flat[offset + begin : offset + end]
 
     # ---------------------------------------------------------------- weights
 
@@ -173,8 +168,8 @@ class Chunk:
         for parameter, view, _ in self._faces:
             parameter.data = view
         with self.memory.copying():
-            target = self.collectives.shard(self.full)
-            self.memory.copy(target, self.shard, self.placement.param_tier, Tier.FAST)
+            assert self._shard is not None
+            self.memory.copy(self.collectives.shard(self.full), self._shard.tensor, self._shard.tier, Tier.FAST)
             self._pending = self.collectives.all_gather(self.full)
 
     def wait(self) -> None:
@@ -404,8 +399,8 @@ class Chunk:
             memory.copy(self._shard.tensor, shard, old.param_tier, placement.param_tier)
             memory.wait_for_copies()
             memory.ledger.add(Tier.FAST, Kind.WEIGHTS, -self.layout.nbytes)
-            self.full.untyped_storage().resize_(0)
-            self.state = ChunkState.RELEASED
+            self._resize_storage(0)
+            self._go(ChunkState.RELEASED)
             self._hide()
         else:
             self.gather()
@@ -433,4 +428,13 @@ class Chunk:
     def _resize(self, nbytes: int) -> None:
         storage = self.full.untyped_storage()
         self.memory.ledger.add(Tier.FAST, Kind.GATHERED, nbytes - storage.nbytes())
-        storage.resize_(nbytes)
+        self._resize_storage(nbytes)
+
+    def _resize_storage(self, nbytes: int) -> None:
+        if not self.full.untyped_storage().resizable():
+            # numpy() was called on a weight: that memory is freed when the array is, and the chunk gets another.
+            self.full = torch.empty_like(self.full)
+            for index, (parameter, _, absent) in enumerate(self._faces):
+                slot = self.slots[parameter]
+                self._faces[index] = parameter, self.full[slot.begin : slot.end].view(parameter.shape), absent
+        self.full.untyped_storage().resize_(nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,8 +41,9 @@ class GeminiConfig:
     """Bytes of temporarily gathered weights; no limit if not given. One unit is always gathered as a whole."""
     prefetch: int = 2
     """Chunks gathered ahead of their use, in the traced order and inside the budget."""
-    memory_cap: float | None = None
-    """For ``auto``: what may be used of the fast tier, as a fraction of the device (up to 1) or in bytes."""
+    memory_cap: float | str | None = None
+    """For ``auto``: what may be used of the fast tier, as a fraction of the device in (0, 1] or a size: ``"20GiB"``,
+    ``"512MiB"``, a number of bytes. On the CPU the device is the host's memory, divided by the processes on it."""
     offload_dir: str | Path | None = None
     """Folder on a fast local disk for ``disk_optim_frac``."""
     compute_dtype: torch.dtype | None = None
@@ -77,11 +79,31 @@ class GeminiConfig:
                 f"GeminiConfig got chunk_search={self.chunk_search}; expected (smallest, largest) with 16 <= smallest "
                 "<= largest, in elements"
             )
-        if self.memory_cap is not None and self.memory_cap <= 0:
+        self.memory_cap_bytes(1)
+
+    def memory_cap_bytes(self, device_bytes: int) -> int | None:
+        """Return ``memory_cap`` on a device of this size.
+
+        Raises:
+            UsageError: It is neither a fraction nor a size.
+        """
+        cap = self.memory_cap
+        try:
+            match = re.fullmatch(r"([\d.]+(?:e\d+)?) *([KMGT]iB|B)?", str(cap))
+            number = 1.0 if cap is None or match is None else float(match[1])
+        except ValueError:
+            match, number = None, 1.0
+        if cap is None:
+            return None
+        is_plain = match is not None and match[2] is None
+        if match is None or number <= 0 or (is_plain and 1 < number < 2**20):
             raise UsageError(
-                f"GeminiConfig got memory_cap={self.memory_cap}; expected a fraction of the device in (0, 1] or a "
-                "number of bytes"
+                f"GeminiConfig got memory_cap={cap!r}; expected a fraction of the device in (0, 1], or a size such as "
+                "memory_cap=20GiB"
             )
+        if is_plain and number <= 1:
+            return int(number * device_bytes)
+        return int(number * 2 ** (10 * "BKMGT".index((match[2] or "B")[0])))
 
     def _check_combinations(self) -> None:
         if self.chunk_numel is not None and self.chunk_search is not None:

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.chunk import Chunk, ChunkPlacement
+from sd_lightning.gemini.auto import AutoPlacement
+from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, default_search, pack, search_chunk_numel
 from sd_lightning.gemini.loss_scale import LossScale
 from sd_lightning.gemini.optimizer import GeminiOptimizer
-from sd_lightning.gemini.placement import plan_static
+from sd_lightning.gemini.placement import ChunkPlacement, Plan, plan_static, plan_trace
 from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.state import EngineState
 from sd_lightning.gemini.tiers import Ledger, Memory
@@ -44,7 +45,7 @@ class GeminiEngine:
         device: The fast tier.
         group: The ranks to shard over; the default process group if there is one.
         reader: Gives initial values; needed for networks on the meta device. Each rank reads only what it owns.
-        order: Names of units in the order in which they run, if another than that of registration.
+        order: Sort key for the names of units, if they do not run in the order of registration.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class GeminiEngine:
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
         reader: Reader | None = None,
-        order: Iterable[str] | None = None,
+        order: Callable[[str], Any] | None = None,
     ) -> None:
         self.networks = dict(networks)
         self.config = config
@@ -66,10 +67,17 @@ class GeminiEngine:
         self.optimizers: list[GeminiOptimizer] = []
         _replace_meta_parameters(self.networks.values(), reader)
         names = _parameter_names(self.networks)
-        units = _ordered(find_units(self.networks, blocks), order)
+        units = find_units(self.networks, blocks)
+        if order is not None:
+            units.sort(key=lambda unit: order(unit.name))
         specs = _specs(units, names, config)
         self.layouts = self._pack(specs)
-        self.plan = plan_static(self.layouts, config)
+        is_auto = config.placement == "auto"
+        self.plan = plan_trace(self.layouts) if is_auto else plan_static(self.layouts, config)
+        self.is_closed = False
+        self._has_told = False
+        self.num_moves = 0
+        """How often chunks were moved to other tiers; tensors of :class:`OwnedRange` from before are not live."""
         self.collectives.require_agreement("the layout of chunks", repr((self.layouts, self.plan)))
         self.chunks: list[Chunk] = []
         self.chunk_of: dict[nn.Parameter, Chunk] = {}
@@ -87,6 +95,7 @@ class GeminiEngine:
             prefetch=config.prefetch,
         )
         self.state = EngineState(self)
+        self.auto = AutoPlacement(self) if is_auto else None
 
     def _pack(self, specs: list[ParameterSpec]) -> list[ChunkLayout]:
         world_size = self.collectives.world_size
@@ -143,6 +152,8 @@ class GeminiEngine:
         Raises:
             UsageError: The optimizer's update is not elementwise, or another optimizer has one of its parameters.
         """
+        if self.auto is not None:
+            self.auto.make_room()
         optimizer = GeminiOptimizer(inner, self)
         self.optimizers.append(optimizer)
         return optimizer
@@ -171,11 +182,39 @@ class GeminiEngine:
         With ``reduce_once`` they are kept whole, in float32, and reduced with those of the next pass outside; without
         it they are reduced now and only this rank's part is kept.
         """
+        self._tell_how_gradients_accumulate()
         if not self.config.reduce_once:
             yield
             return
         with self.runtime.keeping_gradients():
             yield
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def move(self, plan: Plan) -> None:
+        """Place chunks otherwise, outside of backward passes; no value changes, and all ranks do the same."""
+        if plan == self.plan:
+            return
+        self.runtime.release()
+        pairs = zip(self.chunks, plan.chunks, strict=True)
+        moving = [(chunk, placement) for chunk, placement in pairs if placement != chunk.placement]
+        # What leaves the fast tier makes room for what comes.
+        for chunk, placement in sorted(moving, key=lambda pair: pair[1].fast_parts - pair[0].placement.fast_parts):
+            chunk.place(placement)
+        self.plan, self.runtime.budget = plan, plan.gathered_budget
+        self.num_moves += 1
+
+    def _tell_how_gradients_accumulate(self) -> None:
+        if self._has_told:
+            return
+        self._has_told = True
+        whole = sum(layout.numel for layout in self.layouts if layout.is_trained) * 4 / 2**20
+        if self.config.reduce_once:
+            log.info("Gemini: gradients of all micro-batches are reduced once; until then they take %.0f MiB", whole)
+        else:
+            log.info(
+                "Gemini: each micro-batch is reduced; with %.0f MiB to spare, reduce_once=true does it once", whole
+            )
 
     def check_can_step(self) -> None:
         """Raise if an optimizer cannot step now."""
@@ -200,12 +239,31 @@ class GeminiEngine:
         """Return a copy of a whole parameter, in the optimizer's type if it is trained; all ranks call it."""
         chunk = next(chunk for chunk in self.chunks if name in chunk.parameters)
         slot = chunk.slots[chunk.parameters[name]]
+        return self._whole(chunk)[slot.begin : slot.end].view(chunk.parameters[name].shape).clone()
+
+    def _whole(self, chunk: Chunk) -> Tensor:
         source = chunk.master if chunk.is_trained else chunk.shard
         whole = torch.empty(chunk.layout.numel, dtype=source.dtype, device=self.memory.device)
         chunk.wait()
         self.collectives.shard(whole).copy_(source)
         self.collectives.all_gather(whole).wait()
-        return whole[slot.begin : slot.end].view(chunk.parameters[name].shape).clone()
+        return whole
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """End the engine and give every parameter its whole weights again, in host memory; all ranks call it.
+
+        Trained parameters come back in float32, others in the type they computed in. Optimizers are of no use after it.
+        """
+        self.abort()
+        for chunk in self.chunks:
+            whole = self._whole(chunk).cpu()
+            for name, slot in zip(chunk.parameters, chunk.layout.slots, strict=True):
+                parameter = chunk.parameters[name]
+                parameter.data = whole[slot.begin : slot.end].view(parameter.shape).clone()
+        self.close()
+        self.chunks.clear()
+        self.chunk_of.clear()
 
     def release(self) -> None:
         """Free temporarily gathered weights, as after a validation run."""
@@ -218,10 +276,12 @@ class GeminiEngine:
         self.memory.wait_for_copies()
 
     def close(self) -> None:
-        """Remove the hooks and delete files; the parameters stay what they are, gathered or not."""
+        """Remove the hooks; parameters that are not gathered read as NaN."""
+        self.is_closed = True
         self.synchronize()
         self.runtime.detach()
-        self.memory.close()
+        if self.auto is not None:
+            self.auto.detach()
 
     def statistics(self) -> dict[str, Any]:
         """Return counters since the beginning: bytes by tier, moves, hits and misses of gathering, collectives."""
@@ -266,18 +326,6 @@ def _parameter_names(networks: Mapping[str, nn.Module]) -> dict[nn.Parameter, st
     return names
 
 
-def _ordered(units: list[Unit], order: Iterable[str] | None) -> list[Unit]:
-    if order is None:
-        return units
-    position = {name: index for index, name in enumerate(order)}
-    unknown = position.keys() - {unit.name for unit in units}
-    if unknown:
-        raise UsageError(
-            f"Gemini got order with {sorted(unknown)[0]!r}; expected names of units such as {units[0].name!r}"
-        )
-    return sorted(units, key=lambda unit: position.get(unit.name, len(position)))
-
-
 def _specs(units: Iterable[Unit], names: Mapping[nn.Parameter, str], config: GeminiConfig) -> list[ParameterSpec]:
     specs = []
     for parameter in dict.fromkeys(p for unit in units for p in unit.parameters):
@@ -287,6 +335,12 @@ def _specs(units: Iterable[Unit], names: Mapping[nn.Parameter, str], config: Gem
                     f"Gemini got {names[parameter]} of type {parameter.dtype} to train; expected a floating-point type"
                 )
             continue  # it stays where it is, whole on every rank
+        is_row_major = parameter.is_contiguous() or parameter.dim() != 4
+        if not is_row_major and parameter.is_contiguous(memory_format=torch.channels_last):
+            raise UsageError(
+                f"Gemini got {names[parameter]} in the channels_last format, and chunks are flat and row-major; leave "
+                "it out (speed.channels_last=false)"
+            )
         dtype = config.compute_dtype or parameter.dtype
         specs.append(ParameterSpec(names[parameter], parameter.numel(), dtype, parameter.requires_grad))
     return specs

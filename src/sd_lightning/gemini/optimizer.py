@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.gemini.updates import Update, update_of
 
@@ -24,6 +25,8 @@ class Run:
     """Neighbouring parameters that are stepped as one range of this rank's shard."""
 
     chunk: Chunk
+    slot: Slot
+    """The last parameter of them."""
     group: int
     step: int
     """Number of the step that comes, from 1."""
@@ -81,7 +84,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         for name in self.update.states(group):
             if name not in chunk.states:
                 chunk.states[name] = chunk.memory.allocate(
-                    chunk.placement.optim_tier, Kind.OPTIMIZER, chunk.shard_numel, chunk.master_dtype, zero=True
+                    chunk.placement.optim_tier, Kind.OPTIMIZER, *self.update.size(chunk), zero=True
                 )
 
     # ---------------------------------------------------------------- torch.optim.Optimizer
@@ -209,19 +212,28 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if not runs:
             return
         assert chunk.accumulator is not None
-        device = chunk.memory.device_of(chunk.placement.step_tier)
-        scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
+        if chunk.placement.optim_tier is Tier.DISK:
+            nbytes = sum(state.nbytes for state in (*chunk.states.values(), *chunk.own_master()))
+            for source, target in ((Tier.DISK, Tier.SLOW), (Tier.SLOW, Tier.DISK)):
+                chunk.memory.ledger.move(source, target, nbytes)
         for group, step in dict.fromkeys((run.group, run.step) for run in runs):
-            ranges = [(run.begin, run.end) for run in runs if (run.group, run.step) == (group, step)]
+            chosen = [run for run in runs if (run.group, run.step) == (group, step)]
+            ranges = [(run.begin, run.end) for run in chosen]
             settings = self.param_groups[group]
             self.update.apply(
                 _slices(chunk.master, ranges),
                 _slices(chunk.accumulator.tensor, ranges),
-                {name: _slices(chunk.states[name].tensor, ranges) for name in self.update.states(settings)},
+                {name: self._parts(chunk, name, chosen) for name in self.update.states(settings)},
                 step,
                 settings,
-                scale,
+                divisor,
             )
+
+    def _parts(self, chunk: Chunk, name: str, runs: list[Run]) -> list[Tensor]:
+        flat = chunk.states[name].tensor
+        if self.update.joins_parameters:
+            return _slices(flat, [(run.begin, run.end) for run in runs])
+        return [self.update.part(chunk, run.slot, flat) for run in runs]
 
     def _runs(self, parameters: Iterable[nn.Parameter]) -> list[Run]:
         """Join what this rank owns of parameters to the longest ranges of one chunk, group and step count."""
@@ -237,10 +249,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
                     continue
                 group, step = self._group_of[parameter], self.steps.get(parameter, 0) + 1
                 first = slot.begin + begin - chunk.begin
-                if previous is not None and (previous.group, previous.step) == (group, step):
+                is_next = previous is not None and (previous.group, previous.step) == (group, step)
+                if previous is not None and is_next and self.update.joins_parameters:
                     runs.pop()
                     first = previous.begin
-                previous = Run(chunk, group, step, first, slot.begin + end - chunk.begin)
+                previous = Run(chunk, slot, group, step, first, slot.begin + end - chunk.begin)
                 runs.append(previous)
         return runs
 

@@ -7,10 +7,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.chunk import ChunkPlacement
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ChunkLayout
 from sd_lightning.gemini.tiers import Tier
+
+
+@dataclass(frozen=True)
+class ChunkPlacement:
+    """Where the parts of a chunk live."""
+
+    is_sharded: bool = True
+    """Each rank keeps a shard of the compute weights between uses; otherwise all of them."""
+    param_tier: Tier = Tier.FAST
+    """Where the shard of the compute weights lives."""
+    optim_tier: Tier = Tier.FAST
+    """Where float32 weights and optimizer states live."""
+
+    @property
+    def fast_parts(self) -> int:
+        """How much of the fast tier it takes, to compare two of them."""
+        return 2 * (not self.is_sharded) + (self.param_tier is Tier.FAST) + 3 * (self.optim_tier is Tier.FAST)
+
+    @property
+    def step_tier(self) -> Tier:
+        """Where reduced gradients are kept and the optimizer computes."""
+        return Tier.FAST if self.optim_tier is Tier.FAST else Tier.SLOW
 
 
 @dataclass(frozen=True)
@@ -20,6 +41,15 @@ class Plan:
     chunks: tuple[ChunkPlacement, ...]
     gathered_budget: int | None = None
     """Bytes of temporarily gathered weights."""
+
+    def summary(self, layouts: Sequence[ChunkLayout]) -> str:
+        """Return in words how many chunks are where."""
+        trained = [place for layout, place in zip(layouts, self.chunks, strict=True) if layout.is_trained]
+        tiers = ", ".join(f"{sum(p.optim_tier is tier for p in trained)} {tier}" for tier in Tier)
+        slow = sum(place.param_tier is Tier.SLOW for place in self.chunks)
+        whole = sum(not place.is_sharded for place in self.chunks)
+        fast = len(self.chunks) - whole - slow
+        return f"weights of {whole} chunks whole, {fast} fast, {slow} slow; optimizer {tiers}"
 
 
 def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> Plan:
@@ -64,24 +94,26 @@ class Demand:
     """What may be used."""
     non_model_bytes: int
     """What activations and everything else that is not in chunks takes at most."""
-    states: tuple[int, ...]
-    """Number of optimizer states of each chunk."""
+    state_bytes: tuple[int, ...]
+    """Bytes of the optimizer states of each chunk's shard."""
     units: tuple[tuple[int, ...], ...]
     """Chunk indices of each unit, with those of the containers around it."""
     world_size: int
+    keeps_gradients: bool = False
+    """Whole float32 gradients are kept from one micro-batch to the next."""
 
 
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
     """Return the bytes of the fast tier that chunks take at most in a step, with the smallest gathered budget.
 
     Per parameter and rank, with ``c`` bytes of the compute type and ``w`` ranks: weights ``c`` or ``c / w``, float32
-    weights ``4 / w`` unless they are the compute weights, ``4 / w`` per optimizer state and for the reduced gradient;
-    once: the largest unit that is gathered temporarily, and the whole gradients that are being reduced.
+    weights ``4 / w`` unless they are the compute weights, optimizer states, ``4 / w`` for the reduced gradient; once:
+    the largest unit that is gathered temporarily, and the whole gradients that are being reduced.
     """
     world_size = demand.world_size
     total = 0
     whole_gradients = [0]
-    for layout, place, states in zip(layouts, placements, demand.states, strict=True):
+    for layout, place, state_bytes in zip(layouts, placements, demand.state_bytes, strict=True):
         shard = layout.numel // world_size
         master = 8 if layout.dtype.itemsize == 8 else 4
         if place.param_tier is Tier.FAST:
@@ -92,7 +124,9 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
             whole_gradients.append(layout.numel * (master if world_size == 1 else layout.dtype.itemsize))
         if place.optim_tier is Tier.FAST:
             is_alias = layout.dtype.itemsize == master and place.param_tier is Tier.FAST
-            total += shard * master * ((0 if is_alias else 1) + states + 1)
+            total += shard * master * ((0 if is_alias else 1) + 1) + state_bytes
+        if demand.keeps_gradients:
+            total += layout.numel * master
     whole_gradients.sort(reverse=True)
     return total + sum(whole_gradients[:_WHOLE_GRADIENTS]) + smallest_budget(layouts, placements, demand)
 
@@ -154,8 +188,8 @@ def _does_not_fit(needed: int, demand: Demand) -> str:
     missing = needed - (demand.cap_bytes - demand.non_model_bytes)
     mib = 2**20
     return (
-        f"Gemini got memory_cap={demand.cap_bytes / mib:.1f} MiB, which is {missing / mib:.1f} MiB too little with "
-        f"everything offloaded: {demand.non_model_bytes / mib:.1f} MiB of activations and {needed / mib:.1f} MiB for "
-        f"the largest unit and its gradients; set memory_cap to at least {demand.non_model_bytes + needed} bytes, or "
-        "use a smaller batch, activation checkpointing, smaller blocks, or a smaller chunk_numel"
+        f"Gemini got memory_cap={demand.cap_bytes / mib:.2f} MiB, which is {missing / mib:.2f} MiB too little with "
+        f"everything offloaded: activations take {demand.non_model_bytes / mib:.2f} MiB, and the largest unit and its "
+        f"gradients {needed / mib:.2f} MiB; set memory_cap={demand.non_model_bytes + needed}B or more, or use "
+        "a smaller batch, activation checkpointing, or a smaller chunk_numel"
     )

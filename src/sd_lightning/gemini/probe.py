@@ -14,27 +14,34 @@ from sd_lightning.gemini.tiers import Memory, Tier
 
 
 class Probe(Protocol):
-    """Measures one step after another."""
+    """Measures one pass after another."""
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        ...
 
     def enter(self) -> None:
-        """A unit begins to run forward, with gradients, outside of other units."""
+        """A network begins to run forward, with or without gradients."""
         ...
 
     def exit(self) -> None:
-        """That unit has run."""
+        """That network has run."""
         ...
 
-    def current_bytes(self) -> int:
-        """Return what is taken now."""
+    def note(self) -> int:
+        """Return what is taken now, in bytes; called between units."""
         ...
 
-    def end_step(self) -> int:
-        """Return the most that was taken since the last call."""
+    def end(self) -> int:
+        """Return the most that was taken since :meth:`begin`, in bytes."""
         ...
 
 
 class AllocatorProbe:
-    """Ask the accelerator's allocator: exact, and free of charge.
+    """Ask the accelerator's allocator, whose peak statistics are reset again and again while this measures.
+
+    What chunks take now is subtracted from the peak since the last note. Chunks that were freed in between are counted
+    as activations: too much rather than too little.
 
     Args:
         memory: Knows what chunks take.
@@ -43,32 +50,34 @@ class AllocatorProbe:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._module = torch.get_device_module(memory.device)
-        self._module.reset_peak_memory_stats(memory.device)
+        self._peak = 0
+
+    def begin(self) -> None:
+        self._module.reset_peak_memory_stats(self._memory.device)
         self._peak = 0
 
     def enter(self) -> None:
-        self._note()
+        pass
 
     def exit(self) -> None:
-        self._note()
+        pass
 
-    def current_bytes(self) -> int:
-        return max(self._module.memory_allocated(self._memory.device) - self._memory.ledger.current[Tier.FAST], 0)
-
-    def end_step(self) -> int:
-        self._note()
-        peak, self._peak = self._peak, 0
-        return peak
-
-    def _note(self) -> None:
-        """Within a unit chunks stay what they are, so the allocator's peak is that of activations."""
-        peak = self._module.max_memory_allocated(self._memory.device) - self._memory.ledger.current[Tier.FAST]
+    def note(self) -> int:
+        in_chunks = self._memory.ledger.current[Tier.FAST]
+        peak = self._module.max_memory_allocated(self._memory.device) - in_chunks
         self._peak = max(self._peak, peak)
         self._module.reset_peak_memory_stats(self._memory.device)
+        return max(self._module.memory_allocated(self._memory.device) - in_chunks, 0)
+
+    def end(self) -> int:
+        self.note()
+        return self._peak
 
 
 class SavedTensorsProbe:
-    """Count what units save for the backward pass, where no allocator tells: on the host.
+    """Count what networks save for the backward pass, where no allocator tells: on the host.
+
+    Inputs of checkpointed blocks are kept by the blocks themselves and not counted.
 
     Args:
         is_weight: Tells whether a tensor lies in a chunk.
@@ -79,23 +88,28 @@ class SavedTensorsProbe:
         self._seen: set[int] = set()
         self._bytes = 0
         self._hooks: AbstractContextManager[None] | None = None
+        self._measures = False
+
+    def begin(self) -> None:
+        self._measures, self._bytes = True, 0
+        self._seen.clear()
 
     def enter(self) -> None:
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
-        self._hooks.__enter__()
+        if self._measures:
+            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks.__enter__()
 
     def exit(self) -> None:
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 
-    def current_bytes(self) -> int:
+    def note(self) -> int:
         return self._bytes
 
-    def end_step(self) -> int:
-        taken, self._bytes = self._bytes, 0
-        self._seen.clear()
-        return taken
+    def end(self) -> int:
+        self._measures = False
+        return self._bytes
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,23 @@ from sd_lightning.gemini.units import Unit
 
 _MAX_REDUCTIONS = 4
 """Reductions under way at a time: each keeps a chunk of gradients in memory."""
+
+
+class Monitor(Protocol):
+    """Measures what takes memory beside the chunks."""
+
+    def access(self, phase: str, unit: int) -> None:
+        """A unit's weights are about to be gathered."""
+        ...
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        ...
+
+    def abort(self) -> None:
+        """The pass under way is forgotten."""
+        ...
+
 
 Observer = Callable[[str, int], None]
 """(what happens: "forward", "backward" or "end", index of the unit): called when a unit's weights are there."""
@@ -60,6 +78,7 @@ class Runtime:
         self.keeps_gradients = False
         """Inside ``no_sync`` with memory for whole gradients."""
         self.observer: Observer | None = None
+        self.monitor: Monitor | None = None
         self._chunk_of = chunk_of
         self._chunks_of = [sorted({chunk_of[p].index for p in unit.parameters}) for unit in units]
         self.tracer = Tracer(self._chunks_of)
@@ -75,12 +94,16 @@ class Runtime:
         self._removable: list[Any] = []
         self._attach()
 
+    def chunks_of_units(self) -> tuple[tuple[int, ...], ...]:
+        """Return the chunks of each unit, with those of all containers: they may be around it."""
+        around = {c for unit, indices in zip(self.units, self._chunks_of) if unit.is_container for c in indices}
+        return tuple(tuple(sorted(around.union(indices))) for indices in self._chunks_of)
+
     def largest_unit_bytes(self) -> int:
         """Return the most bytes that one unit, with the containers around it, gathers temporarily."""
-        around = {c for unit, indices in zip(self.units, self._chunks_of) if unit.is_container for c in indices}
         sizes = (
-            sum(self.chunks[c].layout.nbytes for c in around.union(indices) if not self.chunks[c].is_resident)
-            for indices in self._chunks_of
+            sum(self.chunks[c].layout.nbytes for c in indices if not self.chunks[c].is_resident)
+            for indices in self.chunks_of_units()
         )
         return max(sizes, default=0)
 
@@ -103,7 +126,8 @@ class Runtime:
             self._removable.append(unit.module.register_forward_hook(after, always_call=True))
         for parameter, chunk in self._chunk_of.items():
             if chunk.is_trained:
-                hook = partial(self._on_gradient, chunk)
+                # Python's collector does not see these hooks: one that held the engine would keep it for ever.
+                hook = partial(_accumulated, weakref.ref(self), chunk.index)
                 self._removable.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
@@ -127,10 +151,11 @@ class Runtime:
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
-            if self._task is not None:
-                self.abort()  # the last backward pass ended in an exception
-            elif not self._running and not torch.is_grad_enabled() and self._begins_inference(index):
-                self.tracer.end_pass()
+            self.recover()
+            if not self._running:
+                self.tracer.begin(with_gradients=torch.is_grad_enabled())
+                if not torch.is_grad_enabled() and self._begins_inference(index):
+                    self.tracer.end_pass()
         self._running.append(index)
         self._access(index, "forward")
 
@@ -224,6 +249,8 @@ class Runtime:
             self._reduce(index)
         while self._reductions:
             self._finish_reduction()
+        if self.monitor is not None:
+            self.monitor.end_backward()
         self._reset_pass()
         self.release()
         self.tracer.end_pass()
@@ -247,6 +274,11 @@ class Runtime:
         while self._reductions:
             self._finish_reduction()
 
+    def recover(self) -> None:
+        """Forget the last backward pass if it ended in an exception."""
+        if self._task is not None and torch._C._current_graph_task_id() == -1:
+            self.abort()
+
     def abort(self) -> None:
         """Forget a backward pass that ended in an exception, and all gradients since the last optimizer step."""
         while self._reductions:
@@ -259,6 +291,8 @@ class Runtime:
             chunk.release()
         self.touched.clear()
         self.tracer.discard()
+        if self.monitor is not None:
+            self.monitor.abort()
         self.statistics["aborted"] += 1
 
     def release(self) -> None:
@@ -280,6 +314,8 @@ class Runtime:
 
     def _access(self, index: int, phase: str) -> None:
         self.tracer.use(index)
+        if self.monitor is not None:
+            self.monitor.access(phase, index)
         chunks = [self.chunks[c] for c in self._chunks_of[index]]
         for chunk in chunks:
             self._finish_reductions_of(chunk)
@@ -348,3 +384,9 @@ class Runtime:
 
 
 _EVICTABLE = {ChunkState.GATHERING, ChunkState.GATHERED}
+
+
+def _accumulated(runtime: weakref.ref[Runtime], chunk: int, parameter: Tensor) -> None:
+    alive = runtime()
+    assert alive is not None, "the modules' hooks hold the runtime"
+    alive._on_gradient(alive.chunks[chunk], parameter)

@@ -28,8 +28,8 @@ class OwnedRange:
     end: int
     master: Tensor
     """The weights that the optimizer updates, also while others are swapped in."""
-    states: dict[str, Tensor]
-    """Optimizer states by torch's names; none before the parameter's first step."""
+    states: dict[str, Tensor | Callable[[], Tensor]]
+    """Optimizer states by torch's names; none before the parameter's first step. Functions give quantised ones."""
     scalars: dict[str, Any]
     """What torch's optimizer keeps once per parameter, such as ``step``."""
 
@@ -66,13 +66,14 @@ class EngineState:
             if begin == end and slot.numel > 0:
                 continue
             optimizer, step = self._optimizer_of(parameter)
-            states: dict[str, Tensor] = {}
+            states: dict[str, Tensor | Callable[[], Tensor]] = {}
             scalars: dict[str, Any] = {}
             if optimizer is not None and step:
-                kinds = optimizer.state_kinds(parameter)
-                states = {kind: _view(chunk, slot, chunk.states[kind].tensor) for kind in kinds}
+                for kind in optimizer.state_kinds(parameter):
+                    part = optimizer.update.part(chunk, slot, chunk.states[kind].tensor)
+                    states[kind] = optimizer.update.values(kind, part, end - begin)
                 scalars = optimizer.update.scalars(step)
-            master = _view(chunk, slot, chunk.master)
+            master = chunk.view_of(slot, chunk.master)
             owned.append(OwnedRange(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
         return owned
 
@@ -93,7 +94,7 @@ class EngineState:
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.owned(slot)
             if begin < end:
-                read("master", slot.name, _view(chunk, slot, chunk.master), begin, end)
+                read("master", slot.name, chunk.view_of(slot, chunk.master), begin, end)
             if saved is not None:
                 self._load_states(chunk, slot, parameter, saved[slot.name], read)
         for chunk in self._trained_chunks():
@@ -114,11 +115,13 @@ class EngineState:
         optimizer.steps[parameter] = int(saved.scalars.get("step", 1)) if has_states else 0
         begin, end = chunk.owned(slot)
         for kind in kinds:
-            target = _view(chunk, slot, chunk.states[kind].tensor)
-            if has_states and begin < end:
-                read(kind, slot.name, target, begin, end)
-            else:
-                target.zero_()
+            part = optimizer.update.part(chunk, slot, chunk.states[kind].tensor)
+            if not has_states or begin == end:
+                part.zero_()
+                continue
+            values = part if optimizer.update.joins_parameters else torch.empty(end - begin, device=part.device)
+            read(kind, slot.name, values, begin, end)
+            optimizer.update.store(kind, part, values)
 
     @torch.no_grad()
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
@@ -164,12 +167,3 @@ class EngineState:
 
 def _nonempty(chunk: Chunk) -> list[Slot]:
     return [slot for slot in chunk.layout.slots if chunk.owned(slot)[0] < chunk.owned(slot)[1]]
-
-
-def _view(chunk: Chunk, slot: Slot, flat: Tensor) -> Tensor:
-    """Return what a rank-local flat tensor of a chunk holds of one parameter."""
-    begin, end = chunk.owned(slot)
-    if begin == end:
-        return flat[:0]
-    offset = slot.begin - chunk.begin
-    return flat[offset + begin : offset + end]

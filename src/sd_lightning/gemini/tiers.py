@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
@@ -91,20 +92,24 @@ class Memory:
 
     Args:
         device: The fast tier.
-        offload_dir: Where the disk tier keeps its files; they vanish with this object.
+        offload_dir: Where the disk tier keeps its files. They have no names, so that nothing is left behind when the
+            process ends, however it ends.
+
+    Raises:
+        UsageError: No files can be made in ``offload_dir``, or later: it is full.
     """
 
     def __init__(self, device: torch.device, offload_dir: str | Path | None = None) -> None:
         self.device = device
         self.ledger = Ledger()
         self.on_accelerator = device.type != "cpu"
-        self._files: tempfile.TemporaryDirectory[str] | None = None
-        self._file_count = 0
+        self._offload_dir = offload_dir
         self._pinned: dict[int, list[Tensor]] = {}
         if offload_dir is not None:
             try:
                 Path(offload_dir).mkdir(parents=True, exist_ok=True)
-                self._files = tempfile.TemporaryDirectory(prefix="gemini-", dir=offload_dir)
+                with tempfile.TemporaryFile(dir=offload_dir):
+                    pass
             except OSError as error:
                 raise UsageError(
                     f"GeminiConfig got offload_dir={offload_dir}, which cannot be written to ({error}); give another "
@@ -177,11 +182,6 @@ class Memory:
             self._copy_stream.synchronize()
             torch.get_device_module(self.device).current_stream(self.device).synchronize()
 
-    def close(self) -> None:
-        """Delete the disk tier's files."""
-        if self._files is not None:
-            self._files.cleanup()
-
     def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self.on_accelerator:
             return torch.empty(numel, dtype=dtype)
@@ -192,10 +192,16 @@ class Memory:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._files is None:
-            raise RuntimeError("the disk tier has no folder")
-        self._file_count += 1
-        path = Path(self._files.name, f"{self._file_count:05d}.bin")
-        with path.open("wb") as file:
-            file.truncate(numel * dtype.itemsize)
-        return torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
+        assert self._offload_dir is not None
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)  # there are no empty files to map
+        with tempfile.NamedTemporaryFile(prefix="gemini-", dir=self._offload_dir) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # writing to a mapped hole of a full disk would be fatal
+            except OSError as error:
+                raise UsageError(
+                    f"GeminiConfig got offload_dir={self._offload_dir}, which has no room for {nbytes} bytes more "
+                    f"({error}); give a folder on a larger disk, or a smaller disk_optim_frac"
+                ) from error
+            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 class Tracer:
     """Record the units a pass uses and foretell what comes next.
 
-    A pass is one forward and backward, or one forward without gradients. As long as a pass does what the one before
-    it did, the future is known; once it differs, nothing is foretold until the next pass.
+    A pass is one forward and backward, or one forward without gradients. As long as a pass does what the one of its
+    kind before it did, the future is known; once it differs, nothing is foretold until the next pass.
 
     Args:
         chunks_of: Chunk indices of each unit.
@@ -20,8 +20,10 @@ class Tracer:
 
     def __init__(self, chunks_of: Sequence[Sequence[int]]) -> None:
         self._chunks_of = chunks_of
-        self._expected: list[int] = []
-        self._uses: dict[int, list[int]] = {}
+        # By the kind of the pass: sampling in between does not make training forget its order.
+        self._expected_of: dict[bool, list[int]] = {True: [], False: []}
+        self._uses_of: dict[bool, dict[int, list[int]]] = {True: {}, False: {}}
+        self._with_gradients = True
         self._current: list[int] = []
         self._is_known = False
         self.num_changes = 0
@@ -34,13 +36,24 @@ class Tracer:
 
     @property
     def order(self) -> list[int]:
-        """Units of the last complete pass."""
+        """Units of the last complete pass of the kind under way."""
         return list(self._expected)
+
+    @property
+    def _expected(self) -> list[int]:
+        return self._expected_of[self._with_gradients]
 
     @property
     def current_start(self) -> int | None:
         """The unit that the pass under way began with."""
         return self._current[0] if self._current else None
+
+    def begin(self, *, with_gradients: bool) -> None:
+        """Note that a network is called outside of a backward pass: another kind of pass ends the one before it."""
+        if with_gradients != self._with_gradients:
+            self.end_pass()
+            self._with_gradients = with_gradients
+            self._is_known = bool(self._expected)
 
     def use(self, unit: int) -> None:
         """Note that a unit is used now."""
@@ -55,11 +68,11 @@ class Tracer:
             return
         if self._current != self._expected:
             self.num_changes += bool(self._expected)
-            self._expected = self._current
-            self._uses = {}
+            self._expected_of[self._with_gradients] = self._current
+            uses = self._uses_of[self._with_gradients] = {}
             for position, unit in enumerate(self._expected):
                 for chunk in self._chunks_of[unit]:
-                    self._uses.setdefault(chunk, []).append(position)
+                    uses.setdefault(chunk, []).append(position)
         self._current = []
         self._is_known = True
 
@@ -72,7 +85,7 @@ class Tracer:
         """Return the position at which a chunk is used next, ``NEVER`` if it is not or nothing is known."""
         if not self._is_known:
             return self.NEVER
-        uses = self._uses.get(chunk, [])
+        uses = self._uses_of[self._with_gradients].get(chunk, [])
         index = bisect_right(uses, len(self._current) - 1)
         return uses[index] if index < len(uses) else self.NEVER
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.blockwise import BlockwiseUpdate
+from sd_lightning.gemini.layout import Slot
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.chunk import Chunk
 
 
 class Update(Protocol):
     """How an optimizer changes flat ranges of weights; the group is the user's, with its current learning rate."""
+
+    @property
+    def joins_parameters(self) -> bool:
+        """Whether neighbouring parameters can be updated as one range."""
+        ...
 
     def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the states that the group keeps, one value per weight."""
@@ -22,6 +32,22 @@ class Update(Protocol):
         """Return what torch's optimizer keeps once per parameter after so many steps."""
         ...
 
+    def size(self, chunk: Chunk) -> tuple[int, torch.dtype]:
+        """Return elements and type of one state of this rank's shard of a chunk."""
+        ...
+
+    def part(self, chunk: Chunk, slot: Slot, flat: Tensor) -> Tensor:
+        """Return what a state of a shard holds of one parameter."""
+        ...
+
+    def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
+        """Return a part as float32 values, live or by a function."""
+        ...
+
+    def store(self, kind: str, part: Tensor, values: Tensor) -> None:
+        """Replace a part by float32 values."""
+        ...
+
     def apply(
         self,
         weights: Sequence[Tensor],
@@ -29,14 +55,14 @@ class Update(Protocol):
         states: Mapping[str, Sequence[Tensor]],
         step: int,
         group: Mapping[str, Any],
-        divisor: Tensor | None,
+        divisor: float,
     ) -> None:
         """Update ranges on one device in place.
 
         Args:
-            weights: Flat ranges.
+            weights: Flat ranges, each of one parameter unless ``joins_parameters``.
             gradients: Like the weights; may be overwritten.
-            states: By name, like the weights.
+            states: By name, one per range.
             step: Number of this step, from 1.
             group: Hyper-parameters.
             divisor: Gradients are divided by it.
@@ -44,7 +70,25 @@ class Update(Protocol):
         ...
 
 
-class AdamUpdate:
+class Elementwise:
+    """States with one value per weight, in the type of the weights."""
+
+    joins_parameters = True
+
+    def size(self, chunk: Chunk) -> tuple[int, torch.dtype]:
+        return chunk.shard_numel, chunk.master_dtype
+
+    def part(self, chunk: Chunk, slot: Slot, flat: Tensor) -> Tensor:
+        return chunk.view_of(slot, flat)
+
+    def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
+        return part
+
+    def store(self, kind: str, part: Tensor, values: Tensor) -> None:
+        part.copy_(values)
+
+
+class AdamUpdate(Elementwise):
     """``torch.optim.Adam`` and ``AdamW``, by torch's fused kernels."""
 
     def __init__(self, *, decoupled: bool) -> None:
@@ -63,7 +107,7 @@ class AdamUpdate:
         states: Mapping[str, Sequence[Tensor]],
         step: int,
         group: Mapping[str, Any],
-        divisor: Tensor | None,
+        divisor: float,
     ) -> None:
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
@@ -82,12 +126,12 @@ class AdamUpdate:
             eps=group["eps"],
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
-            grad_scale=divisor,
+            grad_scale=_scale(divisor, weights[0].device),
             found_inf=None,
         )
 
 
-class SGDUpdate:
+class SGDUpdate(Elementwise):
     """``torch.optim.SGD``, by torch's fused kernel."""
 
     def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -103,7 +147,7 @@ class SGDUpdate:
         states: Mapping[str, Sequence[Tensor]],
         step: int,
         group: Mapping[str, Any],
-        divisor: Tensor | None,
+        divisor: float,
     ) -> None:
         torch._fused_sgd_(
             list(weights),
@@ -116,9 +160,13 @@ class SGDUpdate:
             nesterov=group["nesterov"],
             maximize=group["maximize"],
             is_first_step=step == 1,
-            grad_scale=divisor,
+            grad_scale=_scale(divisor, weights[0].device),
             found_inf=None,
         )
+
+
+def _scale(divisor: float, device: torch.device) -> Tensor | None:
+    return None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
 
 
 def update_of(optimizer: torch.optim.Optimizer) -> Update:
@@ -134,10 +182,12 @@ def update_of(optimizer: torch.optim.Optimizer) -> Update:
         return AdamUpdate(decoupled=False)
     if kind is torch.optim.SGD:
         return SGDUpdate()
+    if kind.__name__ == "AdamW8bit" and kind.__module__.startswith("bitsandbytes."):
+        return BlockwiseUpdate(optimizer)
     reason = _REASONS.get(kind.__name__, "its update is not known to be elementwise")
     raise UsageError(
         f"Gemini cannot step {kind.__name__}: {reason}, and chunks are cut anywhere inside a parameter; use AdamW, "
-        "Adam or SGD, or another strategy"
+        "Adam, SGD or bitsandbytes' AdamW8bit, or another strategy"
     )
 
 

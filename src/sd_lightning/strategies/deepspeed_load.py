@@ -3,6 +3,10 @@
 DeepSpeed has no way to fill a partition alone. Its ``zero.Init`` takes whole parameters, broadcasts the first rank's
 values and keeps each rank's range, so the first rank reads every tensor of the files, and no rank holds more than its
 partitions and one tensor. The engine then packs the partitions into flat tensors by way of a copy of them all.
+
+Measured on two gloo ranks with 150 M float32 weights (blocks of sd21's UNet; 300 MB a rank, the largest tensor 29 MB):
+392 and 427 MB at the peak of partitioning, 1415 and 1460 MB with the engine's flat weights, gradients and buckets.
+tests/test_loading_memory.py measures it, and FSDP2 and Gemini with all of sd21.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.deferred_weights import DeferredWeights
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.engine import Reader
-from sd_lightning.latent_diffusion import repeated_blocks
+from sd_lightning.latent_diffusion import execution_position, repeated_blocks
 from sd_lightning.strategies.gemini_precision import GeminiPrecision
 from sd_lightning.strategies.gemini_state import GeminiState
 from sd_lightning.strategies.processes import WatchedProcesses
@@ -35,7 +36,7 @@ _engines: WeakKeyDictionary[pl.LightningModule, GeminiEngine] = WeakKeyDictionar
 class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
     """Shard weights, gradients and optimizer states in chunks, and keep a part of them off the device.
 
-    Usage: ``Trainer(strategy=GeminiStrategy(offload_optim_frac=0.5))`` or ``Trainer(strategy="sd_gemini")``. The
+    Usage: ``Trainer(strategy=GeminiStrategy(offload_optim_frac=0.5))`` or ``Trainer(strategy="gemini")``. The
     engine is in :mod:`sd_lightning.gemini`; ``docs/gemini.md`` explains it.
 
     Args:
@@ -103,6 +104,8 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
         precision: Any = self.precision_plugin
         config = replace(self.config, compute_dtype=self.config.compute_dtype or precision.compute_dtype)
         engine = _engines.get(module)
+        if engine is not None and engine.is_closed:
+            engine = None
         if engine is not None and engine.config != config:
             raise UsageError(
                 f"GeminiStrategy got {config}, but the module is in chunks of an earlier fit with {engine.config}; "
@@ -116,6 +119,7 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
                 config,
                 blocks=[block for network in networks.values() for block in repeated_blocks(network).values()],
                 device=self.root_device,
+                order=partial(_position, list(networks)),
                 reader=_reader(networks, deferred) if deferred else None,
             )
             for name, weights in deferred.items():
@@ -150,6 +154,9 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
     def teardown(self) -> None:
         # Lightning would move module and optimizers to the host: chunks stay where they are, for what comes after fit.
         assert self.cluster_environment is not None
+        engine = _engines.get(self.lightning_module) if self.lightning_module is not None else None
+        if engine is not None:
+            engine.release()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.checkpoint_io.teardown()
@@ -206,6 +213,14 @@ def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWe
     return read
 
 
+def _position(networks: Sequence[str], name: str) -> tuple[int, ...]:
+    """Return when a part of the trained networks runs: text encoders before the UNet."""
+    network, _, part = name.partition(".")
+    if network == "unet":
+        return len(networks), *execution_position(part)
+    return (networks.index(network),)
+
+
 def gemini(
     *,
     placement: Literal["static", "auto"] = "static",
@@ -217,7 +232,7 @@ def gemini(
     chunk_numel: int | None = None,
     gathered_budget: int | None = None,
     prefetch: int = 2,
-    memory_cap: float | None = None,
+    memory_cap: float | str | None = None,
     reduce_once: bool = False,
     timeout_seconds: float = 1800.0,
 ) -> GeminiStrategy:

@@ -24,6 +24,11 @@ class GeminiState:
         self._engine = engine
         self._names = {parameter: name for name, parameter in engine.trained.items()}
 
+    @property
+    def num_moves(self) -> int:
+        """How often chunks moved to other tiers: live tensors from before a move are dead after it."""
+        return self._engine.num_moves
+
     def parameter_shards(self) -> list[ParameterShard]:
         """Return what this rank owns, as live tensors."""
         return [ParameterShard(**vars(owned)) for owned in self._engine.state.shards()]

@@ -1,0 +1,133 @@
+"""8-bit AdamW: moments in blocks of 256 values with one scale each (Dettmers et al. 2022), by bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.layout import Slot, align
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.chunk import Chunk
+
+_BLOCK = 256
+_SIGNED = {"state1": True, "state2": False}
+
+
+class BlockwiseUpdate:
+    """``bitsandbytes.optim.AdamW8bit``, with its kernels for the accelerator and for the host.
+
+    A state of a chunk is one buffer of bytes. Each parameter has a part of it: codes and then the blocks' scales;
+    float32 values where the parameter is smaller than ``min_8bit_size``. Blocks begin where this rank's part of a
+    parameter does, so they depend on the number of ranks and not on where chunks live.
+
+    Args:
+        inner: The user's optimizer.
+
+    Raises:
+        UsageError: It pages its states to the host by itself.
+    """
+
+    joins_parameters = False
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        if getattr(inner, "is_paged", False):
+            raise UsageError(
+                f"Gemini got {type(inner).__name__} with is_paged=True, which moves states by itself; expected "
+                "is_paged=False, with offload_optim_frac to move them"
+            )
+        self._least_numel = int(inner.args.min_8bit_size)  # type: ignore[attr-defined]
+        self._codes: dict[tuple[bool, torch.device], Tensor] = {}
+
+    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(_SIGNED)
+
+    def scalars(self, step: int) -> dict[str, Any]:
+        return {"step": step}
+
+    def size(self, chunk: Chunk) -> tuple[int, torch.dtype]:
+        return sum(self._nbytes(chunk, slot) for slot in chunk.layout.slots), torch.uint8
+
+    def part(self, chunk: Chunk, slot: Slot, flat: Tensor) -> Tensor:
+        begin = 0
+        for other in chunk.layout.slots:
+            if other.name == slot.name:
+                break
+            begin += self._nbytes(chunk, other)
+        part = flat[begin : begin + self._nbytes(chunk, slot)]
+        return part if slot.numel >= self._least_numel else part.view(torch.float32)
+
+    def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
+        if part.dtype == torch.float32:
+            return part[:numel]
+        return partial(self._dequantise, kind, part, numel)
+
+    def store(self, kind: str, part: Tensor, values: Tensor) -> None:
+        from bitsandbytes.functional import quantize_blockwise
+
+        if part.dtype == torch.float32:
+            part[: values.numel()].copy_(values)
+            return
+        codes, scales = _split(part, values.numel())
+        quantised, state = quantize_blockwise(values, code=self._code(kind, values.device), blocksize=_BLOCK)
+        codes.copy_(quantised)
+        scales.copy_(state.absmax)
+
+    def apply(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Mapping[str, Sequence[Tensor]],
+        step: int,
+        group: Mapping[str, Any],
+        divisor: float,
+    ) -> None:
+        from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
+
+        (beta1, beta2), eps, lr, decay = group["betas"][:2], group["eps"], float(group["lr"]), group["weight_decay"]
+        for weight, gradient, first, second in zip(weights, gradients, states["state1"], states["state2"], strict=True):
+            n = weight.numel()
+            if first.dtype == torch.float32:
+                optimizer_update_32bit(
+                    "adam", gradient, weight, first[:n], beta1, eps, step, lr, second[:n], beta2, 0.0, 0.0, decay,
+                    gnorm_scale=1 / divisor,
+                )  # fmt: skip
+                continue
+            (codes1, scales1), (codes2, scales2) = _split(first, n), _split(second, n)
+            maps = self._code("state1", weight.device), self._code("state2", weight.device)
+            optimizer_update_8bit_blockwise(
+                "adam", gradient, weight, codes1, codes2, beta1, beta2, 0.0, 0.0, eps, step, lr, *maps, scales1,
+                scales2, decay, gnorm_scale=1 / divisor,
+            )  # fmt: skip
+
+    def _nbytes(self, chunk: Chunk, slot: Slot) -> int:
+        begin, end = chunk.owned(slot)
+        numel = end - begin
+        is_quantised = slot.numel >= self._least_numel
+        return align(numel) + align(4 * -(-numel // _BLOCK)) if is_quantised else align(4 * numel)
+
+    def _dequantise(self, kind: str, part: Tensor, numel: int) -> Tensor:
+        from bitsandbytes.functional import dequantize_blockwise
+
+        codes, scales = _split(part, numel)
+        code = self._code(kind, part.device)
+        whole: Tensor = dequantize_blockwise(codes, absmax=scales, code=code, blocksize=_BLOCK)
+        return whole
+
+    def _code(self, kind: str, device: torch.device) -> Tensor:
+        from bitsandbytes.functional import create_dynamic_map
+
+        key = (_SIGNED[kind], device)
+        if key not in self._codes:
+            self._codes[key] = create_dynamic_map(signed=_SIGNED[kind]).to(device)
+        return self._codes[key]
+
+
+def _split(part: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of a part."""
+    return part[:numel], part[align(numel) :].view(torch.float32)[: -(-numel // _BLOCK)]

@@ -1,0 +1,74 @@
+"""The Gemini engine on one GPU: real streams, pinned memory and the allocator's own figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sd_lightning.gemini import GeminiConfig, GeminiEngine
+
+pytestmark = pytest.mark.gpu
+WIDTH, DEPTH, BATCH, MIB = 512, 8, 256, 2**20
+OFFLOADED = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 4 * MIB}
+AUTO = {"placement": "auto", "memory_cap": "48MiB"}
+
+
+def network_of() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)]
+    return nn.Sequential(*blocks)
+
+
+def train(settings: dict[str, Any] | None, *, steps: int = 8, quantised: bool = False) -> tuple[list[float], Any, int]:
+    """Return the losses, the engine (none: plain torch), and the most memory taken in the second half."""
+    network, engine = network_of().cuda(), None
+    if settings is not None:
+        network = network_of()
+        config = GeminiConfig(chunk_numel=WIDTH * WIDTH + 4 * WIDTH, **settings)
+        engine = GeminiEngine({"": network}, config, device=torch.device("cuda", torch.cuda.current_device()))
+    optimizer = _optimizer(network, quantised)
+    stepped = optimizer if engine is None else engine.optimizer(optimizer)
+    losses = []
+    for step in range(steps):
+        if step == steps // 2:
+            torch.cuda.reset_peak_memory_stats()
+        batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = F.mse_loss(network(batch), batch.roll(1, 0))
+        loss.backward()
+        stepped.step()
+        stepped.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, engine, torch.cuda.max_memory_allocated()
+
+
+def _optimizer(network: nn.Module, quantised: bool) -> torch.optim.Optimizer:
+    if not quantised:
+        return torch.optim.AdamW(network.parameters(), lr=1e-3)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(network.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, OFFLOADED, AUTO], ids=["fast", "offloaded", "auto"])
+def test_every_placement_trains_as_plain_torch(settings: dict[str, Any]) -> None:
+    losses, engine, _ = train(settings)
+    assert losses == pytest.approx(train(None)[0], rel=1e-4)
+    assert losses[-1] < losses[0]
+    engine.restore()
+
+
+def test_an_automatic_placement_stays_under_its_cap() -> None:
+    base = torch.cuda.memory_allocated()
+    _, engine, peak = train(AUTO)
+    assert engine.num_moves >= 1 and 0 < engine.auto.non_model_bytes < 48 * MIB
+    assert peak - base <= 48 * MIB
+    assert any(place.optim_tier == "slow" for place in engine.plan.chunks), "nothing had to leave"
+
+
+@pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["fast", "offloaded"])
+def test_8_bit_states_train_as_with_bitsandbytes(settings: dict[str, Any]) -> None:
+    assert train(settings, quantised=True)[0] == pytest.approx(train(None, quantised=True)[0], rel=2e-3)

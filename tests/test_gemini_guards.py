@@ -1,0 +1,384 @@
+"""What the Gemini engine refuses, and what parameters look like while their memory is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gemini_driver import BATCH, Blocks, Job, inputs, loss_of
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini import GeminiConfig, GeminiEngine, SavedStates
+from sd_lightning.gemini.auto import Call
+from sd_lightning.gemini.probe import AllocatorProbe
+from sd_lightning.gemini.tiers import Kind, Memory, Tier
+from sd_lightning.latent_diffusion import LatentDiffusion, execution_position, repeated_blocks
+
+SLOW = {"offload_param_frac": 1.0, "chunk_numel": 1500}
+
+
+def engine_of(network: nn.Module, **settings: Any) -> GeminiEngine:
+    return GeminiEngine({"": network}, GeminiConfig(**settings))
+
+
+# ---------------------------------------------------------------------- parameters that are not there
+
+
+def test_a_released_parameter_reads_as_nan_and_keeps_its_shape_and_type() -> None:
+    network = Blocks()
+    expected = network.gain.detach().clone()
+    engine = engine_of(network, **SLOW)
+    assert torch.isnan(network.gain).all() and network.gain.shape == expected.shape
+    assert torch.isnan(network.blocks[0].up.weight.norm())
+    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        network.gain.add_(1.0)
+    with torch.no_grad():
+        loss = loss_of(network, inputs(0, Job("read")), torch.float32)
+    assert torch.isfinite(loss) and torch.equal(network.gain, expected)
+    engine.release()
+    assert torch.isnan(network.gain).all()
+
+
+def test_restored_parameters_are_whole_float32_weights_without_an_engine() -> None:
+    network = Blocks()
+    expected = {name: p.detach().clone() for name, p in network.named_parameters()}
+    engine = engine_of(network, compute_dtype=torch.bfloat16, **SLOW)
+    loss_of(network, inputs(0, Job("restore")), torch.bfloat16)
+    engine.restore()
+    assert engine.is_closed
+    for name, parameter in network.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, expected[name]), name
+    plain = Blocks()
+    plain.load_state_dict(network.state_dict())
+    batch = inputs(0, Job("restore"))
+    assert torch.equal(loss_of(network, batch, torch.float32), loss_of(plain, batch, torch.float32))
+
+
+@pytest.mark.parametrize("settings", [SLOW, {"placement": "auto", "memory_cap": "240KiB", "chunk_numel": 1500}])
+def test_arrays_that_share_memory_with_parameters_do_no_harm(settings: dict[str, Any]) -> None:
+    def losses(*, with_arrays: bool) -> list[float]:
+        torch.manual_seed(0)
+        network = Blocks()
+        engine = engine_of(network, **settings)
+        optimizer = engine.optimizer(torch.optim.AdamW(network.parameters(), lr=1e-3))
+        found, arrays = [], []  # a chunk whose memory an array shares cannot free it
+        for step in range(6):
+            if with_arrays:
+                with torch.no_grad():
+                    loss_of(network, inputs(step, Job("numpy")), torch.float32)
+                arrays += [p.detach().numpy() for p in network.parameters()]
+            loss = loss_of(network, inputs(step, Job("numpy")), torch.float32)
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        return found
+
+    assert losses(with_arrays=True) == losses(with_arrays=False)
+
+
+def test_a_pipeline_is_not_saved_from_released_weights(tmp_path: Path) -> None:
+    model = LatentDiffusion.build("tiny", seed=0)
+    expected = {name: p.detach().clone() for name, p in model.unet.named_parameters()}
+    engine = GeminiEngine({"unet": model.unet}, GeminiConfig(offload_param_frac=1.0))
+    with pytest.raises(UsageError, match=r"unet\.conv_in\.weight is in shards .*engine\.restore\(\)"):
+        model.save_pretrained(tmp_path)
+    engine.restore()
+    model.save_pretrained(tmp_path)
+    again = LatentDiffusion.from_pretrained(tmp_path).unet
+    assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())
+
+
+# ---------------------------------------------------------------------- layout and order
+
+
+def test_channels_last_weights_are_refused_by_name() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last)
+    with pytest.raises(UsageError, match=r"got 0\.weight in the channels_last format.*channels_last=false"):
+        engine_of(network)
+
+
+def test_chunks_of_a_unet_are_packed_in_the_order_in_which_they_run() -> None:
+    unet = LatentDiffusion.build("tiny", seed=0).unet
+
+    def order(name: str) -> tuple[int, ...]:
+        return execution_position(name.partition(".")[2])
+
+    blocks = list(repeated_blocks(unet).values())
+    config = GeminiConfig(offload_param_frac=1.0, chunk_numel=20_000)
+    engine = GeminiEngine({"unet": unet}, config, blocks=blocks, order=order)
+    seen: list[int] = []
+    engine.runtime.observer = lambda phase, unit: seen.append(unit)
+    with torch.no_grad():
+        unet(torch.randn(1, 4, 8, 8), torch.tensor([3]), torch.randn(1, 8, 64))
+    assert seen == list(range(len(engine.runtime.units))), [engine.runtime.units[i].name for i in seen]
+    registered = GeminiEngine({"unet": LatentDiffusion.build("tiny", seed=0).unet}, config).runtime.units
+    assert [unit.name for unit in registered] != [unit.name for unit in engine.runtime.units]
+
+
+def test_sampling_does_not_make_training_forget_its_order() -> None:
+    network = Blocks()
+    engine = engine_of(network, **SLOW, prefetch=8, gathered_budget=60_000)
+    misses = []
+    for step in range(6):
+        if step == 4:
+            for _ in range(3):
+                with torch.inference_mode():
+                    network(torch.zeros(1, 2, 6))
+        before = engine.runtime.statistics["misses"]
+        loss_of(network, inputs(step, Job("order")), torch.float32).backward()
+        misses.append(engine.runtime.statistics["misses"] - before)
+    assert misses[0] > misses[1] == misses[2] == misses[3] == misses[5]
+    assert misses[4] <= misses[3]
+
+
+@pytest.mark.parametrize(
+    ("reduce_once", "message"),
+    [(False, "each micro-batch is reduced; with 0 MiB to spare"), (True, "of all micro-batches are reduced once")],
+)
+def test_the_engine_tells_once_how_gradients_accumulate(
+    reduce_once: bool, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = Blocks()
+    engine = engine_of(network, reduce_once=reduce_once, chunk_numel=1500)
+    with caplog.at_level(logging.INFO, "sd_lightning.gemini.engine"):
+        for step in range(3):
+            with engine.no_sync():
+                loss_of(network, inputs(step, Job("accumulate")), torch.float32).backward()
+    assert caplog.text.count(message) == 1 and caplog.text.count("Gemini") == 1
+
+
+# ---------------------------------------------------------------------- placement=auto
+
+
+@pytest.mark.parametrize(
+    ("cap", "expected"),
+    [(0.5, 500), (1, 1000), ("0.25", 250), (2**21, 2**21), ("2GiB", 2**31), ("1.5 KiB", 1536), ("7B", 7)],
+)
+def test_a_memory_cap_is_a_fraction_or_a_size(cap: Any, expected: int) -> None:
+    assert GeminiConfig(placement="auto", memory_cap=cap).memory_cap_bytes(1000) == expected
+
+
+@pytest.mark.parametrize("cap", [20, 1.5, 0, -1, "20GB", "much", "0GiB"])
+def test_a_memory_cap_that_is_neither_is_refused(cap: Any) -> None:
+    with pytest.raises(UsageError, match=r"memory_cap=.*expected a fraction of the device in \(0, 1\], or a size"):
+        GeminiConfig(placement="auto", memory_cap=cap)
+
+
+def test_a_cap_below_the_largest_unit_is_refused_before_anything_runs() -> None:
+    with pytest.raises(UsageError, match=r"MiB too little with everything offloaded.*set memory_cap=\d+B or more"):
+        engine_of(Blocks(), placement="auto", memory_cap="5KiB", chunk_numel=1500)
+
+
+def test_activations_that_do_not_fit_are_named_with_a_cap_that_is_enough() -> None:
+    def losses(cap: str) -> list[float]:
+        torch.manual_seed(0)
+        network = Blocks()
+        engine = engine_of(network, placement="auto", memory_cap=cap, chunk_numel=1500)
+        optimizer = engine.optimizer(torch.optim.AdamW(network.parameters(), lr=1e-3))
+        found = []
+        for step in range(3):
+            loss = loss_of(network, inputs(step, Job("fit")), torch.float32)
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        return found
+
+    with pytest.raises(UsageError, match="activations take") as caught:
+        losses("100KiB")
+    enough = int(str(caught.value).split("set memory_cap=")[1].split("B")[0])
+    assert losses(f"{enough}B") == losses("0.9")
+
+
+def test_only_calls_with_larger_inputs_are_measured_again(caplog: pytest.LogCaptureFixture) -> None:
+    network = Blocks()
+    engine = engine_of(network, placement="auto", memory_cap="1MiB", chunk_numel=1500)
+    engine.optimizer(torch.optim.SGD(network.parameters(), lr=1e-3))
+    plans = []
+
+    def train(batch: int, length: int) -> None:
+        network(torch.randn(batch, length, 6)).square().mean().backward()
+        plans.append((engine.num_moves, engine.plan.chunks[0].param_tier))
+
+    with caplog.at_level(logging.INFO, "sd_lightning.gemini.auto"):
+        for batch, length in [(4, 5), (4, 5), (2, 5), (4, 9), (4, 5), (4, 9), (2, 10), (2, 10)]:
+            train(batch, length)
+    slow, fast = Tier.SLOW, Tier.FAST
+    assert plans == [(0, slow), (1, fast), (1, fast), (2, slow), (3, fast), (3, fast), (4, slow), (5, fast)]
+    assert caplog.text.count("for chunks beside") == 1, "the same plan is told again"
+
+
+def test_a_call_covers_those_with_inputs_that_are_larger_nowhere() -> None:
+    call = Call("unet", True, True, ((4, 3, 8), (4,)))
+    assert call.covers(call) and call.covers(call._replace(shapes=((2, 3, 8), (4,))))
+    assert not call.covers(call._replace(shapes=((2, 3, 9), (4,))))
+    assert not call.covers(call._replace(shapes=((4, 3, 8),)))
+    assert not call.covers(call._replace(with_gradients=False))
+
+
+def test_an_exception_in_a_network_leaves_measuring_as_it_was() -> None:
+    network = Blocks()
+    engine = engine_of(network, placement="auto", memory_cap="1MiB", chunk_numel=1500)
+    handle = network.blocks[1].register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        network(torch.zeros(4, 5, 6))
+    handle.remove()
+    network(torch.zeros(4, 5, 6)).square().mean().backward()
+    network(torch.zeros(4, 5, 6))
+    assert engine.num_moves == 1 and engine.auto is not None and engine.auto.non_model_bytes > 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left behind"
+
+
+def test_an_exception_while_measuring_starts_the_measurement_again() -> None:
+    network = Blocks()
+    engine = engine_of(network, placement="auto", memory_cap="1MiB", chunk_numel=1500)
+    assert engine.auto is not None
+    loss_of(network, inputs(0, Job("abort")), torch.float32)
+    engine.abort()
+    loss_of(network, inputs(0, Job("abort")), torch.float32).backward()
+    network(torch.zeros(1, 1, 6))
+    once = engine.auto.non_model_bytes
+    fresh = engine_of(other := Blocks(), placement="auto", memory_cap="1MiB", chunk_numel=1500)
+    loss_of(other, inputs(0, Job("abort")), torch.float32).backward()
+    other(torch.zeros(1, 1, 6))
+    assert fresh.auto is not None and once == fresh.auto.non_model_bytes > BATCH * 5 * 24 * 4
+
+
+class FakeAllocator:
+    """Statistics of an accelerator's allocator, as torch's device modules give them."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def take(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.now
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.now
+
+
+def test_the_allocators_peak_without_chunks_is_what_activations_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator, memory = FakeAllocator(), Memory(torch.device("cpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: allocator)
+    probe = AllocatorProbe(memory)
+    allocator.take(70)  # an encoder beside the engine
+    probe.begin()
+    memory.ledger.add(Tier.FAST, Kind.GATHERED, 1000)
+    allocator.take(1000)
+    assert probe.note() == 70
+    allocator.take(30)
+    allocator.take(-20)
+    assert probe.note() == 80
+    assert probe.end() == 100
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Adafactor", "sums over the rows and columns of whole parameters"),
+        ("Muon", "orthogonalises whole matrices"),
+        ("LBFGS", "dot products of whole histories"),
+        ("RAdam", "not known to be elementwise"),
+    ],
+)
+def test_optimizers_that_are_not_elementwise_are_refused_with_the_reason(name: str, reason: str) -> None:
+    network = nn.Linear(8, 8, bias=False)
+    engine = engine_of(network)
+    inner = getattr(torch.optim, name)(network.parameters(), lr=1e-3)
+    with pytest.raises(UsageError, match=f"Gemini cannot step {name}: .*{reason}.*use AdamW, Adam, SGD or"):
+        engine.optimizer(inner)
+
+
+def test_paged_8_bit_states_are_refused() -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    network = nn.Linear(8, 8)
+    with pytest.raises(UsageError, match=r"AdamW8bit with is_paged=True.*offload_optim_frac"):
+        engine_of(network).optimizer(AdamW8bit(network.parameters(), is_paged=True))
+
+
+@pytest.mark.parametrize("least", [1, 4096])
+def test_8_bit_states_are_saved_as_values_and_quantised_again_when_loaded(least: int) -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    def trained(steps: int) -> GeminiEngine:
+        torch.manual_seed(0)
+        network = Blocks()
+        engine = engine_of(network, chunk_numel=1500, offload_optim_frac=0.5)
+        optimizer = engine.optimizer(AdamW8bit(network.parameters(), lr=1e-3, min_8bit_size=least))
+        for step in range(steps):
+            loss_of(network, inputs(step, Job("8bit")), torch.float32).backward()
+            optimizer.step()
+        return engine
+
+    def states(engine: GeminiEngine) -> dict[str, torch.Tensor]:
+        values = {f"{kind}/{owned.name}": s for owned in engine.state.shards() for kind, s in owned.states.items()}
+        values |= {f"master/{owned.name}": owned.master for owned in engine.state.shards()}
+        return {key: (s if isinstance(s, torch.Tensor) else s()).clone() for key, s in values.items()}
+
+    saved = states(trained(3))
+    fresh = trained(0)
+
+    def read(kind: str, name: str, out: torch.Tensor, begin: int, end: int) -> None:
+        out.copy_(saved[f"{kind}/{name}"][begin:end])
+
+    records = {name: SavedStates(("state1", "state2"), {"step": 3}) for name in fresh.trained}
+    fresh.state.load(read, records)
+    loaded = states(fresh)
+    assert loaded.keys() == saved.keys() and len(saved) == 3 * len(fresh.trained)
+    assert {owned.scalars["step"] for owned in fresh.state.shards()} == {3}
+    for key, values in saved.items():
+        assert values.dtype == torch.float32 and values.abs().max() > 0
+        exact = least == 4096 or key.startswith("master")
+        bound = 0.0 if exact else 0.02 * float(values.abs().max())
+        assert float((loaded[key] - values).abs().max()) <= bound, key
+
+
+# ---------------------------------------------------------------------- disk
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"offload_dir=.*file/below, which cannot be written to"):
+        engine_of(Blocks(), offload_optim_frac=1.0, disk_optim_frac=1.0, offload_dir=tmp_path / "file" / "below")
+
+
+def test_a_full_disk_is_refused_instead_of_killing_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(UsageError, match=r"has no room for \d+ bytes more.*smaller disk_optim_frac"):
+        engine_of(Blocks(), offload_optim_frac=1.0, disk_optim_frac=1.0, offload_dir=tmp_path)
+
+
+def test_states_on_disk_stay_live_though_their_files_have_no_names(tmp_path: Path) -> None:
+    network = Blocks()
+    engine = engine_of(network, offload_optim_frac=1.0, disk_optim_frac=1.0, offload_dir=tmp_path, chunk_numel=1500)
+    optimizer = engine.optimizer(torch.optim.AdamW(network.parameters(), lr=1e-3))
+    assert list(tmp_path.iterdir()) == [] and engine.ledger.current[Tier.DISK] > 0
+    masters = [owned.master for owned in engine.state.shards()]
+    before = [master.clone() for master in masters]
+    loss_of(network, inputs(0, Job("disk")), torch.float32).backward()
+    optimizer.step()
+    assert not any(torch.equal(master, old) for master, old in zip(masters, before, strict=True))
+
+
+def test_a_rank_that_owns_only_padding_keeps_nothing_on_disk(tmp_path: Path) -> None:
+    memory = Memory(torch.device("cpu"), tmp_path)
+    empty = memory.allocate(Tier.DISK, Kind.OPTIMIZER, 0, torch.uint8, zero=True)
+    assert empty.nbytes == memory.ledger.current[Tier.DISK] == 0
+    memory.free(empty)

@@ -28,23 +28,27 @@ from sd_lightning import SDLightningModule
 from sd_lightning._console import quiet_libraries
 from sd_lightning.precision import precision_options
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed import Buckets, deepspeed
+from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.processes import leave_process_group
 from unet_35m import build, make_batches
 
 # Buckets are no model state; these are small beside a network of 35 million parameters.
-_BUCKETS = Buckets(reduce_bucket_size=500_000, allgather_bucket_size=500_000, stage3_param_persistence_threshold=0)
+_BUCKETS: dict[str, int] = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
-    "deepspeed_zero1": lambda: deepspeed(stage=1, buckets=_BUCKETS),
-    "deepspeed_zero2": lambda: deepspeed(stage=2, buckets=_BUCKETS),
-    "deepspeed_zero2_offload": lambda: deepspeed(stage=2, offload_optimizer="cpu", buckets=_BUCKETS),
-    "deepspeed_zero3": lambda: deepspeed(stage=3, buckets=_BUCKETS),
+    "deepspeed_zero1": lambda: deepspeed(stage=1, **_BUCKETS),
+    "deepspeed_zero2": lambda: deepspeed(stage=2, **_BUCKETS),
+    "deepspeed_zero2_offload": lambda: deepspeed(stage=2, offload_optimizer="cpu", **_BUCKETS),
+    "deepspeed_zero3": lambda: deepspeed(stage=3, stage3_param_persistence_threshold=0, **_BUCKETS),
     "deepspeed_zero3_offload": lambda: deepspeed(
-        stage=3, offload_optimizer="cpu", offload_parameters="cpu", buckets=_BUCKETS
+        stage=3,
+        offload_optimizer="cpu",
+        offload_parameters="cpu",
+        stage3_param_persistence_threshold=0,
+        **_BUCKETS,
     ),
     "gemini": GeminiStrategy,
     "gemini_gathered": lambda: GeminiStrategy(shard_param_frac=0.0),

@@ -6,6 +6,7 @@ from torchrun import torchrun
 WORLD_SIZE = 2
 # The closed forms leave out buffers, and a few per cent of padding; ZeRO-1 holds whole gradients only until its step.
 BARS = {f"{name}_over_form": "<= 1.08" for name in FORMS if name not in ("single", "fsdp_offload")}
+BARS["deepspeed_zero2_offload_over_form"] = "<= 1.15"  # its buffers on the host are of several parameters' size
 
 
 def measure() -> dict[str, float]:

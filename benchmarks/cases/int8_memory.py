@@ -1,0 +1,29 @@
+"""sd21 in int8 against fp32 and fp16: weights of UNet, text encoder and VAE, computed peak of a 512 x 512 picture."""
+
+BARS = {"weights_vs_fp32": ">= 3.8", "weights_vs_fp16": ">= 1.9", "peak_gb": "<= 1.8"}
+
+
+def measure() -> dict[str, float]:
+    """Count and trace on the meta device: no weights are needed, and the figures are the same on every machine."""
+    import torch
+
+    from sd_lightning import LatentDiffusion
+    from sd_lightning.generation import decoding_in_tiles
+    from sd_lightning.quantization import Int8, quantize_
+    from sd_lightning.quantization.memory import inference_bytes
+
+    model = quantize_(LatentDiffusion.build("sd21", device="meta"), Int8(dtype="float16"))
+    side = {"height": 512, "width": 512}
+    weights, peak = inference_bytes(model, **side)
+    half, full = (inference_bytes(model, **side, dtype=dtype) for dtype in (torch.float16, torch.float32))
+    with decoding_in_tiles(model.vae, True):
+        tiled = inference_bytes(model, **side)[1]
+    return {
+        "weights_vs_fp32": full[0] / weights,
+        "weights_vs_fp16": half[0] / weights,
+        "peak_gb": peak / 1e9,
+        "peak_tiled_gb": tiled / 1e9,
+        "peak_fp16_gb": half[1] / 1e9,
+        "peak_fp32_gb": full[1] / 1e9,
+        "weights_gb": weights / 1e9,
+    }

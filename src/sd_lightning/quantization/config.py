@@ -1,0 +1,108 @@
+"""What is kept in int8, and what computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from sd_lightning._errors import UsageError
+
+Linear = Literal["bitsandbytes", "torchao", "weight_only"]
+Layer = Literal["linear", "conv2d", "embedding"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+# What each of these costs and saves is measured by benchmarks/int8_layers.py; see docs/int8.md.
+EXCLUDED = ("time_embedding", "conv_in", "conv_out", "quant_conv", "post_quant_conv", "position_embedding")
+FLOAT_INPUTS = ("proj_in", "proj_out")
+QUANT_METHOD = "sd_lightning_int8"
+"""Names the format in ``config.json``; diffusers and transformers refuse a method that they do not know."""
+
+NUM_LAYERS = "num_layers"
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Weights in int8, one float32 scale per output channel; whatever computes with them, the stored bytes are alike.
+
+    Source of the scales and of the default for linear layers: LLM.int8(), arXiv 2208.07339.
+    """
+
+    linear: Linear = "bitsandbytes"
+    """What multiplies in linear layers: bitsandbytes' LLM.int8 (activations in int8, too, but for columns of
+    outliers), torchao (activations in int8, too), or weight_only (weights are dequantised on the fly). Convolutions
+    and embeddings are always the latter."""
+    layers: Sequence[Layer] = ("linear", "conv2d", "embedding")
+    """Kinds of layers that are quantised."""
+    exclude: Sequence[str] = EXCLUDED
+    """Layers that are left as they are: names of modules, alone ("conv_out", "vae") or as a path ("unet.conv_in")."""
+    float_inputs: Sequence[str] = FLOAT_INPUTS
+    """Linear layers whose activations are never put into int8, whatever ``linear`` says; names as in ``exclude``."""
+    threshold: float = 6.0
+    """bitsandbytes: activations from this size on count as outliers and are multiplied unquantised; 0: none are."""
+    dtype: Dtype | None = None
+    """What the rest is kept in and the model computes in; as it is if not given. An SDXL pipeline's VAE that overflows
+    in float16 (``force_upcast``) stays in float32."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("linear", Linear), ("dtype", Dtype)):
+            _check(name, getattr(self, name), [*get_args(allowed), *([None] if name == "dtype" else [])])
+        for kind in self.layers:
+            _check("layers", kind, get_args(Layer))
+        if not self.layers or isinstance(self.layers, str):
+            raise UsageError(f"Int8 got layers={self.layers!r}; expected a list of {', '.join(get_args(Layer))}")
+        for name in ("exclude", "float_inputs"):
+            if isinstance(value := getattr(self, name), str):
+                raise UsageError(f"Int8 got {name}={value!r}; expected a list of module names: [{value}]")
+        if self.threshold < 0:
+            raise UsageError(f"Int8 got threshold={self.threshold}; expected at least 0, e.g. threshold=6.0 (0: none)")
+        for name in ("layers", "exclude", "float_inputs"):  # comparable, whether they were given as a list or not
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return None if self.dtype is None else getattr(torch, self.dtype)
+
+    def excludes(self, name: str) -> bool:
+        """Return whether a layer of this name is left as it is."""
+        return _names(self.exclude, name)
+
+    def kernel(self, name: str) -> Linear:
+        """Return what multiplies in a linear layer of this name."""
+        return "weight_only" if _names(self.float_inputs, name) else self.linear
+
+    def record(self, num_layers: int) -> dict[str, Any]:
+        """Return what ``config.json`` says of a network with that many int8 layers, under ``quantization_config``."""
+        return {"quant_method": QUANT_METHOD, NUM_LAYERS: num_layers, **asdict(self)}
+
+
+def read_record(config: Mapping[str, Any], who: str) -> Int8 | None:
+    """Return how a network was quantised, from its ``config.json``; None if it was not, or by another library.
+
+    Raises:
+        UsageError: The record is damaged, or of a later version.
+    """
+    record = config.get("quantization_config")
+    if not isinstance(record, Mapping) or record.get("quant_method") != QUANT_METHOD:
+        return None
+    known = {field.name for field in fields(Int8)}
+    try:
+        return Int8(**{key: value for key, value in record.items() if key not in ("quant_method", NUM_LAYERS)})
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{who}: cannot read the quantization_config ({error}); expected {', '.join(sorted(known))}; copy that "
+            "config.json again"
+        ) from error
+
+
+def _check(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        names = ", ".join("null" if each is None else str(each) for each in allowed)
+        raise UsageError(f"Int8 got {name}={value}; expected one of {names}")
+
+
+def _names(patterns: Sequence[str], name: str) -> bool:
+    """Return whether one of the patterns is a run of whole parts of a dotted name."""
+    return any(f".{pattern}." in f".{name}." for pattern in patterns)

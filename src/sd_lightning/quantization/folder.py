@@ -1,0 +1,85 @@
+"""Networks in int8 in a pipeline folder: their weight files hold int8 tensors, and beside each its scales."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.architectures import Component
+from sd_lightning.pipeline_folder import QUANTIZATION, defer_network, read_json
+from sd_lightning.quantization.config import NUM_LAYERS, Int8, read_record
+from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
+from sd_lightning.quantization.linear import load_kernels
+from sd_lightning.quantization.model import cast_rest, read_rest, set_structure
+from sd_lightning.tensor_store import ShardedTensors
+
+
+def stored_int8(folder: Path) -> Int8 | None:
+    """Return how the network of a folder was put into int8; None if it was not.
+
+    Raises:
+        UsageError: The record of it is damaged.
+    """
+    path = folder / "config.json"
+    try:
+        config = read_json(path)
+    except UsageError:  # whoever loads the network says what is wrong with the file
+        return None
+    return read_record(config, str(path))
+
+
+def load_int8_network(
+    component: Component, folder: Path, config: Int8, *, pipeline_class: str, variant: str | None = None
+) -> tuple[nn.Module, Component]:
+    """Load a network whose weight files are in int8, layer by layer; no more is held than what it is.
+
+    Args:
+        component: What it is.
+        folder: Where its files lie.
+        config: How it was quantised, and what computes.
+        pipeline_class: Of the pipeline that it is part of.
+        variant: File variant.
+
+    Returns:
+        The network, and the record of what it is.
+
+    Raises:
+        UsageError: Files are missing, damaged or of another network, or a package is missing.
+    """
+    load_kernels(config.linear)
+    network, component, deferred = defer_network(
+        component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)
+    )
+    cast_rest(network, config, pipeline_class)  # before the rest is read, so that it is converted on the way
+    buffers: dict[str, Tensor] = {}
+    for name, layer in int8_layers(network):
+        layer.weight = torch.empty_like(layer.weight, device="cpu")
+        layer.weight_scale = torch.empty_like(layer.weight_scale, device="cpu")
+        buffers |= {f"{name}.weight": layer.weight, f"{name}.weight_scale": layer.weight_scale}
+    for name, buffer in buffers.items():
+        deferred.read(name, buffer)
+    read_rest(network, deferred, set(buffers))
+    return network, component
+
+
+def _as_stored(network: nn.Module, store: ShardedTensors, *, config: Int8, folder: Path) -> None:
+    """Turn the layers that have scales in the files into int8 ones."""
+    suffix = ".weight_scale"
+    stored = {key.removesuffix(suffix) for key in store.keys() if key.endswith(suffix)}
+    wrong = sorted(key for key in stored if f"{key}.weight" in store and store.dtype(f"{key}.weight") != torch.int8)
+    expected = read_json(folder / "config.json")[QUANTIZATION].get(NUM_LAYERS)
+    if wrong or len(stored) != expected:
+        found = f"{wrong[0]}.weight, which has scales, is not" if wrong else f"{len(stored)} of the weights are"
+        raise UsageError(
+            f"{folder}: config.json says that {expected} layers are in int8, but {found}; copy the whole folder again"
+        )
+    names = {
+        name
+        for name, module in network.named_modules()
+        if type(module) in INT8_CLASSES and not stored.isdisjoint({name, f"text_model.{name}"})
+    }
+    set_structure(network, names, config)

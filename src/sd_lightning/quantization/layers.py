@@ -1,0 +1,196 @@
+"""Layers whose weights are int8 buffers: linear, convolution, embedding.
+
+A layer becomes one of these, and itself again, by a change of class: references to it (a LoRA adapter's, a hook's)
+stay good. The weights are buffers and not parameters: nothing trains them, and the first parameter of a network still
+tells what it computes in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.quantization.linear import MATMULS
+
+Rows = Callable[[int, int], Tensor]
+"""(begin, end) -> these rows of a weight, any floating-point dtype."""
+
+_BLOCK_NUMEL = 2**18
+"""Weights that are in float32 at a time: 1 MiB. With larger blocks the heap is left in pieces, and grows to twice."""
+
+
+class _Scratch(threading.local):
+    """Memory for one dequantised weight on the CPU, used again and again.
+
+    Without it most of the time would go into new pages: 23 ms for a weight of 1280 x 1280 x 3 x 3, with it 6 ms.
+    """
+
+    memory: Tensor | None = None
+
+    def like(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory in the shape and layout of a weight; invalidates the last one."""
+        if weight.numel() * dtype.itemsize > _SCRATCH_BYTES:
+            return torch.empty_like(weight, dtype=dtype)
+        if self.memory is None:
+            with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
+                self.memory = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
+        return self.memory.view(dtype).as_strided(weight.shape, weight.stride())
+
+
+_SCRATCH_BYTES = 128 * 2**20  # the largest of sd21 in float32; pages that are not written are not taken
+_scratch = _Scratch()
+
+
+class Int8Layer(nn.Module):
+    """What the layers share: an int8 weight, its scales, and the dtype that it is dequantised to."""
+
+    weight: Any
+    """int8, the shape of the original."""
+    weight_scale: Tensor
+    """(O,) float32, whatever the network is cast to: half precision would cost more accuracy than int8 does."""
+    compute_dtype: torch.dtype
+    """What it was made from and is dequantised to; peft makes its adapters in it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain layer: peft calls the class of the layer that it adapts to make layers of its own."""
+        return _PLAIN_CLASSES[cls](*args, **kwargs) if args or kwargs else super().__new__(cls)  # without: to copy
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in a floating-point dtype, rounded once."""
+        return self.weight.to(dtype).mul_(self._broadcast_scale())
+
+    def for_one_call(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantised weight, which the next layer's may overwrite."""
+        if not self.weight.is_cpu or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.dequantized(dtype)
+        return _scratch.like(self.weight, dtype).copy_(self.weight).mul_(self._broadcast_scale())
+
+    def _broadcast_scale(self) -> Tensor:
+        return self.weight_scale.view(-1, *[1] * (self.weight.dim() - 1))
+
+    def dtype_for(self, x: Tensor) -> torch.dtype:
+        """Return what a layer of this kind computes in: the input's dtype, or autocast's."""
+        kind = x.device.type
+        on = kind != "meta" and torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if on else x.dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scale = self.weight_scale
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=scale.device)).dtype
+        super()._apply(fn, recurse)
+        if self.weight_scale.dtype != scale.dtype:  # it was a cast, perhaps with a move
+            self.weight_scale = scale.to(self.weight_scale.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, int8"
+
+
+class Int8Linear(Int8Layer, nn.Linear):
+    """A linear layer; ``kernel`` names what multiplies, see :mod:`sd_lightning.quantization.linear`."""
+
+    kernel: str
+    threshold: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MATMULS[self.kernel](self, x)
+
+
+class Int8Conv2d(Int8Layer, nn.Conv2d):
+    """A convolution whose weight is dequantised when it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = self.dtype_for(x)
+        return self._conv_forward(x.to(dtype), self.for_one_call(dtype), _cast(self.bias, dtype))
+
+
+class Int8Embedding(Int8Layer, nn.Embedding):
+    """An embedding, with one scale per entry."""
+
+    def forward(self, indices: Tensor) -> Tensor:
+        values = F.embedding(indices, self.weight).to(self.compute_dtype)
+        return values.mul_(F.embedding(indices, self.weight_scale[:, None]))
+
+
+# By exact type: a subclass may use its weight in other ways than its base does.
+INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
+    nn.Linear: Int8Linear,
+    nn.Conv2d: Int8Conv2d,
+    nn.Embedding: Int8Embedding,
+}
+_PLAIN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {int8: plain for plain, int8 in INT8_CLASSES.items()}
+
+
+def int8_layers(network: nn.Module) -> Iterator[tuple[str, Int8Layer]]:
+    """Yield the layers of a network that are in int8, by name."""
+    return ((name, module) for name, module in network.named_modules() if isinstance(module, Int8Layer))
+
+
+def quantize_rows(shape: torch.Size, rows: Rows, who: str) -> tuple[Tensor, Tensor]:
+    """Quantise a weight symmetrically, output channel by output channel.
+
+    LLM.int8(), arXiv 2208.07339, equation 2: the largest magnitude of a channel becomes 127.
+
+    Args:
+        shape: Of the weight, (O, …).
+        rows: Gives its rows, a few at a time.
+        who: Names the weight in messages.
+
+    Returns:
+        The int8 weight and its scales (O,), float32, on the device of the rows.
+
+    Raises:
+        UsageError: A value is not finite.
+    """
+    numel = shape[1:].numel()
+    step = max(1, _BLOCK_NUMEL // max(1, numel))
+    weight = scale = torch.empty(0)
+    for begin in range(0, shape[0], step):
+        end = min(begin + step, shape[0])
+        block = rows(begin, end).detach().reshape(end - begin, numel).float()
+        if begin == 0:
+            weight = torch.empty(shape, dtype=torch.int8, device=block.device)
+            scale = torch.empty(shape[0], device=block.device)
+        largest = block.abs().amax(1)
+        if not torch.isfinite(largest).all():
+            raise UsageError(f"quantize_: {who} holds NaN or infinite values; load the weights again")
+        scale[begin:end] = torch.where(largest == 0, 1.0, largest / 127)
+        block = (block / scale[begin:end, None]).round_()
+        weight.view(shape[0], numel)[begin:end] = block
+    return weight, scale
+
+
+def to_int8(layer: nn.Module, weight: Tensor, scale: Tensor, *, kernel: str, threshold: float) -> Int8Layer:
+    """Turn a layer into its int8 kind, in place."""
+    new: Any = layer
+    original: Tensor = new.weight
+    del new.weight
+    new.register_buffer("weight", weight)
+    new.register_buffer("weight_scale", scale)
+    new.compute_dtype = original.dtype
+    new.__class__ = INT8_CLASSES[type(layer)]
+    if isinstance(new, Int8Linear):
+        new.kernel, new.threshold = kernel, threshold
+    return new
+
+
+def to_float(layer: Int8Layer) -> None:
+    """Turn an int8 layer into the plain one, in place, with the values that int8 left of its weight."""
+    weight = nn.Parameter(layer.dequantized(layer.compute_dtype), requires_grad=False)
+    plain: Any = layer
+    for name in ("weight", "weight_scale", "compute_dtype"):
+        delattr(plain, name)
+    if isinstance(layer, Int8Linear):
+        del plain.kernel, plain.threshold
+    plain.__class__ = _PLAIN_CLASSES[type(layer)]
+    plain.weight = weight
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)

@@ -1,0 +1,503 @@
+"""int8: what it does to weights and pictures, how it is put on and taken off, and what it refuses."""
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sd_lightning import LatentDiffusion, UsageError
+from sd_lightning.export import main as export_main
+from sd_lightning.generation import decoding_in_tiles
+from sd_lightning.latent_diffusion import load_model
+from sd_lightning.quantization import Int8, dequantize_, quantize_, replace_module
+from sd_lightning.quantization import config as defaults
+from sd_lightning.quantization.layers import Int8Conv2d, Int8Embedding, Int8Linear, int8_layers, quantize_rows
+from sd_lightning.quantization.memory import inference_bytes, weight_bytes
+from small_models import SMALL_SD2, SMALL_SDXL
+
+LATENTS = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+HIDDEN = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(2))
+IDS = torch.tensor([[1, 7, 300, 4, 5, 2, 2, 2], [1, 9, 9, 9, 9, 9, 9, 2]])
+RUNS: dict[str, Callable[[Any], Tensor]] = {
+    "unet": lambda unet: unet(LATENTS, torch.tensor([100, 700]), HIDDEN).sample,
+    "vae": lambda vae: vae.decode(vae.encode(LATENTS.repeat(1, 1, 4, 4)[:, :3]).latent_dist.mean).sample,
+    "text_encoder": lambda text_encoder: text_encoder(IDS)[0],
+}
+EXCLUDED = set(defaults.EXCLUDED)
+LINEARS = ["bitsandbytes", "weight_only", "torchao"]
+
+
+@pytest.fixture
+def model() -> LatentDiffusion:
+    return LatentDiffusion.build("tiny", seed=3)
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+def outputs(model: LatentDiffusion) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {name: run(model.networks[name]) for name, run in RUNS.items()}
+
+
+def assert_same_weights(ours: LatentDiffusion, theirs: LatentDiffusion) -> None:
+    for name, network in ours.networks.items():
+        first, second = network.state_dict(), theirs.networks[name].state_dict()
+        assert first.keys() == second.keys()
+        for key, tensor in first.items():
+            assert tensor.dtype == second[key].dtype and torch.equal(tensor, second[key]), f"{name}.{key}"
+
+
+# ---------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3000, 2000), (6, 4, 3, 3), (4, 1)])
+def test_every_weight_is_within_half_a_step(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight[1] = 0
+    quantized, scale = quantize_rows(weight.shape, lambda begin, end: weight[begin:end], "w")
+    step = scale.view(-1, *[1] * (len(shape) - 1))
+    assert quantized.dtype == torch.int8 and scale.dtype == torch.float32
+    assert ((quantized * step - weight).abs() <= step * 0.5001).all()
+    assert quantized.abs().flatten(1).amax(1).tolist() == [127 if i != 1 else 0 for i in range(shape[0])]
+
+
+def test_weights_are_those_of_bitsandbytes() -> None:
+    import bitsandbytes
+
+    weight = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
+    ours, scale = quantize_rows(weight.shape, lambda begin, end: weight[begin:end], "w")
+    theirs, largest, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.clone())
+    torch.testing.assert_close(scale * 127, largest)
+    assert (ours.int() - theirs.int()).abs().max() <= 1  # halves may be rounded either way
+    assert (ours != theirs).float().mean() < 1e-3
+
+
+def test_a_weight_that_is_not_finite_is_named(model: LatentDiffusion) -> None:
+    with torch.no_grad():
+        model.unet.mid_block.resnets[0].conv1.weight[3, 2] = float("nan")
+    with pytest.raises(UsageError, match=r"unet\.mid_block\.resnets\.0\.conv1\.weight holds NaN"):
+        quantize_(model)
+
+
+# ---------------------------------------------------------------------- outputs
+
+
+@pytest.mark.parametrize("linear", LINEARS)
+def test_outputs_are_near_those_of_float32(model: LatentDiffusion, linear: Any) -> None:
+    if linear == "torchao":
+        pytest.importorskip("torchao")
+    expected = outputs(model)
+    quantize_(model, Int8(linear=linear))
+    for name, ours in outputs(model).items():
+        assert 1e-4 < error(ours, expected[name]) < 1.5e-2, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("linear", LINEARS)
+def test_outputs_on_a_gpu_are_near_those_of_float32(model: LatentDiffusion, linear: Any) -> None:
+    if linear == "torchao":
+        pytest.importorskip("torchao")
+    expected = outputs(model)["unet"]
+    unet = quantize_(model, Int8(linear=linear, dtype="float16")).unet.to("cuda")
+    with torch.no_grad():
+        ours = unet(LATENTS.cuda().half(), torch.tensor([100, 700]).cuda(), HIDDEN.cuda().half()).sample
+    assert ours.dtype == torch.float16 and error(ours.cpu(), expected) < 2e-2
+
+
+def test_rows_that_do_not_lie_in_a_row_give_the_same(model: LatentDiffusion) -> None:
+    layer = quantize_(nn.Sequential(nn.Linear(64, 48)).requires_grad_(False))
+    x = torch.randn(1, 64, 10).transpose(1, 2)
+    torch.testing.assert_close(layer(x), layer(x.contiguous()))
+
+
+def test_kernels_multiply_the_same_weights(model: LatentDiffusion) -> None:
+    """Compared with the product with the dequantised weight: what is left is the error of the activations."""
+    layer = nn.Sequential(nn.Linear(64, 48)).requires_grad_(False)
+    quantize_(layer, Int8(linear="weight_only"))
+    x = torch.randn(2, 10, 64)
+    x[0, 0, 5] = 40.0  # an outlier, which would cost the rest of its row its accuracy
+    expected = nn.functional.linear(x, layer[0].dequantized(torch.float32), layer[0].bias)
+    torch.testing.assert_close(layer(x), expected)
+    found = {}
+    for threshold in (6.0, 0.0):
+        quantize_(layer, Int8(linear="bitsandbytes", threshold=threshold))
+        found[threshold] = error(layer(x), expected)
+    assert 1e-4 < found[6.0] < 1e-2 < found[0.0]
+
+
+def test_projections_around_attention_keep_their_activations() -> None:
+    unet = LatentDiffusion.build(SMALL_SD2, seed=3).unet
+    quantize_(unet)
+    kernels = {name.rpartition(".")[2]: m.kernel for name, m in int8_layers(unet) if isinstance(m, Int8Linear)}
+    assert {kernels["proj_in"], kernels["proj_out"]} == {"weight_only"}
+    assert {kernels[name] for name in ("to_q", "to_k", "time_emb_proj")} == {"bitsandbytes"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_leaves_scales_alone_and_outputs_near(model: LatentDiffusion, dtype: torch.dtype) -> None:
+    expected = outputs(model)["text_encoder"]
+    quantize_(model)
+    scales = {name: layer.weight_scale.clone() for name, layer in int8_layers(model.networks["text_encoder"])}
+    encoder = model.networks["text_encoder"].to(dtype)
+    assert all(torch.equal(layer.weight_scale, scales[name]) for name, layer in int8_layers(encoder))
+    assert all(layer.weight.dtype == torch.int8 for _, layer in int8_layers(encoder))
+    with torch.no_grad():
+        ours = encoder(IDS)[0]
+    assert ours.dtype == dtype
+    assert error(ours, expected) < 2e-2
+    with torch.no_grad():
+        again = encoder.float()(IDS)[0]
+    assert again.dtype == torch.float32 and error(again, expected) < 1.5e-2
+
+
+def test_autocast_computes_in_its_dtype(model: LatentDiffusion) -> None:
+    quantize_(model)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        conv = model.unet.mid_block.resnets[0].conv1
+        assert isinstance(conv, Int8Conv2d)
+        assert conv(torch.randn(1, 64, 4, 4)).dtype == torch.bfloat16
+        assert model.unet.mid_block.resnets[0].time_emb_proj(torch.randn(1, 128)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("linear", LINEARS)
+def test_compiles_to_one_graph_with_the_same_output(model: LatentDiffusion, linear: Any) -> None:
+    if linear == "torchao":
+        pytest.importorskip("torchao")
+    quantize_(model, Int8(linear=linear))
+    expected = outputs(model)["unet"]
+    torch._dynamo.reset()
+    compiled = torch.compile(model.unet, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert error(RUNS["unet"](compiled), expected) < 1e-3
+
+
+def test_small_sdxl_draws_and_its_vae_stays_in_float32(tmp_path: Path) -> None:
+    model = quantize_(LatentDiffusion.build(SMALL_SDXL), Int8(dtype="bfloat16"))
+    pictures = model.pipeline()("three", num_inference_steps=2, output_type="pt").images
+    assert pictures.shape == (1, 3, 32, 32) and torch.isfinite(pictures).all()
+    sdxl = on_meta("sdxl", Int8(dtype="float16"))
+    assert {next(sdxl.networks[name].parameters()).dtype for name in ("unet", "text_encoder_2")} == {torch.float16}
+    assert next(sdxl.vae.parameters()).dtype == torch.float32, "it overflows in float16"
+
+
+# ---------------------------------------------------------------------- LoRA
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_lora_works_whether_it_is_added_before_or_after(model: LatentDiffusion, before: bool, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    def add(model: LatentDiffusion) -> None:
+        torch.manual_seed(0)
+        targets = ["to_q", "to_v", "conv1", "proj_in"]
+        model.unet.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights="gaussian"))
+        with torch.no_grad():
+            for name, parameter in model.unet.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.05)
+
+    plain, reference = outputs(model)["unet"], copy.deepcopy(model)
+    add(reference)
+    expected = outputs(reference)["unet"]
+    assert error(expected, plain) > 0.05, "the adapter has to matter"
+    for step in (add, quantize_) if before else (quantize_, add):
+        step(model)
+    assert error(outputs(model)["unet"], expected) < 1.5e-2
+    assert not [name for name, _ in int8_layers(model.unet) if "lora_" in name]
+    assert [name for name, _ in int8_layers(model.unet) if name.endswith("to_q.base_layer")]
+    RUNS["unet"](model.unet).sum().backward()
+    adapters = [p for name, p in model.unet.named_parameters() if "lora_" in name]
+    assert adapters and all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters)
+    inference_bytes(model, height=32, width=32)
+    with pytest.raises(
+        UsageError, match="save_pretrained: unet in int8 with LoRA on top; save the model with LoRA first"
+    ):
+        model.save_pretrained(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+# ---------------------------------------------------------------------- putting it on and taking it off
+
+
+def test_all_kinds_of_layers_but_the_excluded_are_int8(model: LatentDiffusion) -> None:
+    assert replace_module(model) is model
+    left = {
+        f"{name}.{key}"
+        for name, network in model.networks.items()
+        for key, module in network.named_modules()
+        if type(module) in (nn.Linear, nn.Conv2d, nn.Embedding)
+    }
+    assert left == {
+        "unet.conv_in", "unet.conv_out", "unet.time_embedding.linear_1", "unet.time_embedding.linear_2",
+        "vae.encoder.conv_in", "vae.encoder.conv_out", "vae.decoder.conv_in", "vae.decoder.conv_out",
+        "vae.quant_conv", "vae.post_quant_conv", "text_encoder.embeddings.position_embedding",
+    }  # fmt: skip
+    assert isinstance(model.networks["text_encoder"].embeddings.token_embedding, Int8Embedding)
+
+
+def test_twice_is_once_and_another_kernel_is_only_that(model: LatentDiffusion) -> None:
+    quantize_(model)
+    once, other = copy.deepcopy(model), copy.deepcopy(model)
+    assert_same_weights(quantize_(model), once)
+    quantize_(model, Int8(linear="weight_only"))
+    assert_same_weights(model, once)
+    assert not torch.equal(outputs(model)["unet"], outputs(other)["unet"])
+
+
+def test_other_layers_on_an_int8_model_are_refused(model: LatentDiffusion) -> None:
+    quantize_(model)
+    before = copy.deepcopy(model)
+    with pytest.raises(UsageError, match=r"got exclude=\['vae'\] for a model that is in int8 already.*dequantize_"):
+        quantize_(model, Int8(exclude=["vae"]))
+    with pytest.raises(UsageError, match="a filter_fn for a model that is in int8 already"):
+        quantize_(model, filter_fn=lambda layer, name: True)
+    assert_same_weights(model, before)
+
+
+def test_dequantize_gives_plain_layers_that_quantise_to_the_same(model: LatentDiffusion) -> None:
+    quantize_(model)
+    expected, once = outputs(copy.deepcopy(quantize_(model, Int8(linear="weight_only")))), copy.deepcopy(model)
+    assert dequantize_(model) is model
+    assert not [name for network in model.networks.values() for name, _ in int8_layers(network)]
+    assert all(torch.equal(ours, expected[name]) for name, ours in outputs(model).items())
+    fresh = LatentDiffusion.build("tiny", seed=3)
+    assert fresh.unet.state_dict().keys() == model.unet.state_dict().keys()
+    quantize_(model, Int8(linear="weight_only"))
+    for (name, ours), (_, theirs) in zip(int8_layers(model.unet), int8_layers(once.unet), strict=True):
+        assert torch.equal(ours.weight, theirs.weight), name
+
+
+def test_filter_kinds_and_names_choose(model: LatentDiffusion) -> None:
+    seen = []
+
+    def only_queries(layer: nn.Module, name: str) -> bool:
+        seen.append(name)
+        return name.endswith("to_q")
+
+    quantize_(model, filter_fn=only_queries)
+    assert {name.rpartition(".")[2] for name, _ in int8_layers(model.unet)} == {"to_q"}
+    assert {"unet.conv_out", "text_encoder.embeddings.token_embedding"} <= set(seen)
+    dequantize_(model)
+    quantize_(model, Int8(layers=["conv2d"], exclude=["vae", "unet.mid_block"]))
+    assert not list(int8_layers(model.vae)) and not list(int8_layers(model.networks["text_encoder"]))
+    names = [name for name, _ in int8_layers(model.unet)]
+    assert "conv_in" in names and not [name for name in names if name.startswith("mid_block")]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"linear": "fp4"}, "Int8 got linear=fp4; expected one of bitsandbytes, torchao, weight_only"),
+        ({"dtype": "int4"}, "Int8 got dtype=int4; expected one of float32, float16, bfloat16, null"),
+        ({"layers": ["conv3d"]}, "Int8 got layers=conv3d; expected one of linear, conv2d, embedding"),
+        ({"layers": []}, "Int8 got layers=.*expected a list of linear, conv2d, embedding"),
+        ({"exclude": "vae"}, r"Int8 got exclude='vae'; expected a list of module names: \[vae\]"),
+        ({"threshold": -1.0}, "Int8 got threshold=-1.0; expected at least 0"),
+    ],
+)
+def test_bad_settings_are_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Int8(**given)
+
+
+# ---------------------------------------------------------------------- folders
+
+
+@pytest.mark.parametrize("architecture", ["tiny", "sdxl"])
+def test_saved_int8_loads_bit_equal(architecture: str, tmp_path: Path) -> None:
+    model = LatentDiffusion.build(SMALL_SDXL if architecture == "sdxl" else architecture)
+    quantize_(model, Int8(dtype="bfloat16", linear="weight_only")).save_pretrained(tmp_path)
+    loaded = LatentDiffusion.from_pretrained(tmp_path)
+    assert_same_weights(loaded, model)
+    assert loaded.unet.int8_config == model.unet.int8_config
+    assert quantize_(loaded, Int8(dtype="bfloat16", linear="weight_only")) is loaded
+    for name, component in loaded.components.items():
+        assert "quantization_config" not in component.config, name
+
+
+def test_weights_left_in_files_become_the_same_int8(model: LatentDiffusion, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    streamed = quantize_(LatentDiffusion.from_pretrained(tmp_path, deferred=list(model.networks)))
+    assert_same_weights(streamed, quantize_(model))
+    assert not streamed.deferred
+    assert torch.equal(outputs(streamed)["unet"], outputs(model)["unet"])
+
+
+def shard(folder: Path) -> list[Path]:
+    """Split a weight file in two, with the index that names them."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    names = sorted(tensors)
+    parts = {f"part-{i}.safetensors": names[i::2] for i in range(2)}
+    for part, keys in parts.items():
+        save_file({key: tensors[key] for key in keys}, folder / part)
+    weight_map = {key: part for part, keys in parts.items() for key in keys}
+    Path(f"{file}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    file.unlink()
+    return [folder / part for part in parts]
+
+
+def test_shards_load_and_a_missing_one_is_named(model: LatentDiffusion, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "float")
+    quantize_(model).save_pretrained(tmp_path / "int8")
+    for name in ("float", "int8"):
+        missing = shard(tmp_path / name / "unet")[1]
+        loaded = LatentDiffusion.from_pretrained(tmp_path / name, deferred=list(model.networks))
+        assert_same_weights(quantize_(loaded), model)
+        missing.unlink()
+        with pytest.raises(UsageError, match=rf"{missing.name}: no such file; expected weights in safetensors"):
+            LatentDiffusion.from_pretrained(tmp_path / name, deferred=list(model.networks))
+
+
+def test_other_programs_do_not_take_int8_for_weights(model: LatentDiffusion, tmp_path: Path) -> None:
+    from diffusers import StableDiffusionPipeline
+
+    quantize_(model).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sd_lightning_int8"):
+        StableDiffusionPipeline.from_pretrained(tmp_path)
+
+
+def test_a_record_that_does_not_fit_the_files_is_refused(model: LatentDiffusion, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "float")
+    quantize_(model).save_pretrained(tmp_path / "int8")
+    for name, change, message in (
+        ("weights", None, r"says that \d+ layers are in int8, but 0 of the weights are; copy the whole folder again"),
+        ("method", {"linear": "fp4"}, r"cannot read the quantization_config.*linear=fp4.*copy that config\.json"),
+        ("later", {"group_size": 64}, r"cannot read the quantization_config.*group_size.*copy that config\.json"),
+    ):
+        folder = shutil.copytree(tmp_path / "int8", tmp_path / name)
+        if change is None:
+            file = "unet/diffusion_pytorch_model.safetensors"
+            shutil.copy(tmp_path / "float" / file, folder / file)
+        else:
+            config = json.loads((folder / "unet/config.json").read_text())
+            config["quantization_config"] |= change
+            (folder / "unet/config.json").write_text(json.dumps(config))
+        with pytest.raises(UsageError, match=message):
+            LatentDiffusion.from_pretrained(folder)
+
+
+def test_int8_weights_are_neither_trained_nor_exported_as_others(
+    model: LatentDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantize_(model).save_pretrained(tmp_path / "int8")
+    with pytest.raises(UsageError, match="its weights are in int8, which cannot be trained; give the pipeline"):
+        load_model(architecture="tiny", pretrained=str(tmp_path / "int8"))
+    monkeypatch.chdir(tmp_path)
+    for arguments, code in ((["format=single_file"], 2), (["dtype=float16"], 2), ([], 0)):
+        monkeypatch.setattr("sys.argv", ["export.py", "run=int8", "output_dir=out", *arguments])
+        with pytest.raises(SystemExit) if code else _nothing():
+            export_main()
+        shown = capsys.readouterr()
+        assert ("its weights are in int8, which only format=diffusers" in shown.err) == bool(code)
+        assert (tmp_path / "out").exists() != bool(code)
+    assert_same_weights(LatentDiffusion.from_pretrained(tmp_path / "out"), model)
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def on_meta(architecture: str, config: Int8) -> LatentDiffusion:
+    """A model in int8, without storage."""
+    return quantize_(LatentDiffusion.build(architecture, device="meta"), config)
+
+
+@pytest.mark.parametrize("linear", ["bitsandbytes", "weight_only"])
+def test_sd21_fits_its_bars(linear: Any) -> None:
+    model = on_meta("sd21", Int8(dtype="float16", linear=linear))
+    ours = inference_bytes(model, height=512, width=512)
+    half, full = (
+        inference_bytes(model, height=512, width=512, dtype=dtype) for dtype in (torch.float16, torch.float32)
+    )
+    assert full[0] / ours[0] >= 3.8 and half[0] / ours[0] >= 1.9
+    assert ours[1] <= 1.8e9 and 5.8e9 <= full[1] <= 6.2e9
+
+
+@pytest.mark.parametrize("architecture", ["sd15", "sdxl"])
+def test_other_architectures_shrink_as_much(architecture: str) -> None:
+    model = on_meta(architecture, Int8(dtype="float16"))
+    weights = sum(weight_bytes(network) for network in model.networks.values())
+    side = model.resolution
+    full = inference_bytes(model, height=side, width=side, dtype=torch.float32)[0]
+    assert full / weights >= 3.8
+
+
+def test_weights_are_counted_once_with_buffers() -> None:
+    model = LatentDiffusion.build("tiny")
+    parameters = sum(4 * p.numel() for n in model.networks.values() for p in n.parameters())
+    buffers = sum(b.nbytes for n in model.networks.values() for b in n.buffers())
+    assert inference_bytes(model, height=32, width=32)[0] == parameters + buffers
+
+
+def test_tiles_lower_the_peak() -> None:
+    model = on_meta("sd21", Int8(dtype="float16"))
+    whole = inference_bytes(model, height=512, width=512)[1]
+    with decoding_in_tiles(model.vae, True):
+        tiled = inference_bytes(model, height=512, width=512)[1]
+    assert not model.vae.use_tiling
+    assert tiled <= 1.5e9 < whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_loading_sd21_needs_little_more_memory_than_it_is_in_int8(
+    tmp_path: Path, run_python: Callable[..., Any], repo: Path
+) -> None:
+    if shutil.disk_usage(tmp_path).free < 8e9:
+        pytest.skip("needs 8 GB of disk: sd21 in float16 and in int8")
+    run_python(repo / "tests/int8_driver.py", tmp_path, tmp_path / "found.json", timeout=800, check=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name in ("float16", "int8"):
+        shutil.rmtree(tmp_path / name)
+    assert found["numel"] == 1_289_952_427
+    assert found["weights"] <= 4 * found["numel"] / 3.8
+    assert found["quantize_peak"] <= 1.3 * found["weights"], "from float16 files"
+    assert found["load_peak"] <= 1.3 * found["weights"], "from int8 files"
+    assert found["same"]
+
+
+# ---------------------------------------------------------------------- why some layers are left out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
+    run_python: Callable[..., Any], repo: Path
+) -> None:
+    """Squared error of the output per weight, by the default kernel, on the shapes of sd21."""
+    table = run_python(repo / "benchmarks/int8_layers.py", timeout=800, check=True).stdout
+    row = re.compile(r"(\w[^\d\n]*?) +([\d,]+) +[\d.]+%  weight_only (\S+)  bitsandbytes (\S+)")
+    measured: dict[str, dict[str, tuple[int, float, float]]] = {}
+    for line in table.splitlines():
+        if line.endswith("error of the output"):
+            measured[line.partition(":")[0]] = rows = {}
+        else:
+            name, count, *errors = row.fullmatch(line).groups()  # type: ignore[union-attr]
+            rows[name] = (int(count.replace(",", "")), *map(float, errors))
+    assert measured.keys() == {"unet", "vae", "text_encoder"}
+    checked = set()
+    for rows in measured.values():
+        cost = {name: figures[2] ** 2 / figures[0] for name, figures in rows.items()}
+        for name in EXCLUDED & rows.keys():
+            assert cost[name] > 2 * cost["all"], name
+            checked.add(name)
+    assert checked == EXCLUDED - {"quant_conv"}, "which is the encoder's post_quant_conv"
+    _, weight_only, bitsandbytes = measured["unet"]["proj_in, proj_out"]
+    assert bitsandbytes > 2 * weight_only

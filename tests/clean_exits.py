@@ -27,7 +27,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from small_training import data, fit, module  # noqa: E402
 from strategy_driver import strategy_of  # noqa: E402
 
-STRATEGIES = ("ddp", "fsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
+STRATEGIES = ("ddp", "fsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "gemini")
 
 
 def train(strategy: str, *, leave: bool) -> None:

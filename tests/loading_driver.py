@@ -118,6 +118,9 @@ class Measured(PortableCheckpoint):
         self.found["weights"] = status("VmRSS") - self.base
         shards = training_state(trainer).parameter_shards()
         self.found["own"] = sum(4 * (shard.end - shard.begin) for shard in shards)
+        engine = getattr(trainer.strategy, "engine", None)
+        chunks = [] if engine is None else engine.chunks
+        self.found["shard"] = sum(4 * chunk.shard_numel for chunk in chunks) or self.found["own"]  # with padding
         self.found["differing"] = [shard.name for shard in shards if not _is_as_written(shard)]
         super().on_fit_start(trainer, pl_module)
 
@@ -209,7 +212,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     base = begin_peak()
     strategy = strategy_of(job["strategy"])
     measured = Measured(job, base)
-    module = Untrained(LatentDiffusion.from_pretrained(job["folder"], deferred=("unet",)), optimizer=adamw)
+    # Gemini allocates moments when it is set up, torch's optimizers and so the others in the first step.
+    optimizer = partial(torch.optim.SGD, lr=0.1) if job["strategy"] == "gemini" else adamw
+    module = Untrained(LatentDiffusion.from_pretrained(job["folder"], deferred=("unet",)), optimizer=optimizer)
     fit(module, data(batch_size=2), 1, measured, strategy=strategy, devices=2, max_epochs=1)
     if hasattr(strategy, "peak"):
         measured.found["before_engine"] = strategy.peak - base

@@ -20,7 +20,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
+from sd_lightning.data.datamodule import dreambooth_data
 from sd_lightning.generation import SamplingOptions
+from sd_lightning.learned_token import LearnedToken
+from sd_lightning.lora import Lora
 from sd_lightning.lr_schedules import cosine
 from sd_lightning.precision import precision_options
 from sd_lightning.speed import Speed
@@ -43,6 +46,7 @@ GEMINI: dict[str, dict[str, Any]] = {
     "gemini": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 2**20},
     "gemini_kept": {"shard_param_frac": 0.0},
     "gemini_offload": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 0},
+    "gemini_auto": {"placement": "auto", "memory_cap": "12MiB"},
 }
 
 
@@ -141,6 +145,10 @@ def module_of(job: dict[str, Any]) -> Any:
     """Return the module of a job, with the parts that it freezes, adds or recomputes."""
     optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     options = dict(job.get("module", {}))
+    if job.get("lora"):
+        options["lora"] = Lora(**job["lora"])
+    if job.get("token"):
+        options |= {"learned_token": LearnedToken(job["token"]), "train_text_encoder": False}
     if job.get("lr_scheduler"):
         options["lr_scheduler"] = partial(cosine, total_steps=job["steps"], warmup_steps=2)
     pl_module = module(optimizer=optimizer, **options)
@@ -169,7 +177,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             )
         if job.get("stop_at"):
             callbacks.append(StopAt(job["stop_at"]))
-        pl_module, datamodule = module_of(job), data()
+        pl_module = module_of(job)
+        datamodule = dreambooth_data(**job["dreambooth"]) if job.get("dreambooth") else data()
         trainer = trainer_of(job["steps"], *callbacks, **options, **job.get("trainer", {}))
         trainer.fit(pl_module, datamodule, ckpt_path=job.get("ckpt_path"))
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -12,14 +12,17 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf
+from sd_lightning import dreambooth as dreambooth_program
 from sd_lightning import export as export_program
 from sd_lightning import generate as generate_program
 from sd_lightning import train as train_program
 from sd_lightning.data.digits import Digits
+from sd_lightning.generation import SamplingOptions
+from sd_lightning.quantization import Int8
 from sd_lightning.speed import Speed
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -41,6 +44,8 @@ def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compose:
         options: dict[str, Any] = {}
         if program == "train":
             options = {"given": train_program.GIVEN, "hints": train_program.HINTS}
+        if program == "dreambooth":
+            options = {"given": train_program.GIVEN, "hints": dreambooth_program.HINTS}
         monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
         _conf.main(program, received.append, **options)
         return received[0]
@@ -87,7 +92,7 @@ def build_strategy(cfg: DictConfig) -> None:
     try:
         strategy = _conf.instantiate(cfg.strategy)
     except UsageError as error:
-        if "install" not in str(error):  # a compiler or library that DeepSpeed builds its extensions with
+        if "install" not in str(error):  # ColossalAI, or what DeepSpeed builds its extensions with
             raise
         pytest.skip(str(error))
     assert isinstance(strategy, str | Strategy)
@@ -100,7 +105,7 @@ def build_trainer(cfg: DictConfig) -> None:
 
 
 def build_callbacks(cfg: DictConfig) -> None:
-    callbacks = [_conf.instantiate(node) for node in cfg.callbacks.values()]
+    callbacks = [_conf.instantiate(node) for node in cfg.callbacks.values() if node is not None]
     assert callbacks and all(isinstance(callback, Callback) for callback in callbacks)
 
 
@@ -117,9 +122,25 @@ def build_data(cfg: DictConfig) -> None:
     assert data.source_train.image(0).mode == "RGB" and data.source_train.captions(0)
 
 
+def build_quantization(cfg: DictConfig) -> None:
+    assert _conf.instantiate(cfg.quantization) == Int8(), "the file repeats the defaults, for people to see and change"
+
+
+def build_sampling(cfg: DictConfig) -> None:
+    assert isinstance(_conf.instantiate(cfg.sampling), SamplingOptions)
+
+
+def build_trainable(cfg: DictConfig) -> None:
+    module = train_program.build_module(cfg)
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    assert names and all((".lora_" in name) == (cfg.lora is not None) for name in names)
+
+
 def build_experiment(cfg: DictConfig) -> None:
     """What an experiment chooses fits together; its model is built beside its own option."""
     for group in ("data", "objective", "optimizer", "lr_scheduler", "strategy", "trainer", "callbacks", "logger"):
+        if group == "data" and cfg.get("with_prior_preservation"):
+            continue  # there are no pictures of the class before the run
         BUILDERS[group](cfg)
 
 
@@ -132,7 +153,10 @@ BUILDERS: dict[str, Callable[[DictConfig], None]] = {
     "model": build_model,
     "objective": build_objective,
     "optimizer": build_optimizer,
+    "quantization": build_quantization,
+    "sampling": build_sampling,
     "strategy": build_strategy,
+    "trainable": build_trainable,
     "trainer": build_trainer,
 }
 
@@ -144,6 +168,11 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
             Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
             (tmp_path / f"{i}.txt").write_text("black")
         return [f"data.train_data_dir={tmp_path}"]
+    if option == "data/dreambooth" or option.startswith("experiment/dreambooth"):
+        for i in range(3):
+            Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
+        key = option.startswith("data/") * "data."
+        return [f"{key}instance_data_dir={tmp_path}", f"{key}instance_prompt=a sks square"]
     if option == "data/huggingface":
         from datasets import Dataset
 
@@ -164,7 +193,7 @@ def need(option: str) -> None:
 
 def test_every_group_has_a_builder_here() -> None:
     assert {option.partition("/")[0] for option in OPTIONS} == BUILDERS.keys()
-    assert PROGRAMS == {"train", "generate", "export"}, "give the new program a test below"
+    assert PROGRAMS == {"train", "dreambooth", "generate", "export"}, "give the new program a test below"
     assert {file.suffix for file in CONF.rglob("*") if file.is_file()} == {".yaml"}
 
 
@@ -177,7 +206,9 @@ def test_option_composes_and_builds(
     if option.startswith("model/sd"):
         monkeypatch.setattr(LatentDiffusion, "build", functools.partial(LatentDiffusion.build, device="meta"))
     group, _, name = option.partition("/")
-    cfg = compose("train", f"{group}={name}", *values_for(option, tmp_path))
+    programs = {"experiment/dreambooth": "dreambooth", "quantization/": "generate"}
+    program = next((program for start, program in programs.items() if option.startswith(start)), "train")
+    cfg = compose(program, f"{group}={name}", *values_for(option, tmp_path))
     BUILDERS[group](cfg)
     assert {path.name for path in tmp_path.iterdir() if not path.suffix} <= {"saved"}, "building must not write files"
 
@@ -228,3 +259,23 @@ def test_export_builds_its_request(compose: Compose, tiny_pipeline: Path) -> Non
     assert isinstance(request, export_program.Request)
     assert (request.run, request.format, request.dtype) == (str(tiny_pipeline), "single_file", None)
     assert request.output_dir == "exported/single_file"
+
+
+def test_dreambooth_takes_the_names_that_people_know(compose: Compose) -> None:
+    values = {
+        "learning_rate": ("optimizer.lr", 3e-4),
+        "max_train_steps": ("trainer.max_steps", 7),
+        "train_text_encoder": ("module.train_text_encoder", True),
+        "gradient_checkpointing": ("speed.gradient_checkpointing", True),
+        "resolution": ("data.resolution", 64),
+        "prior_loss_weight": ("data.prior_loss_weight", 0.5),
+        "num_class_images": ("data.num_class_images", 9),
+        "instance_data_dir": ("data.instance_data_dir", "photos"),
+        "instance_prompt": ("data.instance_prompt", "a photo of sks dog"),
+        "class_data_dir": ("data.class_data_dir", "dogs"),
+        "lora.rank": ("lora.rank", 16),
+    }
+    arguments = [f"{name}={value}" for name, (_, value) in values.items()]
+    cfg = compose("dreambooth", "trainable=lora", "model=tiny", *arguments)
+    assert {key: OmegaConf.select(cfg, key) for key, _ in values.values()} == dict(values.values())
+    assert cfg.sampling.num_inference_steps == 12, "what a model chooses for drawing stays"

@@ -220,6 +220,15 @@ def test_a_frozen_network_cannot_be_deferred(tiny: Path) -> None:
         SDLightningModule(model)
 
 
+def test_a_model_without_its_weights_neither_draws_nor_saves(tiny: Path, tmp_path: Path) -> None:
+    model = LatentDiffusion.from_pretrained(tiny, deferred=("unet",))
+    with pytest.raises(UsageError, match=r"pipeline: the weights of unet are read when a trainer is set up; call it"):
+        model.pipeline()
+    with pytest.raises(UsageError, match=r"save_pretrained: the weights of unet are read when a trainer is set up"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 # ---------------------------------------------------------------------- training
 
 
@@ -243,6 +252,23 @@ def test_the_main_job_leaves_the_weights_of_trained_networks_in_their_files(
     assert module.latent_diffusion.deferred.keys() == deferred
     for name, network in module.latent_diffusion.networks.items():
         assert all(p.is_meta == (name in deferred) for p in network.parameters())
+
+
+def test_the_main_job_refuses_broken_weights_before_it_makes_a_folder_or_joins_other_processes(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every process looks at the files it will read, also where each machine has its own."""
+    cut(copy)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py", f"model.pretrained={copy}", "output_dir=run", "strategy=fsdp"])
+    received: list[Any] = []
+    _conf.main("train", received.append, given=train.GIVEN, hints=train.HINTS)
+    with pytest.raises(UsageError, match=r"diffusion_pytorch_model.safetensors: not a complete safetensors file"):
+        train.train(received[0])
+    assert not (tmp_path / "run").exists()
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_training_ends_with_the_same_checkpoint(tiny: Path, tmp_path: Path) -> None:

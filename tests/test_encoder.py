@@ -229,3 +229,62 @@ def test_trained_text_encoder_is_left_to_the_trainer(
     encoded = LatentEncoder(tiny, train_text_encoder=True)(batch, seed=0)
     assert encoded.keys() == (batch.keys() - {"pixel_values"}) | {"latents"}
     assert torch.equal(encoded["input_ids"], batch["input_ids"])
+
+
+# ---------------------------------------------------------------------- encoders that wait in host memory
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_offloaded_encoders_encode_the_same_and_each_caption_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LatentDiffusion.build(ARCHITECTURES[family])
+    batch = with_tokens(model, digits())
+    batch["input_ids"][3:] = batch["input_ids"][:3]  # three captions, twice each
+    batch["original_size"][5] = 9  # which SDXL is conditioned on, too
+    batch["wrong_input_ids"] = batch["input_ids"].flip(0)
+    expected = LatentEncoder(model)(batch, seed=1)
+    encoder = LatentEncoder(model, offload=True).to(torch.device("cpu"))
+    encoded: list[int] = []
+    condition = model.condition
+    monkeypatch.setitem(
+        vars(model),
+        "condition",
+        lambda encoders, part: encoded.append(len(part["input_ids"])) or condition(encoders, part),
+    )
+    for _ in range(2):
+        found = encoder(batch, seed=1)
+        for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+    assert sum(encoded) == 5, "captions with their sizes, in both batches together"
+
+
+def test_offloaded_encoders_come_to_the_device_and_leave_it(
+    monkeypatch: pytest.MonkeyPatch, tiny: LatentDiffusion
+) -> None:
+    encoder = LatentEncoder(tiny, offload=True).to(torch.device("cpu"))
+    encoder.device = torch.device("cpu", 0)  # to be told from where they wait
+    moves: list[tuple[str, Any]] = []
+    for name in ("vae", "text_encoder"):
+        network: Any = tiny.networks[name]
+        monkeypatch.setattr(network, "to", lambda device, name=name: moves.append((name, device)))
+    encoder(with_tokens(tiny, digits()), seed=1)
+    work, home = encoder.device, "cpu"
+    assert moves == [("vae", work), ("vae", home), ("text_encoder", work), ("text_encoder", home)]
+
+
+@pytest.mark.gpu
+def test_nothing_of_offloaded_encoders_stays_on_the_gpu(tiny: LatentDiffusion) -> None:
+    encoder = LatentEncoder(tiny, offload=True).to(torch.device("cuda"))
+    batch = with_tokens(tiny, digits())
+    encoder({k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.items()}, seed=1)
+    assert {p.device.type for network in encoder.networks for p in network.parameters()} == {"cpu"}
+
+
+def test_a_run_with_offloaded_encoders_trains_alike() -> None:
+    losses = []
+    for offload in (False, True):
+        module = small_training.module(train_text_encoder=False, offload_encoders=offload)
+        trainer = small_training.fit(module, small_training.data(), 3)
+        losses.append(float(module.last_loss))  # type: ignore[arg-type]
+        module.sample("a handwritten two", num_inference_steps=1)
+        assert trainer.global_step == 3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -366,13 +366,14 @@ CLEAN_EXITS = "SD_LIGHTNING_CLEAN_EXITS"
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600 * 4)
-@pytest.mark.skipif(
-    CLEAN_EXITS not in os.environ, reason=f"many minutes; {CLEAN_EXITS}=50 tries each strategy that often"
-)
 def test_processes_end_cleanly_again_and_again() -> None:
-    runs = os.environ.get(CLEAN_EXITS, "0")
-    command = [sys.executable, str(TESTS / "clean_exits.py"), "--runs", runs]
-    done = subprocess.run(command, capture_output=True, text=True)
+    """Three pairs of each; SD_LIGHTNING_CLEAN_EXITS=50 tries that often, and every strategy, which takes a while."""
+    pytest.importorskip("deepspeed")
+    few = ["ddp", "fsdp", "deepspeed_zero3", "gemini"]
+    runs = int(os.environ.get(CLEAN_EXITS, "3"))
+    command = [sys.executable, str(TESTS / "clean_exits.py"), "--runs", str(runs)]
+    done = subprocess.run(command + ([] if CLEAN_EXITS in os.environ else few), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     exits = {strategy: found["exits"] for strategy, found in json.loads(done.stdout.splitlines()[-1]).items()}
-    assert exits == dict.fromkeys(exits, {"[0, 0]": int(runs)}), done.stderr
+    assert exits.keys() >= set(few)
+    assert exits == dict.fromkeys(exits, {"[0, 0]": runs}), done.stderr

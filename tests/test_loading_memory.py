@@ -4,6 +4,7 @@ Memory is the kernel's count of this process's pages (``VmHWM``, reset before ea
 begin at what the parent had when it started the process.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,8 @@ PART |= {
     "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
 }
 """The blocks of sd21, some of them: what takes DDP and DeepSpeed too long with all of it."""
+SAVED = os.environ.get("SD_LIGHTNING_SAVED", "part")
+"""What a checkpoint is saved of; "sd21" writes and reads 14 GB (8.7 and 25 MB more memory to save, 154 MB to load)."""
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +76,9 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
             }
     for name in ("ddp", "zero3"):
         jobs[f"part:{name}"] = {"do": "measure", "strategy": name, "folder": "part", "save": False}
+    jobs["saved"] = {"do": "measure", "strategy": "fsdp", "folder": SAVED, "save": True}
+    jobs["sd21:fsdp"] = {"do": "measure", "strategy": "fsdp", "folder": "sd21", "save": False}
     jobs["sd21:gemini"] = {"do": "measure", "strategy": "gemini", "folder": "sd21", "save": False}
-    jobs["sd21:fsdp"] = {"do": "measure", "strategy": "fsdp", "folder": "sd21", "save": True}
     for name, job in jobs.items():
         job |= {"folder": str(folder / job["folder"]), "run_dir": str(folder / name.replace(":", "-"))}
     return dict(zip(jobs, torchrun(list(jobs.values()), folder, timeout=800), strict=True))
@@ -100,10 +104,11 @@ def test_validation_without_a_fit_reads_the_weights(results: dict[str, list[dict
 def test_sd21_is_loaded_with_little_more_memory_than_its_shard(
     results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    for found in results[f"sd21:{name}"]:
-        assert found["whole"] == 4 * 865_910_724
-        assert found["own"] == pytest.approx(found["whole"] / 2, rel=0.01)
-        assert found["own"] < found["peak"] <= 1.4 * found["own"] + found["largest"]
+    ranks = results[f"sd21:{name}"]
+    assert sum(found["own"] for found in ranks) == 4 * 865_910_724
+    for found in ranks:
+        assert found["shard"] <= (0.501 if name == "fsdp" else 0.57) * found["whole"], "chunks are padded"
+        assert found["own"] < found["peak"] <= 1.4 * found["shard"] + found["largest"]
         assert found["differing"] == []
 
 
@@ -122,11 +127,11 @@ def test_ddp_holds_one_copy(results: dict[str, list[dict[str, Any]]]) -> None:
         assert found["differing"] == []
 
 
-def test_saving_and_loading_a_checkpoint_of_sd21_need_less_than_the_largest_tensor_and_256_mib(
+def test_saving_and_loading_a_checkpoint_need_less_than_the_largest_tensor_and_256_mib(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """Weights and two moments of the real UNet, in float32; the moments are filled in the place of a step."""
-    for found in results["sd21:fsdp"]:
-        assert 3 * found["own"] < found["with_moments"] < 3 * found["whole"] * 0.6
+    """Weights and two moments in float32; the moments are filled in the place of a step."""
+    for found in results["saved"]:
+        assert found["with_moments"] > 2.5 * found["own"]
         assert found["saving"] <= found["largest"] + 256 * MIB
         assert found["loading"] <= found["largest"] + 256 * MIB

@@ -345,6 +345,7 @@ def test_a_run_killed_after_its_last_save_gets_its_results_when_it_is_resumed(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["prompted_accuracy_samples"] == 40
     assert summary["caption_gap"] is not None and summary["prompted_accuracy"] is not None
+    assert summary["final_loss"] == small.trainer_state(checkpoint_path(run, 3))["loss"] > 0
     assert summary["checkpoint"] == str(checkpoint_path(run, 3))
     assert {"pipeline", "samples", "report.html"} <= set(os.listdir(run))
     assert [path.name for path in all_checkpoints(run)] == ["step-00000003"]

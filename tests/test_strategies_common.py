@@ -64,6 +64,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             f"{name}:resumed": {"strategy": name, "steps": 8, "ckpt_path": str(folder / f"2-{name}:stopped")},
             **{f"{name}:{key}": {"strategy": name, "steps": 4} | options for key, options in VARIATIONS.items()},
         }
+    double["gemini_auto:sampled"] = double["gemini:sampled"] | {"strategy": "gemini_auto"}
     double["ddp:unused"]["strategy"] = "ddp_unused"
     double["zero3:default_threshold"] = {"strategy": "zero3_default"}
     found: dict[str, dict[str, Any]] = {}
@@ -212,6 +213,13 @@ np.savez(sys.argv[2], **pixels)
 def test_plain_diffusers_draws_the_same_picture_with_every_strategys_pipeline(drawn: dict[str, Any], name: str) -> None:
     assert drawn[name].shape == (1, 32, 32, 3) and drawn[name].std() > 0.01
     assert np.abs(drawn[name] - drawn["whole"]).max() < 1 / 255
+
+
+def test_gemini_places_chunks_by_itself_without_changing_a_bit(results: dict[str, dict[str, Any]]) -> None:
+    automatic, fixed = results["gemini_auto:sampled"], results["gemini:sampled"]
+    assert automatic["losses"] == fixed["losses"]
+    assert rms(automatic["checkpoint"], fixed["checkpoint"]) == 0
+    assert rms(automatic["checkpoint"], fixed["checkpoint"], "ema") == 0
 
 
 def test_zero3_trains_alike_with_its_default_persistence_threshold(results: dict[str, dict[str, Any]]) -> None:

@@ -46,6 +46,16 @@ def sdxl_conditioning(text_encoders: Sequence[nn.Module], batch: Mapping[str, Te
     }
 
 
+def join_conditioning(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Concatenate the conditioning of several batches."""
+    return {
+        key: join_conditioning([part[key] for part in parts])
+        if isinstance(value, Mapping)
+        else torch.cat([part[key] for part in parts])
+        for key, value in parts[0].items()
+    }
+
+
 def map_conditioning(conditioning: Mapping[str, Any], fn: Any) -> dict[str, Any]:
     """Apply ``fn`` to every tensor of a (nested) conditioning dictionary."""
     return {k: map_conditioning(v, fn) if isinstance(v, Mapping) else fn(v) for k, v in conditioning.items()}

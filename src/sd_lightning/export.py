@@ -9,10 +9,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +22,8 @@ from sd_lightning import _conf, checkpoint, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.architectures import Component
+from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.new_folder import check_new_folder, complete_or_absent
 from sd_lightning.pipeline_folder import (
     class_of,
     config_file,
@@ -32,6 +33,7 @@ from sd_lightning.pipeline_folder import (
     weights_file,
     write_json,
 )
+from sd_lightning.quantization.config import read_record
 from sd_lightning.single_file import family_of, model_spec, original_tensors
 from sd_lightning.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, stored_tensor, write_streamed
 from sd_lightning.tensor_store import ShardedTensors
@@ -95,12 +97,12 @@ def run(cfg: DictConfig) -> int:
     """Write the export into a temporary folder, which gets its name when it is complete."""
     quiet_libraries()
     request: Request = _conf.instantiate(cfg)
-    output_dir = _check_output_dir(request.output_dir)
+    output_dir = check_new_folder(request.output_dir, key="output_dir")
     source = find_source(request.run)
     write = write_single_file if request.format == "single_file" else write_pipeline
     with ExitStack() as opened:
         networks = read_networks(source, request, opened)
-        with _complete_or_absent(output_dir, request) as folder:
+        with complete_or_absent(output_dir, given=f"output_dir={request.output_dir}") as folder:
             write(source, networks, folder, request)
     size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
     print(f"{source.checkpoint or source.pipeline} -> {request.output_dir} ({size / 1e9:.3g} GB)")
@@ -147,6 +149,12 @@ def read_networks(source: Source, request: Request, opened: ExitStack) -> dict[s
         UsageError: The weights asked for are not there, or files are missing or damaged.
     """
     index = read_json(source.pipeline / "model_index.json")
+    if (source.pipeline / LORA_NAME).is_file():
+        raise UsageError(
+            f"run={request.run}: the pipeline has its adapters in {LORA_NAME}, which no other format has a place for; "
+            "train with merge_lora=true, or merge them: LatentDiffusion.from_pretrained"
+            f"('{source.pipeline}').save_pretrained('merged'), and give run=merged"
+        )
     if index.get("_class_name") not in _PIPELINES:
         raise UsageError(
             f"run={request.run}: got a {index.get('_class_name')}; expected {' or '.join(_PIPELINES)}; give another run"
@@ -156,6 +164,11 @@ def read_networks(source: Source, request: Request, opened: ExitStack) -> dict[s
         if name in index:
             component = read_component(index, name, source.pipeline)
             config = read_json(source.pipeline / name / config_file(component, name))
+            if read_record(config, str(source.pipeline / name)) and (request.format != "diffusers" or request.dtype):
+                raise UsageError(
+                    f"run={request.run}: its weights are in int8, which only format=diffusers dtype=null can hold; "
+                    "export the pipeline that it was made from"
+                )
             tensors = file_tensors(source.pipeline / name / weights_file(component))
             networks[name] = Network(replace(component, config=config), tensors)
     if request.format not in ("ema", "non_ema"):
@@ -254,49 +267,9 @@ def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]
 # ---------------------------------------------------------------------- where to
 
 
-def _check_output_dir(name: str) -> Path:
-    """Check that a new folder can be made there, without making it yet."""
-    path = Path(name).resolve()
-    try:
-        if path.is_dir() and (any(path.iterdir()) or path == Path.cwd()):
-            raise UsageError(f"output_dir={name} is not empty; choose another output_dir=<folder>, or delete it")
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"output_dir={name}: a file is in the way; choose another output_dir=<folder>")
-        runs.check_writable(path.parent)
-    except OSError as error:
-        raise UsageError(
-            f"output_dir={name} cannot be written ({error.strerror}); choose another output_dir=<folder>"
-        ) from error
-    return path
-
-
 def _check_space(tensors: Iterable[StreamedTensor], request: Request) -> None:
     size = sum(t.numel * converted_dtype(t, request.torch_dtype).itemsize for t in tensors)
     checkpoint.check_free_space(request.output_dir, size, f"format={request.format}", purpose="the export")
-
-
-@contextmanager
-def _complete_or_absent(output_dir: Path, request: Request) -> Iterator[Path]:
-    """Yield a temporary folder beside the output folder; rename it at the end, remove it on any error."""
-    tmp = output_dir.with_name(f".tmp-{output_dir.name}-{secrets.token_hex(4)}")
-    made = [parent for parent in tmp.parents if not parent.exists()]
-    try:
-        tmp.mkdir(parents=True)
-        yield tmp
-        if output_dir.exists():
-            output_dir.rmdir()
-        tmp.rename(output_dir)
-    except BaseException as error:
-        shutil.rmtree(tmp, ignore_errors=True)
-        for parent in made:
-            with suppress(OSError):  # it was not made, or something else is in it by now
-                parent.rmdir()
-        if isinstance(error, OSError):
-            raise UsageError(
-                f"output_dir={request.output_dir} cannot be written ({error}); free space, or choose another "
-                "output_dir=<folder>"
-            ) from error
-        raise
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,17 @@ import torch
 from sd_lightning import _conf, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.generation import SamplingOptions, generate
+from sd_lightning.generation import SamplingOptions, decoding_in_tiles, generate
 from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.new_folder import check_new_folder, complete_or_absent
+from sd_lightning.quantization import Int8, quantize_
+from sd_lightning.quantization.memory import inference_bytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from PIL import Image
+
+NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 log = logging.getLogger("sd_lightning.generate")  # __name__ is "__main__" under python -m
 
@@ -55,6 +60,9 @@ class Request:
     device: str = "auto"
     output_dir: str = "generated"
     columns: int | None = None
+    quantization: Int8 | None = None
+    vae_tiling: bool = False
+    save_to: str | None = None
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.model.pretrained is None):
@@ -67,6 +75,11 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"generate got {name}={value}; expected at least 1, e.g. {name}=4")
+        if self.save_to is not None and self.quantization is None:
+            raise UsageError(
+                f"generate got save_to={self.save_to} without quantization; add quantization=int8, or copy the model "
+                "as it is with python -m sd_lightning.export"
+            )
         of_hub = {name: getattr(self.model, name) for name in ("revision", "variant")}
         unused = [f"model.{name}={value}" for name, value in of_hub.items() if value is not None]
         if self.run is not None and unused:
@@ -80,7 +93,7 @@ class Request:
 
     @property
     def sampling(self) -> SamplingOptions:
-        names = ("num_inference_steps", "guidance_scale", "scheduler", "batch_size", "height", "width")
+        names = ("num_inference_steps", "guidance_scale", "scheduler", "batch_size", "height", "width", "vae_tiling")
         return SamplingOptions(**{name: getattr(self, name) for name in names})
 
 
@@ -88,18 +101,28 @@ def run(cfg: DictConfig) -> int:
     """Draw the pictures, write each with its settings in its metadata, and a grid of all."""
     quiet_libraries()
     request: Request = _conf.instantiate(cfg)
-    prompts = [p for p in read_prompts(request.prompts) for _ in range(request.num_images_per_prompt)]
+    only_save = request.save_to is not None and not request.prompts
+    captions = [] if only_save else read_prompts(request.prompts)
+    prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
     options, device = request.sampling, _device(request.device)
     seeds, output_dir = _seeds(request.seed, len(prompts)), _output_dir(request.output_dir)
-    source, where = request.source, request.model
-    model = LatentDiffusion.from_pretrained(source, revision=where.revision, variant=where.variant, vae=where.vae)
+    save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
+    model = _load(request, device)
     options.check(model)
+    if save_to is not None:
+        with complete_or_absent(save_to, given=f"save_to={request.save_to}") as folder:
+            model.save_pretrained(folder)
+        print(f"{request.source} in int8 -> {request.save_to}")
+    if only_save:
+        return 0
     output_dir.mkdir(parents=True, exist_ok=True)
     images = generate(
         model, prompts, seeds=seeds, options=options, negative_prompt=request.negative_prompt, device=device
     )
+    if request.quantization is not None:
+        print_memory(model, options, len(prompts), device)
     settings = {
-        "model": str(source),
+        "model": str(request.source),
         "negative_prompt": request.negative_prompt,
         "num_inference_steps": options.num_inference_steps,
         "guidance_scale": options.guidance_scale,
@@ -111,6 +134,38 @@ def run(cfg: DictConfig) -> int:
     count = "1 picture" if len(images) == 1 else f"{len(images)} pictures"
     print(f"{count} in {output_dir}/, all in {grid}")
     return 0
+
+
+def _load(request: Request, device: torch.device) -> LatentDiffusion:
+    where = request.model
+    options: dict[str, Any] = {"revision": where.revision, "variant": where.variant, "vae": where.vae}
+    if request.quantization is None:
+        return LatentDiffusion.from_pretrained(request.source, **options)
+    config = request.quantization
+    if config.dtype is None and device.type == "cuda":
+        config = replace(config, dtype="float16")
+    # Left in their files, from which quantize_ reads a few rows at a time.
+    return quantize_(LatentDiffusion.from_pretrained(request.source, **options, deferred=NETWORKS), config)
+
+
+def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int, device: torch.device) -> None:
+    """Say what the model takes in int8, and what it would take in half and in full precision."""
+    height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
+    batch_size = min(options.batch_size, num_pictures)
+    with decoding_in_tiles(model.vae, options.vae_tiling):
+        (weights, peak), half, full = (
+            inference_bytes(model, height=height, width=width, batch_size=batch_size, dtype=dtype)
+            for dtype in (None, torch.float16, torch.float32)
+        )
+    print(f"weights {_gb(weights)} in int8, {_gb(half[0])} in fp16, {_gb(full[0])} in fp32")
+    count = f"{batch_size} picture{'s' if batch_size > 1 else ''} of {width}x{height} at a time"
+    print(f"computed peak, {count}: {_gb(peak)} in int8, {_gb(half[1])} in fp16, {_gb(full[1])} in fp32")
+    if device.type == "cuda":
+        print(f"measured peak on the GPU: {_gb(torch.cuda.max_memory_allocated(device))} in int8")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
 
 
 def read_prompts(prompts: Any) -> list[str]:

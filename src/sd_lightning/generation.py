@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+TILE = 256
+"""Side of the tiles that pictures are decoded in, pixels. diffusers takes the size that the VAE was made for, 512 or
+more, with which a picture of 512 x 512 is one tile."""
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How pictures are drawn; names as in diffusers' pipelines."""
@@ -30,6 +35,8 @@ class SamplingOptions:
     height: int | None = None
     width: int | None = None
     """Size in pixels; the model's own if not given."""
+    vae_tiling: bool = False
+    """Decode pictures that are larger than a tile in overlapping tiles: less memory, slightly other pictures."""
 
     def __post_init__(self) -> None:
         for name in ("num_inference_steps", "batch_size"):
@@ -102,7 +109,13 @@ def generate(
         network.to(device)
     images: list[Image.Image] = []
     vae = latent_diffusion.vae
-    with torch.no_grad(), _evaluation_mode(networks), _common_dtype(networks, device), _decoding_as_is(vae, device):
+    with (
+        torch.no_grad(),
+        _evaluation_mode(networks),
+        _common_dtype(networks, device),
+        _decoding_as_is(vae, device),
+        decoding_in_tiles(vae, options.vae_tiling),
+    ):
         for begin in range(0, len(prompts), options.batch_size):
             batch = slice(begin, begin + options.batch_size)
             images += pipeline(
@@ -116,6 +129,23 @@ def generate(
                 generator=[torch.Generator().manual_seed(seed) for seed in seeds[batch]],
             ).images
     return images
+
+
+@contextlib.contextmanager
+def decoding_in_tiles(vae: Any, tiling: bool) -> Iterator[None]:
+    """Let the VAE decode in tiles of at most ``TILE`` pixels."""
+    names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
+    before = {name: getattr(vae, name) for name in names}
+    if tiling:
+        scale = 2 ** (len(vae.config.block_out_channels) - 1)
+        vae.enable_tiling()
+        vae.tile_sample_min_size = min(TILE, vae.tile_sample_min_size)
+        vae.tile_latent_min_size = vae.tile_sample_min_size // scale
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vae, name, value)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.architectures import ARCHITECTURES, Architecture, Component
 from sd_lightning.conditioning import clip_conditioning, map_conditioning, sdxl_conditioning
 from sd_lightning.deferred_weights import DeferredWeights
+from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.lora import adapted_weights, merged_state_dict
 from sd_lightning.pipeline_folder import (
     config_file,
     defer_network,
@@ -26,12 +28,15 @@ from sd_lightning.pipeline_folder import (
     instantiate,
     load_network,
     load_tokenizer,
+    no_progress_bar,
     read_component,
     read_json,
     saved_config,
     weights_file,
     write_json,
 )
+from sd_lightning.quantization.folder import load_int8_network, stored_int8
+from sd_lightning.quantization.model import int8_config, int8_record
 from sd_lightning.safetensors_file import write_tensors
 
 if TYPE_CHECKING:
@@ -158,7 +163,9 @@ class LatentDiffusion:
         vae: str | Path | None = None,
         deferred: Sequence[str] = (),
     ) -> LatentDiffusion:
-        """Load a pipeline in the diffusers layout, in float32.
+        """Load a pipeline in the diffusers layout: in float32, or in int8 if it was saved so.
+
+        Adapters that a run with ``trainable=lora`` has saved in the folder are added to the weights.
 
         Args:
             pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
@@ -181,13 +188,18 @@ class LatentDiffusion:
         components: dict[str, Component] = {}
         tokenizers: dict[str, Any] = {}
         weights: dict[str, DeferredWeights] = {}
+        adapters = (root / LORA_NAME).is_file()
         records = {name: read_component(index, name, root) for name in _PARTS[pipeline_class]}
         for name, component in records.items():
             if name.startswith("tokenizer"):
                 tokenizers[name] = load_tokenizer(root / name)
             elif name == "vae" and vae is not None:
                 networks[name], components[name] = load_network(component, Path(vae))
-            elif name in deferred:
+            elif (int8 := stored_int8(root / name)) is not None:
+                networks[name], components[name] = load_int8_network(
+                    component, root / name, int8, pipeline_class=pipeline_class, variant=variant
+                )
+            elif name in deferred and not adapters:
                 networks[name], components[name], weights[name] = defer_network(component, root / name, variant=variant)
             else:
                 networks[name], components[name] = load_network(component, root / name, variant=variant)
@@ -202,6 +214,8 @@ class LatentDiffusion:
             pipeline_options=options,
         )
         model.deferred = weights
+        if adapters:
+            model._add_adapters(root)
         return model
 
     # ------------------------------------------------------------------ parts
@@ -292,6 +306,10 @@ class LatentDiffusion:
             self._token_ids[caption] = torch.stack(rows)
         return torch.stack([self._token_ids[caption] for caption in captions])
 
+    def forget_tokens(self) -> None:
+        """Tokenize captions anew: a tokenizer has changed."""
+        self._token_ids.clear()
+
     # ------------------------------------------------------------------ pipelines
 
     def pipeline(self, *, scheduler: str | None = None) -> DiffusionPipeline:
@@ -302,6 +320,7 @@ class LatentDiffusion:
         """
         import diffusers
 
+        self._check_is_read("pipeline")
         cls = getattr(diffusers, self.pipeline_class)
         absent = dict.fromkeys(_ABSENT.get(self.pipeline_class, ()))
         parts = {**self.networks, **self.tokenizers, **absent}
@@ -330,6 +349,21 @@ class LatentDiffusion:
             )
         return scheduler
 
+    def _add_adapters(self, folder: Path) -> None:
+        """Add the adapters of ``pytorch_lora_weights.safetensors`` to the weights."""
+        pipeline: Any = self.pipeline()
+        try:
+            with no_progress_bar():
+                pipeline.load_lora_weights(folder, weight_name=LORA_NAME)
+                pipeline.fuse_lora()
+                pipeline.unload_lora_weights()
+        except (ValueError, RuntimeError, KeyError, OSError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(
+                f"{folder / LORA_NAME}: these adapters do not fit the model beside them ({reason}); copy the file "
+                "again, or delete it to load the model without"
+            ) from error
+
     def save_pretrained(self, folder: str | Path, *, skip: Sequence[str] = ()) -> None:
         """Write a pipeline folder in the diffusers layout (safetensors).
 
@@ -337,6 +371,8 @@ class LatentDiffusion:
             folder: Written into; made if it does not exist.
             skip: Networks whose weights are left out (their configuration is written).
         """
+        self._check_is_read("save_pretrained", skip=skip)
+        self._check_can_merge()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, tokenizer in self.tokenizers.items():
@@ -348,12 +384,42 @@ class LatentDiffusion:
         for name, component in self.components.items():
             index[name] = [component.library, component.class_name]
             (folder / name).mkdir(exist_ok=True)
-            write_json(folder / name / config_file(component, name), saved_config(component))
+            record = int8_record(self.networks[name]) if name in self.networks else {}
+            write_json(folder / name / config_file(component, name), saved_config(component) | record)
             if name in self.networks and name not in skip:
-                state = self.networks[name].state_dict()
+                state = merged_state_dict(self.networks[name])
+                _check_is_in_memory(name, state)
                 keys = file_keys(component, state)
                 write_tensors(folder / name / weights_file(component), {keys[k]: v for k, v in state.items()})
         write_json(folder / "model_index.json", index)
+
+    def _check_can_merge(self) -> None:
+        """Raise if a network is in int8, which has no place for what an adapter adds."""
+        names = sorted(n for n, network in self.networks.items() if int8_config(network) and adapted_weights(network))
+        if names:
+            raise UsageError(
+                f"LatentDiffusion.save_pretrained: {', '.join(names)} in int8 with LoRA on top; save the model with "
+                "LoRA first, then load and quantize_ it, or take LoRA off"
+            )
+
+    def _check_is_read(self, who: str, *, skip: Sequence[str] = ()) -> None:
+        """Raise if weights that are needed are still in their files."""
+        names = sorted(self.deferred.keys() - set(skip))
+        if names:
+            raise UsageError(
+                f"LatentDiffusion.{who}: the weights of {', '.join(names)} are read when a trainer is set up; call it "
+                "after trainer.fit, or leave deferred= out of from_pretrained"
+            )
+
+
+def _check_is_in_memory(network: str, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise if an engine has taken the memory of weights."""
+    for name, tensor in state.items():
+        if type(tensor) is torch.Tensor and tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise UsageError(
+                f"save_pretrained: {network}.{name} is in shards of the training strategy; use the folder pipeline/ of "
+                "a checkpoint, or call trainer.strategy.engine.restore() in every process before"
+            )
 
 
 def load_model(
@@ -371,12 +437,19 @@ def load_model(
     Random weights are made in every process and are then there: ``deferred`` is about files.
 
     Raises:
-        UsageError: Options of pretrained weights without ``pretrained``, or what the two constructors raise.
+        UsageError: Options of pretrained weights without ``pretrained``, weights in int8, or what the two constructors
+            raise.
     """
     if pretrained is not None:
-        return LatentDiffusion.from_pretrained(
+        model = LatentDiffusion.from_pretrained(
             pretrained, revision=revision, variant=variant, vae=vae, deferred=deferred
         )
+        if any(int8_config(network) for network in model.networks.values()):
+            raise UsageError(
+                f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline "
+                "that it was made from"
+            )
+        return model
     given = {k: v for k, v in {"revision": revision, "variant": variant, "vae": vae}.items() if v is not None}
     if given:
         raise UsageError(
@@ -400,6 +473,23 @@ def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
         for name, module in network.named_modules()
         if any(base.__name__ in _BLOCK_CLASSES for base in type(module).__mro__)
     }
+
+
+def execution_position(name: str) -> tuple[int, ...]:
+    """Return a sort key that brings parts of a UNet, by name, into the order in which they run.
+
+    They are registered in another: up before mid blocks, and attention before the resnets that it follows. Names in
+    other networks have one key, so that a stable sort leaves them as they are.
+    """
+    stages = {"conv_in": 1, "down_blocks": 2, "mid_block": 3, "up_blocks": 4, "conv_norm_out": 5, "conv_out": 6}
+    stage, *inner = name.split(".")
+    if stage not in ("down_blocks", "mid_block", "up_blocks"):
+        return (stages.get(stage, 0),)
+    block = 0 if stage == "mid_block" else int(inner.pop(0))
+    kinds = ("resnets", "attentions")
+    if len(inner) < 2 or inner[0] not in kinds:
+        return stages[stage], block, 1000  # the samplers, after all layers
+    return stages[stage], block, int(inner[1]), kinds.index(inner[0])
 
 
 def scheduler_class(name: str) -> str:

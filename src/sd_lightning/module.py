@@ -19,6 +19,8 @@ from sd_lightning.encoder import Dtype, LatentEncoder
 from sd_lightning.flops import training_flops_per_sample
 from sd_lightning.generation import SamplingOptions, generate
 from sd_lightning.latent_diffusion import Conditioning, LatentDiffusion
+from sd_lightning.learned_token import LearnedToken
+from sd_lightning.lora import Lora, freeze_unused
 from sd_lightning.objective import NoisyBatch, Objective
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ class SDLightningModule(pl.LightningModule):
         train_text_encoder: Train the text encoder(s) too.
         text_encoder_lr: Learning rate of the text encoder(s), if another than the UNet's.
         encoder_dtype: What the frozen encoders compute in.
+        offload_encoders: Keep the frozen encoders in host memory while they have nothing to encode.
+        lora: Train adapters of the networks in the place of their weights.
+        learned_token: Also train a new word of the text encoder; without ``train_text_encoder`` nothing else of it.
         seed: Seed of noise, timesteps, crops, …: all randomness of the run.
     """
 
@@ -59,10 +64,15 @@ class SDLightningModule(pl.LightningModule):
         train_text_encoder: bool = False,
         text_encoder_lr: float | None = None,
         encoder_dtype: Dtype = "float32",
+        offload_encoders: bool = False,
+        lora: Lora | None = None,
+        learned_token: LearnedToken | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if text_encoder_lr is not None and not train_text_encoder:
+        if lora is not None and latent_diffusion.deferred:
+            raise UsageError("SDLightningModule got lora= and a model with deferred weights; load it without deferred=")
+        if text_encoder_lr is not None and not train_text_encoder and learned_token is None:
             raise UsageError(
                 f"SDLightningModule got text_encoder_lr={text_encoder_lr} but the text encoder is frozen; "
                 "set train_text_encoder=true or leave text_encoder_lr out"
@@ -74,19 +84,25 @@ class SDLightningModule(pl.LightningModule):
             )
         if not 0 <= seed < 2**63:
             raise UsageError(f"SDLightningModule got seed={seed}; expected 0 to 2**63 - 1, e.g. seed=0")
+        if learned_token is not None:
+            learned_token.apply_(latent_diffusion)
+        has_text = train_text_encoder or learned_token is not None
         self.latent_diffusion = latent_diffusion
         self.objective = (objective or Objective()).resolve(latent_diffusion.scheduler_config)
         self.schedule = self.objective.noise_schedule(latent_diffusion.scheduler_config)
-        self.encoder = LatentEncoder(latent_diffusion, train_text_encoder=train_text_encoder, dtype=encoder_dtype)
+        self.encoder = LatentEncoder(
+            latent_diffusion, train_text_encoder=has_text, dtype=encoder_dtype, offload=offload_encoders
+        )
         self.seed = seed
         self.text_encoder_lr = text_encoder_lr
+        self.lora = lora
         self._optimizer_factory = optimizer
         self._scheduler_factory = lr_scheduler
         self._loss: Tensor | None = None
         latent_diffusion.use_scheduler(self.objective.scheduler_overrides())
         self.unet: nn.Module = latent_diffusion.unet
         self._text_encoder_names: tuple[str, ...] = ()
-        if train_text_encoder:
+        if has_text:
             self._text_encoder_names = tuple(latent_diffusion.text_encoders)
             for name, network in latent_diffusion.text_encoders.items():
                 self.add_module(name, network)
@@ -96,11 +112,19 @@ class SDLightningModule(pl.LightningModule):
                 f"SDLightningModule got a model with deferred weights of {', '.join(sorted(frozen))}, which it does "
                 "not train; defer trained networks only"
             )
-        for network in self.trained_networks().values():
-            network.requires_grad_(True).train()
+        self._choose_trained(train_text_encoder)
+
+    def _choose_trained(self, train_text_encoder: bool) -> None:
+        """Let those parameters require gradients that are trained, and get any."""
+        latent_diffusion, networks = self.latent_diffusion, self.trained_networks()
+        for name, network in networks.items():
+            network.requires_grad_(name == "unet" or train_text_encoder).train()
+        if self.lora is not None:
+            self.lora.apply_({n: network for n, network in networks.items() if n == "unet" or train_text_encoder})
+        for parameter in LearnedToken.parameters(networks):
+            parameter.requires_grad_(True)
         for name, unused in latent_diffusion.unused_parameters().items() if train_text_encoder else ():
-            for key in unused:
-                latent_diffusion.networks[name].get_parameter(key).requires_grad_(False)
+            freeze_unused(latent_diffusion.networks[name], unused)
             if name in latent_diffusion.deferred:  # saved before anything is sharded
                 latent_diffusion.deferred[name].fill_parameters(latent_diffusion.networks[name], unused)
 
@@ -169,8 +193,12 @@ class SDLightningModule(pl.LightningModule):
         return trainer.is_last_batch or step == trainer.max_steps or (every > 0 and step % every == 0)
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
-        """Return the mean training loss of an encoded batch, without side effects."""
-        return self._sample_losses(self._add_noise(batch), self._conditioning(batch)).mean()
+        """Return the mean training loss of an encoded batch, without side effects.
+
+        Samples weigh what ``loss_weight`` (B,) of the batch says, if it is there.
+        """
+        losses = self._sample_losses(self._add_noise(batch), self._conditioning(batch))
+        return (losses * batch["loss_weight"]).mean() if "loss_weight" in batch else losses.mean()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log the held-out loss and the caption gap as ``val/loss`` and ``val/caption_gap``.
@@ -232,7 +260,14 @@ class SDLightningModule(pl.LightningModule):
         if self._text_encoder_names:
             parameters = [p for name in self._text_encoder_names for p in _trained(getattr(self, name))]
             rate = {} if self.text_encoder_lr is None else {"lr": self.text_encoder_lr}
-            groups.append({"params": parameters, **rate})
+            words = {id(p) for p in LearnedToken.parameters(self.trained_networks())}
+            # Weight decay would shrink the words that are not learned.
+            for chosen, options in (
+                ([p for p in parameters if id(p) not in words], {}),
+                ([p for p in parameters if id(p) in words], {"weight_decay": 0.0}),
+            ):
+                if chosen:
+                    groups.append({"params": chosen, **rate, **options})
         optimizer = self._optimizer_factory(groups)
         # Fused optimizers would take unscaling upon themselves, after gradients are clipped: Lightning then refuses to
         # clip in mixed precision, even in bfloat16, where nothing is scaled.
@@ -284,15 +319,19 @@ class SDLightningModule(pl.LightningModule):
     ) -> list[Image.Image]:
         """Draw one picture per prompt and seed, in the trainer's precision while one is attached."""
         plugin = None if self._trainer is None else self.trainer.precision_plugin
-        with contextlib.nullcontext() if plugin is None else plugin.forward_context():
-            return generate(
-                self.latent_diffusion,
-                prompts,
-                seeds=seeds,
-                options=options,
-                negative_prompt=negative_prompt,
-                device=self.device,
-            )
+        try:
+            with contextlib.nullcontext() if plugin is None else plugin.forward_context():
+                return generate(
+                    self.latent_diffusion,
+                    prompts,
+                    seeds=seeds,
+                    options=options,
+                    negative_prompt=negative_prompt,
+                    device=self.device,
+                )
+        finally:
+            if self.encoder.offload:
+                self.encoder.to(self.encoder.device)  # back to where they wait
 
     def flops_per_sample(self, batch: dict[str, Any]) -> int:
         """Floating-point operations of one training step for one sample of ``batch``, forward and backward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ _CLASSES = {
     "text_encoder": ("transformers", ("CLIPTextModel", "CLIPTextModelWithProjection")),
     "tokenizer": ("transformers", ("CLIPTokenizer", "CLIPTokenizerFast")),
 }
+QUANTIZATION = "quantization_config"
+"""Where ``config.json`` says that, and how, a network is quantised."""
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 _REMEDY = "it needs config.json and complete safetensors weights; copy or download that folder again"
 
@@ -142,7 +144,7 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     if component.library == "transformers":  # which otherwise says that some tensor has a wrong shape, but not which
         options["ignore_mismatched_sizes"] = True
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             network, loaded = class_of(component).from_pretrained(
                 folder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
             )
@@ -155,11 +157,21 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
 
 
 def defer_network(
-    component: Component, folder: Path, *, variant: str | None = None
+    component: Component,
+    folder: Path,
+    *,
+    variant: str | None = None,
+    prepare: Callable[[nn.Module, ShardedTensors], None] | None = None,
 ) -> tuple[nn.Module, Component, DeferredWeights]:
     """Build one network on the meta device, in float32, and look up where its weights are; none is read.
 
     Buffers that are computed and not saved, such as CLIP's position ids, are made.
+
+    Args:
+        component: What it is.
+        folder: Where its files lie.
+        variant: File variant.
+        prepare: Called with the network and its files, before the two are compared: may replace layers.
 
     Returns:
         The network, the record of what it is, and its weights.
@@ -173,13 +185,18 @@ def defer_network(
     try:
         with init_empty_weights(include_buffers=False):
             if component.library == "diffusers":
-                network = cls.from_config(cls.load_config(folder))
+                config = cls.load_config(folder)
+                network = cls.from_config({k: v for k, v in config.items() if k != QUANTIZATION})
             else:
-                network = cls(cls.config_class.from_pretrained(folder))
+                config = cls.config_class.from_pretrained(folder)
+                vars(config).pop(QUANTIZATION, None)
+                network = cls(config)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{folder}: cannot build {component.class_name}: {_first_line(error)}; {_REMEDY}") from error
     files = indexed_files(folder / weights_file(component), variant=variant)
     store = ShardedTensors(folder, files=[file.name for file in files])
+    if prepare is not None:
+        prepare(network, store)
     keys = _keys_in_files(component, network, store)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     wrong = sorted(name for name, shape in shapes.items() if name not in keys or store.shape(keys[name]) != shape)
@@ -231,7 +248,7 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Keep transformers' bar off the console: it flashes by for every network, and is no download."""
     from transformers.utils import logging
 

@@ -287,7 +287,9 @@ def tensors_in(path: Path) -> dict[PieceSpec, int]:
         raise UsageError(f"{path}: not a complete safetensors file ({error}); {remedy}") from error
 
 
-def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> str:
     """Write tensors as one ordinary safetensors file, in slices; a file that is there is replaced, not overwritten.
 
     Returns:
@@ -295,7 +297,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -
     """
     Path(path).unlink(missing_ok=True)  # it may be a hard link shared with a checkpoint
     specs = [PieceSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with PieceWriter(path, specs, metadata={"format": "pt"}) as writer:
+    with PieceWriter(path, specs, metadata={"format": "pt", **(metadata or {})}) as writer:
         for piece in writer.pieces:
             writer.write(piece.key, tensors[piece.key])
         return writer.close()

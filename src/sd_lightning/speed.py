@@ -48,7 +48,7 @@ class Speed:
         """Switch the networks in place; attention kernel and TF32 are settings of the whole process."""
         for network in networks:
             if self.gradient_checkpointing:
-                _enable_gradient_checkpointing(network)
+                enable_gradient_checkpointing(network)
             if self.channels_last:
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if self.compile_blocks:
@@ -86,7 +86,8 @@ def _call(block: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: 
     return compiled(*args, **kwargs) if block.training else block._call_impl(*args, **kwargs)
 
 
-def _enable_gradient_checkpointing(network: Any) -> None:
+def enable_gradient_checkpointing(network: Any) -> None:
+    """Recompute every block of a network in backward."""
     if hasattr(network, "enable_gradient_checkpointing"):  # diffusers
         network.enable_gradient_checkpointing()
     elif hasattr(network, "gradient_checkpointing_enable"):  # transformers

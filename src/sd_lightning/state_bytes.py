@@ -33,7 +33,7 @@ FORMS = {
     "deepspeed_zero2": Form(whole=2, sharded=14),
     "deepspeed_zero2_offload": Form(whole=2, host=16),  # gradients are float32 on the host
     "deepspeed_zero3": Form(sharded=16),
-    "deepspeed_zero3_offload": Form(host=18),
+    "deepspeed_zero3_offload": Form(host=20),  # gradients in bfloat16 and in float32
     "gemini": Form(sharded=18),  # gradients add up in float32
     "gemini_gathered": Form(whole=2, sharded=16),  # shard_param_frac=0
     "gemini_offload": Form(host=18),

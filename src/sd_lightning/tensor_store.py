@@ -339,9 +339,18 @@ def merge_index(directory: str | os.PathLike[str], world_size: int) -> dict[str,
     return digests
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that is made when it is written, and not kept."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
 def stream_network(
     reader: ShardedTensors,
-    key_of: Mapping[str, str | Tensor],
+    key_of: Mapping[str, str | Tensor | Computed],
     path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
 ) -> str:
@@ -350,7 +359,7 @@ def stream_network(
     Args:
         reader: The store that holds the weights.
         key_of: For each name in the file, the key in the store, or the tensor itself (frozen
-            weights and buffers, which are not in the store).
+            weights and buffers, which are not in the store), or how it is computed.
         path: File to create.
         dtype: Convert floating-point weights to it; the stored dtypes if not given.
 
@@ -359,14 +368,14 @@ def stream_network(
     """
     specs = []
     for name, source in key_of.items():
-        stored = source.dtype if isinstance(source, Tensor) else reader.dtype(source)
-        shape = tuple(source.shape) if isinstance(source, Tensor) else reader.shape(source)
+        stored = reader.dtype(source) if isinstance(source, str) else source.dtype
+        shape = reader.shape(source) if isinstance(source, str) else tuple(source.shape)
         specs.append(PieceSpec(name, dtype if dtype is not None and stored.is_floating_point else stored, shape))
     with PieceWriter(path, specs, metadata={"format": "pt"}) as writer:
         for piece in writer.pieces:
             source = key_of[piece.key]
-            if isinstance(source, Tensor):
-                writer.write(piece.key, source)
-            else:
+            if isinstance(source, str):
                 writer.write_slices(piece.key, reader.slices(source))
+            else:
+                writer.write(piece.key, source.make() if isinstance(source, Computed) else source)
         return writer.close()

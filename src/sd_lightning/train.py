@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,7 @@ log = logging.getLogger("sd_lightning.train")  # __name__ is "__main__" under py
 
 GIVEN = {
     "model": {"deferred"},
-    "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler"},
+    "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler", "lora", "learned_token"},
     "trainer": {"strategy", "callbacks", "logger", "use_distributed_sampler"},
     "callbacks.checkpoint": {"resume"},
 }
@@ -34,6 +34,7 @@ HINTS = {
     "init_from": str | None,
     "overwrite": bool,
     "seed": int,
+    "merge_lora": bool,
     "trainer.precision": Literal[32, "32-true", "bf16-mixed", "bf16-true", "16-mixed"],
     "trainer.gradient_clip_val": float | None,
     "trainer.val_check_interval": float | None,
@@ -50,8 +51,12 @@ _LOAD_MODEL = "sd_lightning.latent_diffusion.load_model"
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
 
-def train(cfg: DictConfig) -> int:
+def train(cfg: DictConfig, *, prepare: Callable[[DictConfig], None] | None = None) -> int:
     """Run the main job: build, fit, and write what a person looks at afterwards.
+
+    Args:
+        cfg: The configuration.
+        prepare: Called when all has been checked that can be, before anything is built.
 
     Returns:
         Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
@@ -63,6 +68,8 @@ def train(cfg: DictConfig) -> int:
         log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
         return 0
     quiet_libraries()
+    if prepare is not None:
+        prepare(cfg)
     trainer = build_trainer(cfg, resume)
     datamodule = _conf.instantiate(cfg.data)
     module = build_module(cfg)
@@ -222,6 +229,14 @@ def check_speed(cfg: DictConfig, *, on_cuda: bool) -> None:
         )
 
 
+def num_processes(cfg: DictConfig) -> int:
+    """Return the number of processes that a run asks for."""
+    import torch
+
+    cuda = torch.cuda.device_count() if cfg.trainer.accelerator in ("auto", "cuda", "gpu") else 0
+    return _num_devices(cfg.trainer.devices, cuda) * cfg.trainer.num_nodes
+
+
 def _num_devices(devices: Any, cuda: int) -> int:
     if isinstance(devices, int) and devices >= 1:
         return devices
@@ -283,6 +298,7 @@ def build_module(cfg: DictConfig) -> pl.LightningModule:
         objective=_conf.instantiate(cfg.objective),
         optimizer=_conf.instantiate(cfg.optimizer),
         lr_scheduler=_conf.instantiate(cfg.lr_scheduler),
+        **{name: _conf.instantiate(cfg[name]) for name in ("lora", "learned_token") if cfg.get(name) is not None},
     )
     if _is_lightning_checkpoint(cfg.init_from):
         runs.load_lightning_checkpoint(cfg.init_from, module)
@@ -294,7 +310,10 @@ def _deferral(cfg: DictConfig) -> dict[str, Any]:
     """Leave the weights of trained networks in their files, for the strategy to read once it has sharded them."""
     if cfg.model["_target_"] != _LOAD_MODEL or _is_lightning_checkpoint(cfg.init_from):
         return {}  # a Lightning checkpoint is loaded before there is a trainer
-    return {"deferred": ("unet", *(_TEXT_ENCODERS if cfg.module.train_text_encoder else ()))}
+    if cfg.get("lora") is not None:
+        return {}  # adapters are put around layers that have their weights
+    whole = cfg.get("learned_token") is not None  # a row is added to its weights
+    return {"deferred": ("unet", *(_TEXT_ENCODERS if cfg.module.train_text_encoder and not whole else ()))}
 
 
 def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:

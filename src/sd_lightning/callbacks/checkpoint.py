@@ -12,22 +12,21 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
-from safetensors import safe_open
 from torch import Tensor
 
 from sd_lightning import checkpoint, typed_json
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint_folders import CheckpointFolders
+from sd_lightning.callbacks.checkpoint_pipeline import frozen_weights_file, write_pipeline
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.position import RunPosition, restore_position
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.latent_diffusion import LatentDiffusion
-from sd_lightning.pipeline_folder import file_keys, weights_file
 from sd_lightning.safetensors_file import write_tensors
 from sd_lightning.scheduler_state import load_scheduler_state, scheduler_state
 from sd_lightning.state import ParameterShard, SavedParameter
 from sd_lightning.strategies import training_state
-from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, stream_network, write_shards
+from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, write_shards
 from sd_lightning.trainer_state import FORMAT, check_same_model, read_trainer_state
 
 log = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class PortableCheckpoint(Checkpoint):
         for name, network in pl_module.trained_networks().items():
             frozen = {key: p.detach() for key, p in network.named_parameters() if not p.requires_grad}
             if frozen and all(_is_whole(weight) for weight in frozen.values()):
-                path = self._frozen_weights(name)
+                path = frozen_weights_file(self.run_dir, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     write_tensors(path, frozen)
@@ -157,7 +156,7 @@ class PortableCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             try:
                 known = {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}
-                known |= self._write_pipeline(tmp, pl_module, averaged=ema is not None)
+                known |= write_pipeline(self.run_dir, tmp, pl_module, averaged=ema is not None)
                 (tmp / "trainer.json").write_text(typed_json.dumps(self._trainer_state(trainer, parameters)))
                 checkpoint.commit(tmp, known=known)
             except Exception as caught:
@@ -178,36 +177,6 @@ class PortableCheckpoint(Checkpoint):
         if error is None:
             raise UsageError(f"Saving the checkpoint of step {step} failed on another process; see its message")
         raise checkpoint.disk_full(error, self.run_dir, step) or error
-
-    def _write_pipeline(self, tmp: Path, pl_module: Any, *, averaged: bool) -> dict[str, str]:
-        """Link the frozen parts and stream the trained networks' weights out of the state just written."""
-        model: LatentDiffusion = pl_module.latent_diffusion
-        checkpoint.hard_link_tree(self.run_dir / "frozen", tmp / "pipeline")
-        digests = {}
-        with ShardedTensors(tmp / "state") as store:
-            for name, network in pl_module.trained_networks().items():
-                component = model.components[name]
-                keys = file_keys(component, network.state_dict())
-                frozen = self._read_frozen_weights(name)
-                sources: dict[str, str | Tensor] = {}
-                for key, value in network.state_dict().items():
-                    stored = f"{'ema' if averaged else 'master'}/{name}.{key}"
-                    # Frozen weights and buffers are not in the store.
-                    sources[keys[key]] = stored if stored in store else frozen.get(key, value)
-                path = f"pipeline/{name}/{weights_file(component)}"
-                digests[path] = stream_network(store, sources, tmp / path)
-        return digests
-
-    def _frozen_weights(self, name: str) -> Path:
-        return self.run_dir / "frozen-weights" / f"{name}.safetensors"
-
-    def _read_frozen_weights(self, name: str) -> dict[str, Tensor]:
-        """Map the frozen weights of a trained network into memory."""
-        path = self._frozen_weights(name)
-        if not path.exists():
-            return {}
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}
 
     def _write_frozen(self, pl_module: Any, resumed: Path | None) -> None:
         """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""

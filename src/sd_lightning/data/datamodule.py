@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.digits import Digits
+from sd_lightning.data.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
 from sd_lightning.data.images import HuggingFaceImages, ImageFolder
 from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loader import EpochLoader, LoaderOptions, WholeBatchLoader
@@ -143,6 +144,7 @@ class SDDataModule(LightningDataModule):
             rank=rank,
             accumulate=self._attached().accumulate_grad_batches,
             seed=self._module().seed,
+            together=getattr(self.source_train, "together", 1),
         )
         if self._position is not None:
             self.train_sampler.resume(*self._position)
@@ -214,12 +216,14 @@ class SDDataModule(LightningDataModule):
         known = self._latents.get(id(source))
         if known is None or known[0] is not encoder:
             table = encode_source(
-                source,
+                getattr(source, "distinct", source),
                 encoder.encode_moments,
                 resolution=self.images.resolution,
                 device=self._device(),
                 num_workers=self.loader_options.num_workers,
             )
+            if hasattr(source, "rows"):
+                table = table.of_samples(source.rows)
             self._latents[id(source)] = known = (encoder, table)
         self._count_bad({source.name(index): reason for index, reason in known[1].bad})
         return known[1]
@@ -395,6 +399,51 @@ def huggingface_data(
         val,
         batch_size=batch_size,
         val_batch_size=val_batch_size,
+        images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts),
+        loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
+        max_bad_fraction=max_bad_fraction,
+        cache_latents=cache_latents,
+    )
+
+
+def dreambooth_data(
+    instance_data_dir: str,
+    instance_prompt: str | None = None,
+    *,
+    class_data_dir: str | None = None,
+    class_prompts: list[str] | None = None,
+    num_class_images: int = 100,
+    prior_loss_weight: float = 1.0,
+    batch_size: int = 2,
+    resolution: int = 512,
+    center_crop: bool = True,
+    random_flip: bool = False,
+    proportion_empty_prompts: float = 0.0,
+    cache_latents: bool = True,
+    num_workers: int = 0,
+    pin_memory: bool | None = None,
+    persistent_workers: bool = False,
+    prefetch_factor: int | None = None,
+    max_bad_fraction: float = 0.01,
+) -> SDDataModule:
+    """Build photos of a subject, beside pictures of its class (``SubjectAndClass``) where there are class prompts."""
+    photos = find_photos(instance_data_dir, instance_prompt)
+    pictures: list[Picture] = []
+    if class_prompts:
+        if class_data_dir is None:
+            raise UsageError(
+                "data.class_prompts without data.class_data_dir; write data.class_data_dir=<folder>, where the "
+                "pictures of the class lie"
+            )
+        pictures = find_class_pictures(class_data_dir, class_prompts, num_class_images)
+        if not pictures:
+            raise UsageError(
+                f"data.class_data_dir={class_data_dir} has no pictures of {class_prompts[0]!r}; draw them with python "
+                "-m sd_lightning.dreambooth, or leave data.class_prompts out"
+            )
+    return SDDataModule(
+        SubjectAndClass(photos, pictures, prior_loss_weight=prior_loss_weight, min_samples=16 * batch_size),
+        batch_size=batch_size,
         images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts),
         loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
         max_bad_fraction=max_bad_fraction,

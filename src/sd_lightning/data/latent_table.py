@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,10 +41,21 @@ class LatentTable:
     """(N,) int64: the sample to use for each, another one where it is broken."""
     bad: list[Bad]
     """The broken ones."""
+    rows: Tensor | None = None
+    """(M,) int64: the image of each sample, where samples share images; None if every image is one sample."""
+
+    def of_samples(self, rows: Tensor) -> LatentTable:
+        """Return the table of samples that share images: (M,) int64, the image of each."""
+        samples = rows.tolist()
+        reasons = dict(self.bad)
+        substitute = _substitutes(len(samples), {i for i, row in enumerate(samples) if row in reasons})
+        bad = [(samples.index(row), reason) for row, reason in self.bad if row in samples]
+        return replace(self, rows=rows, substitute=substitute, bad=bad)
 
     def batch(self, index: Sequence[int]) -> dict[str, Tensor]:
         """Return the part of a batch that replaces its pixels."""
         rows = torch.as_tensor(index)
+        rows = rows if self.rows is None else self.rows[rows]
         return {
             "latent_moments": self.moments[rows],
             "original_size": self.original_size[rows],
@@ -109,7 +120,7 @@ def encode_source(
         for rows, values, row_sizes in _exchange(block, encoded, world, device):
             if moments is None:
                 moments = torch.zeros(len(source), *values.shape[1:])
-                log.info("cache_latents: %.2f GiB of latents in host memory per process", _gib(moments))
+                log.info("encoding %d images once: %.2f GiB of latents per process", len(source), _gib(moments))
             moments[rows] = values
             sizes[rows] = row_sizes
     bad = _all_lists(bad, world)

@@ -69,6 +69,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         accumulate: int = 1,
         seed: int,
         shuffle: bool = True,
+        together: int = 1,
     ) -> None:
         """Divide the samples among ranks.
 
@@ -80,6 +81,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             accumulate: Micro-batches per optimizer step.
             seed: Seed of the run; the permutation is ``randomness.permutation(seed, epoch, n)``.
             shuffle: Yield in index order if false.
+            together: Samples in a row that stay neighbours when shuffled; divides ``num_samples``.
 
         Raises:
             UsageError: The batch cannot be divided, or is larger than the dataset.
@@ -103,6 +105,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self.accumulate = accumulate
         self.seed = seed
         self.shuffle = shuffle
+        self.together = together
         self.epoch = 0
         self.batches_done = 0
         self._resumed = False
@@ -167,7 +170,8 @@ class GlobalBatchSampler(Sampler[list[Key]]):
 
     def _order(self) -> Tensor:
         if self.shuffle:
-            return randomness.permutation(self.seed, self.epoch, self.num_samples)
+            groups = randomness.permutation(self.seed, self.epoch, self.num_samples // self.together)
+            return (groups[:, None] * self.together + arange(self.together)).flatten()
         return arange(self.num_samples)
 
     def __iter__(self) -> Iterator[list[Key]]:

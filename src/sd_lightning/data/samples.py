@@ -74,6 +74,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
     - ``input_ids`` (B, E, L) int64, E text encoders; in validation also ``wrong_input_ids``
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
+    - ``loss_weight`` (B,) float32 where the source weighs its samples (``loss_weights``)
     - ``captions`` list of B strings
     - ``bad`` list of ``(index, reason)``
     """
@@ -145,6 +146,8 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             "captions": captions,
             "bad": list(bad.items()),
         }
+        if hasattr(self.source, "loss_weights"):
+            batch["loss_weight"] = self.source.loss_weights[used]
         if self.wrong_captions:
             batch["wrong_input_ids"] = self.tokenize([self._wrong_caption(i) for i in used])
         return batch

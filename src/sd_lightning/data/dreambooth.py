@@ -1,0 +1,249 @@
+"""Photos of a subject and pictures of its class: what DreamBooth (arXiv 2208.12242) trains on.
+
+The photos lie in one folder, or in folders named as kohya's scripts want them (``10_sks dog``: ten repeats of what is
+captioned "sks dog"). Pictures of the class lie in one folder per class prompt; see :func:`class_folder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.images import SUFFIXES, clean_captions, decode
+from sd_lightning.data.source import BadSample
+
+_KOHYA = re.compile(r"(\d+)_(.+)")
+_LEAST_PHOTOS = 2
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image file and what it is trained with."""
+
+    path: str
+    caption: str
+
+
+class Pictures:
+    """Source of image files with one caption each.
+
+    Attributes:
+        dropped: Nothing: files are looked at when they are decoded.
+    """
+
+    def __init__(self, pictures: Sequence[Picture]) -> None:
+        self.pictures = list(pictures)
+        self.dropped: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.pictures)
+
+    def image(self, index: int) -> Image.Image:
+        """Decode an image as upright RGB; ``BadSample`` if it is broken."""
+        return decode(self.pictures[index].path)
+
+    def captions(self, index: int) -> list[str]:
+        """Return a picture's only caption."""
+        return [self.pictures[index].caption]
+
+    def name(self, index: int) -> str:
+        """Return the path of an image."""
+        return self.pictures[index].path
+
+
+class SubjectAndClass:
+    """Source of photos of a subject, each followed by a picture of its class if there are any.
+
+    An epoch shows every photo equally often and, with prior preservation, as many class pictures as photos, side by
+    side: ``together`` samples stay neighbours when the order is shuffled, so that even a batch of two has one of
+    each.
+
+    Attributes:
+        distinct: Every file once.
+        rows: (N,) int64, the file of each sample.
+        loss_weights: (N,) float32. The mean of the weighted losses over a batch is DreamBooth's
+            ``instance_loss + prior_loss_weight * prior_loss`` (arXiv 2208.12242, equation 2).
+        together: Consecutive samples that belong together.
+    """
+
+    def __init__(
+        self,
+        photos: Sequence[Picture],
+        class_pictures: Sequence[Picture] = (),
+        *,
+        prior_loss_weight: float = 1.0,
+        min_samples: int = 1,
+    ) -> None:
+        """Arrange the samples of an epoch.
+
+        Args:
+            photos: Of the subject; a photo that is named several times is shown so often.
+            class_pictures: Of the class, for prior preservation.
+            prior_loss_weight: Weight of their loss.
+            min_samples: Least length of an epoch; with few photos, they come so often.
+
+        Raises:
+            UsageError: The weight is negative.
+        """
+        if not prior_loss_weight >= 0:
+            raise UsageError(
+                f"dreambooth got prior_loss_weight={prior_loss_weight}; expected a number of at least 0; write "
+                "prior_loss_weight=1"
+            )
+        files = list(dict.fromkeys([*photos, *class_pictures]))
+        row = {picture: i for i, picture in enumerate(files)}
+        self.together = 2 if class_pictures else 1
+        least = max(len(class_pictures), -(-min_samples // self.together))
+        count = -(-least // len(photos)) * len(photos)
+        columns = [[row[photos[i % len(photos)]] for i in range(count)]]
+        if class_pictures:
+            columns.append([row[class_pictures[i % len(class_pictures)]] for i in range(count)])
+        self.distinct = Pictures(files)
+        self.dropped = self.distinct.dropped
+        self.rows: Tensor = torch.tensor(columns).T.reshape(-1)
+        weights = [2.0, 2.0 * prior_loss_weight] if class_pictures else [1.0]
+        self.loss_weights = torch.tensor(weights).repeat(count)
+
+    def __len__(self) -> int:
+        """Return the number of samples in an epoch."""
+        return len(self.rows)
+
+    def image(self, index: int) -> Image.Image:
+        """Decode an image as upright RGB; ``BadSample`` if it is broken."""
+        return self.distinct.image(int(self.rows[index]))
+
+    def captions(self, index: int) -> list[str]:
+        """Return a sample's only caption."""
+        return self.distinct.captions(int(self.rows[index]))
+
+    def name(self, index: int) -> str:
+        """Return the path of an image."""
+        return self.distinct.name(int(self.rows[index]))
+
+
+# ---------------------------------------------------------------------- finding files
+
+
+def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
+    """Find the photos of the subject; one of ``10_sks dog/`` comes ten times.
+
+    Args:
+        folder: Holds photos, or kohya's folders with photos.
+        prompt: Caption of all photos. Without it, a photo's caption is the first line of the ``.txt`` file beside it,
+            or what the name of its kohya folder says.
+
+    Raises:
+        UsageError: There are no photos, only one, or one without a caption.
+    """
+    root = Path(folder)
+    who = f"dreambooth got instance_data_dir={folder}"
+    if not root.is_dir():
+        raise UsageError(
+            f"{who}, which is not a folder; expected a folder with a few photos of the subject; write "
+            "instance_data_dir=<folder>"
+        )
+    photos = [Picture(str(path), _caption(path, prompt, None)) for path in images_in(root)]
+    for part in sorted(path for path in root.iterdir() if path.is_dir()):
+        kohya = _KOHYA.fullmatch(part.name)
+        if kohya and int(kohya[1]) > 0:
+            pictures = [Picture(str(path), _caption(path, prompt, kohya[2].strip())) for path in images_in(part)]
+            photos += pictures * int(kohya[1])
+    if len(set(photos)) < _LEAST_PHOTOS:
+        found = f"one photo ({photos[0].path})" if photos else "no photos"
+        raise UsageError(
+            f"{who} with {found} in it; expected at least {_LEAST_PHOTOS} ({', '.join(sorted(SUFFIXES))}), 3 to 5 are "
+            "usual: from a single one the model learns the photo and not the subject; add photos from other angles"
+        )
+    without = next((photo for photo in photos if not photo.caption), None)
+    if without is not None:
+        raise UsageError(
+            f"{who} without instance_prompt, and {without.path} has no caption of its own; write "
+            "'instance_prompt=a photo of sks dog', with a rare word for the subject"
+        )
+    return photos
+
+
+def check_readable(photos: Sequence[Picture]) -> None:
+    """Decode all photos: of a handful, each one counts.
+
+    Raises:
+        UsageError: Some cannot be decoded.
+    """
+    bad = {}
+    for path in dict.fromkeys(photo.path for photo in photos):
+        try:
+            decode(path)
+        except BadSample as reason:
+            bad[path] = str(reason)
+    if bad:
+        shown = "; ".join(f"{path}: {reason}" for path, reason in list(bad.items())[:5])
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise UsageError(
+            f"dreambooth cannot read {len(bad)} of the {len(set(photos))} photos ({shown}{more}); mend or remove them"
+        )
+
+
+def find_class_pictures(folder: str | Path, prompts: Sequence[str], count: int) -> list[Picture]:
+    """Return the pictures of the class that are there, for each prompt at most ``num_per_prompt``."""
+    return [
+        Picture(str(path), prompt)
+        for prompt, number in num_per_prompt(prompts, count).items()
+        for path in images_in(class_folder(folder, prompt, prompts))[:number]
+    ]
+
+
+def num_per_prompt(prompts: Sequence[str], count: int) -> dict[str, int]:
+    """Divide ``num_class_images`` among the class prompts; one that is listed twice gets twice as many."""
+    each = -(-count // len(prompts))
+    return {prompt: each * prompts.count(prompt) for prompt in prompts}
+
+
+def class_folder(folder: str | Path, prompt: str, prompts: Sequence[str]) -> Path:
+    """Return the folder of a class prompt's pictures: a folder of its own, or all of ``class_data_dir``.
+
+    Pictures that somebody else has put into ``class_data_dir`` itself, as diffusers' scripts do, are used as they are
+    where there is one class prompt.
+
+    Raises:
+        UsageError: There are such pictures and several prompts that they could belong to.
+    """
+    root = Path(folder)
+    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "class"
+    own = root / f"{slug}-{hashlib.sha256(prompt.encode()).hexdigest()[:6]}"
+    if not images_in(root):
+        return own
+    if len(set(prompts)) > 1:
+        raise UsageError(
+            f"dreambooth got class_data_dir={folder} with pictures in it and {len(set(prompts))} class prompts; "
+            f"expected pictures in a folder per prompt, as in {own}; move them, or choose another class_data_dir"
+        )
+    return root
+
+
+def images_in(folder: Path) -> list[Path]:
+    """Return the image files of a folder by name; none if it does not exist."""
+    if not folder.is_dir():
+        return []
+    files = (path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
+    return sorted(path for path in files if path.is_file())
+
+
+def _caption(path: Path, prompt: str | None, folder_says: str | None) -> str:
+    """Return the caption of a photo, "" if nothing gives it one."""
+    if prompt:
+        return prompt
+    beside = path.with_suffix(".txt")
+    if beside.is_file():
+        captions = clean_captions(beside.read_text(encoding="utf-8", errors="replace").splitlines())
+        if captions:
+            return captions[0]
+    return folder_says or ""

@@ -1,0 +1,264 @@
+"""Teach a model a subject from a few photos: ``python -m sd_lightning.dreambooth [key=value …]``.
+
+The main job with other data: see :mod:`sd_lightning.train`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from sd_lightning import _conf, class_images, runs, train
+from sd_lightning._errors import UsageError
+from sd_lightning._launchers import is_first_process
+from sd_lightning.data.dreambooth import check_readable, find_photos
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+
+    from sd_lightning.latent_diffusion import LatentDiffusion
+    from sd_lightning.memory_forecast import Forecast
+
+log = logging.getLogger("sd_lightning.dreambooth")  # __name__ is "__main__" under python -m
+
+_ADAMW_8BIT = "bitsandbytes.optim.AdamW8bit"
+HINTS = {
+    **train.HINTS,
+    "instance_data_dir": str,
+    "instance_prompt": str | None,
+    "class_data_dir": str,
+    "class_prompt": str | None,
+    "class_prompts": list[str],
+    "num_class_images": int,
+    "with_prior_preservation": bool,
+    "prior_loss_weight": float,
+    "sample_batch_size": int,
+    "prior_generation_precision": Literal["float32", "bfloat16", "float16"] | None,
+    "validation_prompt": str | None,
+    "train_text_encoder": bool,
+    "learn_token": bool,
+    "placeholder_token": str,
+    "initializer_token": str | None,
+    "gradient_checkpointing": bool,
+    "use_8bit_adam": bool,
+    "learning_rate": float,
+    "max_train_steps": int,
+    "resolution": int,
+}
+"""Types of the settings that diffusers' and ColossalAI's DreamBooth scripts have, too."""
+
+
+def run(cfg: DictConfig) -> int:
+    """Check the photos and prompts, draw the class images that are missing, and train.
+
+    Returns:
+        Exit code of :func:`sd_lightning.train.train`.
+    """
+    photos = find_photos(cfg.instance_data_dir, cfg.instance_prompt)
+    captions = sorted({photo.caption for photo in photos})
+    cfg.data.class_prompts = check_prompts(cfg, captions)
+    if cfg.learn_token:
+        learn_token(cfg, captions)
+    if cfg.validation_prompt is not None and cfg.callbacks.samples is not None:
+        cfg.callbacks.samples.prompts = [cfg.validation_prompt] * 4
+    if cfg.use_8bit_adam:
+        use_8bit_adam(cfg)
+    if is_first_process():
+        check_readable(photos)
+        check_before_drawing(cfg)
+    return train.train(cfg, prepare=prepare)
+
+
+def prepare(cfg: DictConfig) -> None:
+    """Say what memory the run will take, and complete the class images."""
+    predicted = predict_memory(cfg) if is_first_process() else None
+    if predicted is not None:
+        print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
+    complete_class_images(cfg)
+
+
+def predict_memory(cfg: DictConfig) -> Forecast | None:
+    """Return the memory that a run with ``strategy=gemini`` in bf16-true will take; None for other settings.
+
+    The forms are those of the architecture that ``model=`` names, on one process for each device.
+    """
+    import torch
+
+    from sd_lightning import memory_forecast
+    from sd_lightning.strategies.gemini import GeminiStrategy
+
+    strategy: Any = _conf.instantiate(cfg.strategy)
+    known = isinstance(strategy, GeminiStrategy) and strategy.config.placement == "static" and not cfg.learn_token
+    if not known or cfg.trainer.precision != "bf16-true" or cfg.model.get("architecture") is None:
+        return None
+    world_size = train.num_processes(cfg)
+    training = memory_forecast.Training(
+        batch_size=cfg.data.batch_size // (world_size * cfg.trainer.accumulate_grad_batches),
+        resolution=cfg.data.resolution,
+        train_text_encoder=cfg.module.train_text_encoder,
+        lora=None if cfg.lora is None else _conf.instantiate(cfg.lora),
+        gradient_checkpointing=cfg.speed.gradient_checkpointing,
+        encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
+        averages=cfg.callbacks.get("ema") is not None,
+        num_images=cfg.num_class_images * cfg.with_prior_preservation + 10,
+        world_size=world_size,
+    )
+    return memory_forecast.forecast(cfg.model.architecture, training, strategy.config)
+
+
+def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
+    """Check the settings of prior preservation against each other.
+
+    Args:
+        cfg: The configuration.
+        captions: What the photos are captioned with.
+
+    Returns:
+        The class prompts; none without prior preservation.
+
+    Raises:
+        UsageError: They contradict each other, or a caption does not tell the subject from its class.
+    """
+    prompts = [prompt.strip() for prompt in [cfg.class_prompt or "", *cfg.class_prompts]]
+    prompts = [prompt for prompt in prompts if prompt]
+    if not cfg.with_prior_preservation:
+        if prompts:
+            raise UsageError(
+                f"dreambooth got class_prompt={prompts[0]!r}, which nothing uses without prior preservation; add "
+                "with_prior_preservation=true"
+            )
+        return []
+    if not prompts:
+        raise UsageError(
+            "dreambooth got with_prior_preservation=true without a class prompt; expected what the subject is one of: "
+            "write 'class_prompt=a photo of a dog', or several with 'class_prompts=[a photo of a dog, a dog outdoors]'"
+        )
+    for name in ("num_class_images", "sample_batch_size"):
+        if cfg[name] < 1:
+            raise UsageError(f"dreambooth got {name}={cfg[name]}; expected at least 1; write {name}=100")
+    for caption, prompt in ((c, p) for c in captions for p in prompts):
+        if not _words(caption) - _words(prompt):
+            raise UsageError(
+                f"dreambooth got instance_prompt={caption!r}, which has no word that tells the subject from its class "
+                f"{prompt!r}; expected a rare word for the subject, such as sks: write "
+                f"'instance_prompt={_with_token(caption)}'"
+            )
+    return prompts
+
+
+def learn_token(cfg: DictConfig, captions: Sequence[str]) -> None:
+    """Let the module learn a new word, which every caption has to contain.
+
+    Raises:
+        UsageError: One does not.
+    """
+    from omegaconf import OmegaConf
+
+    token = cfg.placeholder_token
+    for caption in captions:
+        if token not in caption.split():
+            raise UsageError(
+                f"dreambooth got learn_token=true and instance_prompt={caption!r} without the word {token}; write "
+                f"'instance_prompt={_with_token(caption, token)}', or placeholder_token=<the word>"
+            )
+    settings = {"placeholder_token": token, "initializer_token": cfg.initializer_token}
+    node = {"_target_": "sd_lightning.learned_token.LearnedToken", **settings}
+    OmegaConf.update(cfg, "learned_token", node, force_add=True)
+
+
+def check_before_drawing(cfg: DictConfig) -> None:
+    """Build what can be built without class images, whose drawing would come before its complaints.
+
+    Raises:
+        UsageError: Settings of the data, the adapters or the pictures cannot work, or no pictures can be written.
+    """
+    _conf.instantiate(cfg.data, class_prompts=None)
+    for node in filter(None, (cfg.lora, cfg.sampling)):
+        _conf.instantiate(node)
+    try:
+        runs.check_writable(Path(cfg.class_data_dir))
+    except OSError as error:
+        raise UsageError(
+            f"dreambooth got class_data_dir={cfg.class_data_dir}, which cannot be written ({error.strerror}); choose "
+            "another class_data_dir=<folder>"
+        ) from error
+
+
+def use_8bit_adam(cfg: DictConfig) -> None:
+    """Put ``optimizer=adamw8bit`` in the place of AdamW, with its settings.
+
+    Raises:
+        UsageError: Another optimizer was chosen.
+    """
+    from omegaconf import OmegaConf
+
+    if cfg.optimizer["_target_"] not in ("torch.optim.AdamW", _ADAMW_8BIT):
+        raise UsageError(
+            f"dreambooth got use_8bit_adam=true with optimizer._target_={cfg.optimizer['_target_']}; give one of the "
+            "two"
+        )
+    settings = {key: value for key, value in cfg.optimizer.items() if key != "fused"}
+    cfg.optimizer = OmegaConf.create({**settings, "_target_": _ADAMW_8BIT})
+
+
+def complete_class_images(cfg: DictConfig) -> None:
+    """Draw the class images that are missing, on the first process; the others wait for them."""
+    from sd_lightning.generation import SamplingOptions
+
+    prompts: Sequence[str] = list(cfg.data.class_prompts)
+    if not prompts:
+        return
+    if not is_first_process():
+        class_images.wait_for(cfg.class_data_dir, prompts, cfg.num_class_images)
+        return
+    missing = class_images.missing_pictures(cfg.class_data_dir, prompts, cfg.num_class_images, seed=cfg.seed)
+    if not missing:
+        log.info("class images: all %d are in %s", cfg.num_class_images, cfg.class_data_dir)
+        return
+    log.info("class images: drawing %d of %d in %s", len(missing), cfg.num_class_images, cfg.class_data_dir)
+    sampling: SamplingOptions = _conf.instantiate(cfg.sampling, batch_size=cfg.sample_batch_size)
+    model: Any = _conf.instantiate(cfg.model)
+    device = _device(cfg)
+    precision = cfg.prior_generation_precision or ("bfloat16" if device.type == "cuda" else "float32")
+    if precision != "float32":
+        cast(model, precision)
+    source = cfg.model.get("pretrained") or cfg.model.get("architecture") or cfg.model["_target_"]
+    class_images.draw(model, missing, options=sampling, device=device, source=str(source))
+
+
+def cast(model: LatentDiffusion, precision: str) -> None:
+    """Let a model compute in half precision, but for a VAE that overflows in float16."""
+    import torch
+    from torch import nn
+
+    for name, network in model.networks.items():
+        if not (name == "vae" and precision == "float16" and model.vae.config.force_upcast):
+            nn.Module.to(network, dtype=getattr(torch, precision))  # diffusers' own method warns
+
+
+def _device(cfg: DictConfig) -> torch.device:
+    import torch
+
+    on_cuda = cfg.trainer.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+    return torch.device("cuda" if on_cuda else "cpu")
+
+
+def _words(prompt: str) -> set[str]:
+    return set(re.findall(r"\w+", prompt.lower()))
+
+
+def _with_token(prompt: str, token: str = "sks") -> str:
+    head, _, last = prompt.rpartition(" ")
+    return f"{head} {token} {last}".strip()
+
+
+def main() -> None:
+    _conf.main("dreambooth", run, given=train.GIVEN, hints=HINTS)
+
+
+if __name__ == "__main__":
+    main()

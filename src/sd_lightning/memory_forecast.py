@@ -1,0 +1,244 @@
+"""What a training run will take of the GPU's and the host's memory, before anything is spent.
+
+Weights, gradients and optimizer states in closed form, from the plan that the Gemini engine will make; activations
+traced on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.conditioning import map_conditioning
+from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.layout import ParameterSpec, default_search, pack, search_chunk_numel
+from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
+from sd_lightning.gemini.tiers import Tier
+from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.lora import Lora
+from sd_lightning.memory_trace import peak_bytes
+from sd_lightning.speed import enable_gradient_checkpointing
+
+GB = 1e9
+DEVICE_ALLOWANCE = int(0.6 * GB)
+"""CUDA's context, workspaces of cuBLAS and cuDNN, fragmentation. Not measured here: an allowance."""
+HOST_ALLOWANCE = int(2.0 * GB)
+"""Python, torch and CUDA's libraries in host memory. Not measured here: an allowance."""
+_TRACE_MARGIN = 1.1
+"""Traces of checkpointed passes came out 6 % below torch's own memory tracker."""
+_MOMENTS_BYTES = 8
+_EMA_BYTES = 4
+_SLICE_BYTES = 3 * 16 * 2**20
+"""Buffers through which a checkpoint is streamed to disk."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the memory of a run depends on."""
+
+    batch_size: int
+    """Samples of one forward pass of one process."""
+    resolution: int
+    """Side of the images, pixels."""
+    train_text_encoder: bool = False
+    lora: Lora | None = None
+    gradient_checkpointing: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    """What trained networks compute in, throughout."""
+    encoder_dtype: torch.dtype = torch.bfloat16
+    averages: bool = False
+    """Whether there is an EMA, on the device."""
+    num_images: int = 100
+    """Images whose latents are kept in host memory."""
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of one process."""
+
+    weights_and_states: int
+    """Of the trained networks, on the device: all that the engine keeps there, gradients included."""
+    activations: int
+    """At the peak of a training step."""
+    drawing: int
+    """Encoders, and the activations of the UNet or the VAE, while pictures are drawn."""
+    host_states: int
+    """Master weights, moments, gradients and weights that are offloaded."""
+    host_others: int
+    """Frozen encoders, latents, and a checkpoint on its way to the disk."""
+    host_loading: int
+    """The whole model in float32, before training: class images are drawn with it, and adapters put into it."""
+
+    @property
+    def device(self) -> int:
+        """The peak of the device's memory."""
+        return self.weights_and_states + max(self.activations, self.drawing) + DEVICE_ALLOWANCE
+
+    @property
+    def host(self) -> int:
+        """The peak of host memory."""
+        return max(self.host_states + self.host_others, self.host_loading) + HOST_ALLOWANCE
+
+    def lines(self) -> list[str]:
+        """Return a table for people."""
+        return [
+            f"device  {self.device / GB:5.2f} GB = weights and states {self.weights_and_states / GB:.2f} + the larger "
+            f"of a step's activations {self.activations / GB:.2f} and drawing {self.drawing / GB:.2f} + allowance "
+            f"{DEVICE_ALLOWANCE / GB:.1f}",
+            f"host    {self.host / GB:5.2f} GB = the larger of offloaded states {self.host_states / GB:.2f} with encoders, "
+            f"latents and buffers {self.host_others / GB:.2f}, and the model while it is loaded "
+            f"{self.host_loading / GB:.2f} + allowance {HOST_ALLOWANCE / GB:.1f}",
+        ]
+
+
+def forecast(architecture: str, training: Training, gemini: GeminiConfig) -> Forecast:
+    """Predict the memory of a run with ``strategy=gemini``.
+
+    Args:
+        architecture: "tiny", "sd15", "sd21" or "sdxl".
+        training: What is trained, and how.
+        gemini: Static settings of the engine.
+    """
+    model = LatentDiffusion.build(architecture, device="meta")
+    loading = sum(_bytes(network) for network in model.networks.values())
+    names = ["unet", *(model.text_encoders if training.train_text_encoder else ())]
+    trained = {name: model.networks[name] for name in names}
+    for network in trained.values():
+        _cast(network, training.dtype).requires_grad_(True).train()
+    if training.lora is not None:
+        with torch.device("meta"):
+            training.lora.apply_(trained)
+        for network in trained.values():
+            _cast(network, training.dtype)
+    if training.gradient_checkpointing:
+        for network in trained.values():
+            enable_gradient_checkpointing(network)
+    device, host = _states(trained, training, gemini)
+    numel = sum(p.numel() for network in trained.values() for p in network.parameters() if p.requires_grad)
+    average = _EMA_BYTES * numel // training.world_size if training.averages else 0
+    encoders = [network for name, network in model.networks.items() if name not in trained]
+    for network in encoders:
+        _cast(network, training.encoder_dtype).requires_grad_(False).eval()
+    encoder_bytes = sum(_bytes(network) for network in encoders)
+    side = training.resolution // model.vae_scale_factor
+    moments = training.num_images * 8 * side * side * 4
+    return Forecast(
+        weights_and_states=device + average,
+        activations=int(_TRACE_MARGIN * _step_peak(model, trained, training)),
+        drawing=encoder_bytes + int(_TRACE_MARGIN * _drawing_peak(model, training)),
+        host_states=host,
+        host_others=encoder_bytes + moments + _SLICE_BYTES,
+        host_loading=loading,
+    )
+
+
+def _states(trained: Mapping[str, nn.Module], training: Training, gemini: GeminiConfig) -> tuple[int, int]:
+    """Return the bytes of weights, gradients and states on device and host, as the engine will place them."""
+    specs = [
+        ParameterSpec(f"{name}.{key}", parameter.numel(), training.dtype, parameter.requires_grad)
+        for name, network in trained.items()
+        for key, parameter in network.named_parameters()
+    ]
+    world_size = training.world_size
+    size = gemini.chunk_numel
+    if size is None:
+        size = search_chunk_numel(specs, gemini.chunk_search or default_search(specs), world_size)
+    layouts = pack(specs, size, world_size)
+    plan = plan_static(layouts, gemini)
+    shards = [layout.numel // world_size for layout in layouts]
+    states = tuple(_MOMENTS_BYTES * shard * layout.is_trained for shard, layout in zip(shards, layouts))
+    units = tuple((layout.index,) for layout in layouts)
+    device = fast_bytes(layouts, plan.chunks, Demand(0, 0, states, units, world_size))
+    if gemini.offload_param_frac or world_size > 1:
+        device += gemini.gathered_budget or 0
+    host = 0
+    for layout, place, shard, moments in zip(layouts, plan.chunks, shards, states):
+        if place.param_tier is Tier.SLOW:
+            host += shard * training.dtype.itemsize
+        if layout.is_trained and place.optim_tier is Tier.SLOW:
+            host += 2 * 4 * shard + moments  # master weights and gradients
+    return device, host
+
+
+def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], training: Training) -> int:
+    """Trace a forward and backward pass; gradients are the engine's, which takes each as soon as it is there."""
+
+    def step() -> None:
+        inputs = _inputs(model, training.batch_size, training.resolution)
+        if training.train_text_encoder:
+            encoders = [trained[name] for name in model.text_encoders]
+            conditioning = model.condition(encoders, inputs)
+        else:
+            conditioning = _conditioning(model, inputs, training.dtype)
+        conditioning = map_conditioning(conditioning, lambda t: t.to(training.dtype))
+        latents = inputs["latents"].to(training.dtype)
+        prediction = trained["unet"](latents, inputs["timesteps"], **conditioning).sample
+        (prediction.float() - inputs["latents"]).square().mean((1, 2, 3)).mean().backward()
+
+    parameters = [p for network in trained.values() for p in network.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in parameters]
+    try:
+        return peak_bytes(step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drawing_peak(model: LatentDiffusion, training: Training) -> int:
+    """Trace what drawing one picture takes: the UNet with guidance, then the VAE; and encoding one image."""
+    unet = model.unet
+    side = training.resolution // model.vae_scale_factor
+
+    def denoise() -> None:
+        inputs = _inputs(model, 2, training.resolution)
+        conditioning = map_conditioning(_conditioning(model, inputs, training.dtype), lambda t: t.to(training.dtype))
+        unet(inputs["latents"].to(training.dtype), inputs["timesteps"], **conditioning)
+
+    def decode() -> None:
+        model.vae.decode(torch.empty(1, 4, side, side, dtype=training.encoder_dtype, device="meta"))
+
+    def encode() -> None:
+        size = training.resolution
+        model.vae.encode(torch.empty(1, 3, size, size, dtype=training.encoder_dtype, device="meta"))
+
+    unet.eval()
+    with torch.no_grad():
+        peaks = [peak_bytes(compute) for compute in (denoise, decode, encode)]
+    unet.train()
+    return max(peaks)
+
+
+def _inputs(model: LatentDiffusion, count: int, resolution: int) -> dict[str, Tensor]:
+    side = resolution // model.vae_scale_factor
+    length = next(iter(model.tokenizers.values())).model_max_length
+    with torch.device("meta"):
+        return {
+            "latents": torch.empty(count, 4, side, side),
+            "timesteps": torch.empty(count, dtype=torch.int64),
+            "input_ids": torch.empty(count, len(model.text_encoders), length, dtype=torch.int64),
+            **{name: torch.empty(count, 2) for name in ("original_size", "crop_top_left", "target_size")},
+        }
+
+
+def _conditioning(model: LatentDiffusion, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    """Return conditioning that has been made before: the same shapes, without a graph."""
+    with torch.no_grad():
+        made = model.condition(list(model.text_encoders.values()), inputs)
+    return map_conditioning(made, lambda tensor: torch.empty_like(tensor, dtype=dtype))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _bytes(network: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in network.parameters())
+
+
+def _cast(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return nn.Module.to(network, dtype=dtype)  # diffusers' own method warns

@@ -1,0 +1,127 @@
+"""Adapters: what is trained, and that files hold what was trained, for diffusers as for us."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.architectures import Architecture
+from sd_lightning.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
+from small_models import SMALL_SD2, SMALL_SDXL
+
+
+def adapted(architecture: str | Architecture, lora: Lora) -> SDLightningModule:
+    """Return a module whose adapters do something."""
+    module = SDLightningModule(LatentDiffusion.build(architecture, seed=1), train_text_encoder=True, lora=lora)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    return module
+
+
+def draw(pipeline: Any) -> np.ndarray:
+    pipeline.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(0)
+    size = {"height": 32, "width": 32}
+    return pipeline("a three", num_inference_steps=2, generator=noise, output_type="np", **size).images
+
+
+def test_adapters_alone_are_trained_and_do_nothing_yet() -> None:
+    plain, lora = LatentDiffusion.build("tiny", seed=1), Lora(rank=2, alpha=8)
+    module = SDLightningModule(LatentDiffusion.build("tiny", seed=1), train_text_encoder=True, lora=lora)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    assert trained and all(is_adapter(name) for name in trained)
+    assert {name.partition(".")[0] for name in trained} == {"unet", "text_encoder"}
+    assert {min(p.shape) for p in trained.values()} == {2}
+    grouped = [p for group in module.configure_optimizers().param_groups for p in group["params"]]  # type: ignore
+    assert set(map(id, grouped)) == set(map(id, trained.values()))
+    assert np.array_equal(draw(module.latent_diffusion.pipeline()), draw(plain.pipeline()))
+
+
+def test_adapters_begin_with_the_same_values_whatever_happened_before() -> None:
+    def first_values(seed: int) -> dict[str, Tensor]:
+        torch.rand(3)
+        model = LatentDiffusion.build("tiny", seed=1)
+        Lora(seed=seed).apply_({"unet": model.unet})
+        return {key: value for key, value in model.unet.state_dict().items() if "lora_A" in key}
+
+    first, again, other = first_values(5), first_values(5), first_values(6)
+    assert first and all(torch.equal(first[key], again[key]) for key in first)
+    assert not any(torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("tiny", {"target_modules": ["to_q", "to_v", "conv1", "proj_in"]}),
+        (SMALL_SD2, {"target_modules": ["to_k", "proj_out"]}),
+        (SMALL_SDXL, {}),
+    ],
+    ids=["tiny with convolutions", "sd2", "sdxl"],
+)
+def test_diffusers_and_we_read_what_was_written(
+    architecture: str | Architecture, options: dict[str, Any], tmp_path: Path
+) -> None:
+    lora = Lora(rank=3, alpha=4.5, **options)
+    module = adapted(architecture, lora)
+    model = module.latent_diffusion
+    expected, base = draw(model.pipeline()), LatentDiffusion.build(architecture, seed=1)
+    assert np.abs(expected - draw(base.pipeline())).max() > 0.05, "the adapters do something"
+    layers = {
+        name: {key: value for key, value in network.state_dict().items() if is_adapter(key)}
+        for name, network in module.trained_networks().items()
+    }
+    base.save_pretrained(tmp_path)
+    lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
+    pipeline: Any = base.pipeline()
+    pipeline.load_lora_weights(tmp_path)
+    assert np.abs(draw(pipeline) - expected).max() < 1e-5
+    ours = LatentDiffusion.from_pretrained(tmp_path, deferred=["unet"])
+    assert not ours.deferred and not any(is_adapter(key) for key in ours.unet.state_dict())
+    for name, network in module.trained_networks().items():
+        merged, read = merged_state_dict(network), ours.networks[name].state_dict()
+        assert merged.keys() == read.keys()
+        assert all(torch.allclose(merged[key], read[key], atol=1e-6) for key in read)
+    model.save_pretrained(tmp_path / "merged")
+    assert np.abs(draw(LatentDiffusion.from_pretrained(tmp_path / "merged").pipeline()) - expected).max() < 1 / 255
+
+
+def test_adapters_of_a_layer_without_a_gradient_are_frozen_with_it() -> None:
+    module = adapted(SMALL_SDXL, Lora())
+    last = {n: p.requires_grad for n, p in module.text_encoder.named_parameters() if ".layers.2." in n}  # type: ignore
+    assert last and not any(last.values()), "SDXL takes the last hidden states but one"
+    assert any(p.requires_grad for n, p in module.text_encoder.named_parameters() if ".layers.1." in n)  # type: ignore
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    lora = Lora()
+    module = adapted("tiny", lora)
+    model = module.latent_diffusion
+    layers = {"unet": {key: value for key, value in model.unet.state_dict().items() if is_adapter(key)}}
+    LatentDiffusion.build(SMALL_SDXL).save_pretrained(tmp_path)
+    lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
+    with pytest.raises(UsageError, match=f"{WEIGHTS_NAME}: these adapters do not fit.*copy the file again"):
+        LatentDiffusion.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank": 0}, "rank=0; expected at least 1; write lora.rank=4"),
+        ({"alpha": 0}, "alpha=0; expected a number above 0; write lora.alpha=4"),
+        ({"dropout": 1.0}, "dropout=1.0; expected a number in [0, 1); write lora.dropout=0"),
+        ({"target_modules": ["to_x"]}, "lora.target_modules=['to_x']"),
+        ({"target_modules": ["norm1"]}, "lora.target_modules=['norm1']"),
+        ({"text_encoder_target_modules": ["token_embedding"]}, "is a Embedding; expected target modules that are"),
+    ],
+)
+def test_impossible_adapters_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        adapted("tiny", Lora(**options))
+    assert words in str(refused.value)

@@ -1,0 +1,107 @@
+"""What a run will take of memory: the trace against torch's own tracker, the forms against the engine, the presets."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd_lightning import LatentDiffusion, dreambooth
+from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.memory_forecast import GB, Forecast, Training, forecast
+from sd_lightning.memory_trace import peak_bytes
+from test_configs import Compose, compose  # noqa: F401
+
+PRESETS = {
+    **{
+        f"{name}-{model}": gb
+        for name, gb in (("8gb", 8), ("12gb", 12), ("16gb", 16), ("24gb", 24), ("lora_6gb", 6))
+        for model in ("sd15", "sd21")
+    },
+    "sdxl_lora_12gb-sdxl": 12,
+}
+"""Gigabytes in the name, by preset and model."""
+QUICK = ("8gb-sd15", "8gb-sd21", "lora_6gb-sd15")
+HOST_GB = {"8gb": 16, "12gb": 12, "16gb": 8, "24gb": 8, "lora_6gb": 8, "sdxl_lora_12gb": 16}
+
+
+def predicted(compose: Compose, tmp_path: Path, name: str, *options: str) -> Forecast:  # noqa: F811
+    prior = ["with_prior_preservation=true", "class_prompt=a dog", "num_class_images=200"]
+    cfg = compose("dreambooth", f"experiment=dreambooth_{name}", f"instance_data_dir={tmp_path}", *prior, *options)
+    found = dreambooth.predict_memory(cfg)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("preset", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS])
+def test_every_preset_stays_a_gigabyte_below_what_it_is_named_for(
+    preset: str,
+    compose: Compose,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    name, _, model = preset.rpartition("-")
+    found = predicted(compose, tmp_path, name, f"model={model}")
+    assert found.device <= (PRESETS[preset] - 1) * GB, found.lines()
+    assert found.host <= HOST_GB[name] * GB, found.lines()
+    assert found.device > 0.4 * PRESETS[preset] * GB, "the preset makes use of its memory"
+    device, host = found.lines()
+    assert device.startswith(f"device  {found.device / GB:5.2f} GB = weights and states")
+    assert host.startswith(f"host    {found.host / GB:5.2f} GB = the larger of offloaded states")
+
+
+@pytest.mark.slow
+def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: Path) -> None:  # noqa: F811
+    base = predicted(compose, tmp_path, "8gb")
+    more = predicted(compose, tmp_path, "8gb", "strategy.offload_optim_frac=1.0")
+    assert more.device < base.device - 2 * GB and more.host > base.host + 2 * GB
+    kept = predicted(compose, tmp_path, "8gb", "gradient_checkpointing=false")
+    assert kept.activations > 2 * base.activations
+    small = predicted(compose, tmp_path, "8gb", "trainable=lora")
+    assert small.weights_and_states < 2.2 * GB and small.host_states < 0.1 * GB
+    cfg = compose("dreambooth", "experiment=dreambooth_tiny", f"instance_data_dir={tmp_path}")
+    assert dreambooth.predict_memory(cfg) is None, "nothing is said of settings without a form"
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_states_are_what_the_engine_keeps_in_a_step(fraction: float) -> None:
+    network: Any = LatentDiffusion.build("tiny", seed=1).unet.requires_grad_(True)
+    config = GeminiConfig(offload_optim_frac=fraction, compute_dtype=torch.bfloat16, chunk_numel=2**17)
+    engine = GeminiEngine({"unet": network}, config, device=torch.device("cpu"))
+    optimizer = engine.optimizer(torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True))
+    latents = torch.randn(1, 4, 8, 8, dtype=torch.bfloat16)
+    hidden = torch.randn(1, 8, 64, dtype=torch.bfloat16)
+    network(latents, torch.tensor([3]), encoder_hidden_states=hidden).sample.square().mean().backward()
+    optimizer.step()
+    found = engine.statistics()
+    expected = forecast("tiny", Training(batch_size=1, resolution=32), config)
+    assert expected.host_states == found.get("peak_bytes/slow", 0)
+    in_flight = 6 * 4 * config.chunk_numel  # type: ignore[operator]
+    assert 0 <= expected.weights_and_states - found["peak_bytes/fast"] <= in_flight, "gradients that are being reduced"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trace_agrees_with_real_allocations(checkpointing: bool) -> None:
+    """The same passes on the CPU, where torch's tracker adds up real storages."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    def network(device: str) -> Any:
+        unet = LatentDiffusion.build("tiny", device=device).unet.train()
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+        return unet
+
+    def step(unet: Any, device: str) -> None:
+        with torch.device(device):
+            latents, hidden = torch.ones(8, 4, 8, 8), torch.ones(8, 8, 64)
+            unet(latents, torch.ones(8), encoder_hidden_states=hidden).sample.square().mean().backward()
+
+    meta = network("meta")
+    traced = peak_bytes(lambda: step(meta, "meta"))
+    real = network("cpu")
+    tracker = MemTracker()
+    tracker.track_external(real)
+    with tracker:
+        step(real, "cpu")
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    weights = sum(p.numel() * 4 for p in real.parameters())
+    assert traced == pytest.approx(peak["Total"] - weights, rel=0.06)

@@ -41,6 +41,16 @@ def test_another_seed_and_a_frozen_text_encoder_do_as_well(
     assert summary_of(tmp_path / "run")["prompted_accuracy"] >= 0.95
 
 
+def test_gemini_with_everything_offloaded_does_as_well_as_one_process_without(
+    trained_run: Path, tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
+    options = [f"output_dir={tmp_path / 'run'}", "callbacks.samples.every_n_steps=0"]
+    gemini = ["strategy=gemini_offload", "strategy.gathered_budget=1000000"]  # a third of the weights
+    run_python("-m", "sd_lightning.train", *options, *gemini, timeout=900, check=True)
+    ours, single = (summary_of(run)["prompted_accuracy"] for run in (tmp_path / "run", trained_run))
+    assert abs(ours - single) <= 0.02
+
+
 def test_the_exported_pipeline_draws_digits_in_plain_diffusers(
     trained_run: Path, tmp_path: Path, run_python: Callable[..., Any]
 ) -> None:

@@ -271,8 +271,20 @@ def test_init_from_starts_a_new_run_at_step_0_with_the_exported_weights(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
-def test_a_run_killed_at_ten_random_moments_ends_bitwise_as_if_nothing_had_happened(
-    tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
+@pytest.mark.parametrize(
+    ("kills", "overrides"),
+    [
+        pytest.param(10, [], id="single"),
+        pytest.param(
+            4,
+            ["strategy=gemini", "strategy.offload_optim_frac=0.5", "strategy.offload_param_frac=1"]
+            + ["strategy.gathered_budget=500000"],
+            id="gemini",
+        ),
+    ],
+)
+def test_a_run_killed_at_random_moments_ends_bitwise_as_if_nothing_had_happened(
+    tmp_path: Path, run_python: Callable[..., CompletedProcess[str]], kills: int, overrides: list[str]
 ) -> None:
     script = """
         import json, random, sys, time
@@ -281,23 +293,24 @@ def test_a_run_killed_at_ten_random_moments_ends_bitwise_as_if_nothing_had_happe
         import forked_training as forked
 
         folder, dice = Path(sys.argv[1]), random.Random(0)
-        options = ["trainer.max_steps=24", "callbacks.checkpoint.every_n_steps=2", "resume=auto"]
+        wanted = int(sys.argv[3])
+        options = ["trainer.max_steps=24", "callbacks.checkpoint.every_n_steps=2", "resume=auto", *sys.argv[4:]]
         began = time.monotonic()
         straight = forked.start(folder / "straight", *options)
         assert straight.wait() == 0, straight.output()
         whole = time.monotonic() - began
         kills, in_saves, finished, count = 0, 0, [], 0
-        while kills < 10 or not finished:
+        while kills < wanted or not finished:
             run = folder / f"run-{len(finished)}"
             command = forked.start(run, *options)
-            if kills < 10 and kills % 2:  # in the middle of the second save from here
+            if kills < wanted and kills % 2:  # in the middle of the second save from here
                 saving = lambda: list((run / "checkpoints").glob(".tmp-step-*"))
                 for condition in (saving, lambda: not saving(), saving):
                     command.wait_for(condition)
                 time.sleep(dice.uniform(0, 0.3))
-            elif kills < 10:
+            elif kills < wanted:
                 time.sleep(dice.uniform(0, whole / 2))
-            if kills < 10 and command.kill():
+            if kills < wanted and command.kill():
                 kills += 1
                 in_saves += bool(list((run / "checkpoints").glob(".*-step-*")))
                 continue
@@ -305,9 +318,10 @@ def test_a_run_killed_at_ten_random_moments_ends_bitwise_as_if_nothing_had_happe
             finished.append(run.name)
         print(json.dumps({"finished": finished, "in_saves": in_saves, "seconds": time.monotonic() - began}))
     """
-    done = run_python("-c", textwrap.dedent(script), tmp_path, Path(__file__).parent, check=True, timeout=900)
+    arguments = [tmp_path, Path(__file__).parent, kills, *overrides]
+    done = run_python("-c", textwrap.dedent(script), *arguments, check=True, timeout=900)
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["in_saves"] >= 2, "the kills missed the saves: they prove less than they should"
+    assert result["in_saves"] >= kills // 5, "the kills missed the saves: they prove less than they should"
     for name in result["finished"]:
         small.assert_bitwise_equal(checkpoint_path(tmp_path / name, 24), checkpoint_path(tmp_path / "straight", 24))
         assert (tmp_path / name / "pipeline/model_index.json").exists()

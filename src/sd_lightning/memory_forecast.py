@@ -90,8 +90,8 @@ class Forecast:
             f"device  {self.device / GB:5.2f} GB = weights and states {self.weights_and_states / GB:.2f} + the larger "
             f"of a step's activations {self.activations / GB:.2f} and drawing {self.drawing / GB:.2f} + allowance "
             f"{DEVICE_ALLOWANCE / GB:.1f}",
-            f"host    {self.host / GB:5.2f} GB = the larger of offloaded states {self.host_states / GB:.2f} with encoders, "
-            f"latents and buffers {self.host_others / GB:.2f}, and the model while it is loaded "
+            f"host    {self.host / GB:5.2f} GB = the larger of offloaded states {self.host_states / GB:.2f} with "
+            f"encoders, latents and buffers {self.host_others / GB:.2f}, and the model while it is loaded "
             f"{self.host_loading / GB:.2f} + allowance {HOST_ALLOWANCE / GB:.1f}",
         ]
 

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 from sd_lightning.strategies.ddp import DDPStrategy  # noqa: E402
 from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy  # noqa: E402
 from sd_lightning.strategies.fsdp import FSDPStrategy  # noqa: E402
+from sd_lightning.strategies.gemini import GeminiStrategy  # noqa: E402
 from small_training import data, fit, module  # noqa: E402
 
 TIMEOUT = 10.0  # seconds
@@ -65,7 +66,10 @@ def train(strategy: str, fault: Fault) -> None:
     chosen: Any = {
         "ddp": lambda: DDPStrategy(timeout_seconds=TIMEOUT),
         "fsdp": lambda: FSDPStrategy(timeout_seconds=TIMEOUT),
+        "gemini": lambda: GeminiStrategy(timeout_seconds=TIMEOUT),
+        "deepspeed_zero1": lambda: DeepSpeedStrategy(stage=1, buckets=Buckets(), timeout_seconds=TIMEOUT),
         "deepspeed_zero2": lambda: DeepSpeedStrategy(stage=2, buckets=Buckets(), timeout_seconds=TIMEOUT),
+        "deepspeed_zero3": lambda: DeepSpeedStrategy(stage=3, buckets=Buckets(), timeout_seconds=TIMEOUT),
     }[strategy]()
     pl_module = module()
     if fault.kind == "raise":

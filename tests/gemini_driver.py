@@ -58,6 +58,8 @@ class Job:
     meta: bool = False
     dtype: str = "float32"
     loss_factor: float = 1.0
+    factor_rank: int | None = None
+    """The only rank whose loss is multiplied; all if not given."""
     act: str = ""
     """What happens between steps; see :func:`_act`."""
 
@@ -327,7 +329,8 @@ class Training:
                 uses = job.unused == "one_rank" and rank == 0 if shares > 1 else job.unused == "one_rank"
                 self.network.with_extra = uses
             loss = loss_of(self.trained, batch, self.dtype) / job.accumulate
-            scaled = loss * job.loss_factor / (shares if job.engine == "torch" else 1)
+            factor = job.loss_factor if job.factor_rank in (None, rank) else 1.0
+            scaled = loss * factor / (shares if job.engine == "torch" else 1)
             (self.engine.backward if self.engine is not None else Tensor.backward)(scaled)
             total += loss.detach() / (shares if job.engine == "torch" else 1)
         return total

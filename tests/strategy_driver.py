@@ -50,6 +50,19 @@ GEMINI: dict[str, dict[str, Any]] = {
 }
 
 
+FSDP: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "fsdp_offload": {"cpu_offload": True},
+    "fsdp_grad_op": {"reshard_after_forward": False, "forward_prefetch": 1},
+    "fsdp_bf16": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+}
+DDP: dict[str, dict[str, Any]] = {
+    "ddp_static": {"static_graph": True, "gradient_as_bucket_view": False, "bucket_cap_mb": 1},
+    "ddp_bf16": {"compression": "bf16"},
+    "ddp_fp16": {"compression": "fp16"},
+}
+
+
 def strategy_of(name: str) -> Any:
     """Return a fresh strategy; ZeRO-3 shards even the smallest parameter."""
     if name == "single":
@@ -58,8 +71,10 @@ def strategy_of(name: str) -> Any:
         return DDPStrategy()
     if name == "ddp_unused":
         return DDPStrategy(find_unused_parameters=True)
-    if name == "fsdp":
-        return FSDPStrategy()
+    if name in FSDP:
+        return FSDPStrategy(**FSDP[name])
+    if name in DDP:
+        return DDPStrategy(**DDP[name])
     if name in GEMINI:
         return GeminiStrategy(**GEMINI[name])
     if name == "zero3_default":

@@ -123,7 +123,11 @@ NUMBERS = [
 ]
 COMBINATIONS = [
     ("train data.batch_size=65 trainer.accumulate_grad_batches=2", "batch_size=65", "2 equal parts", "=64 or 66"),
-    ("train strategy=ddp trainer.devices=3", "data.batch_size=64", "3 process(es)", "write data.batch_size=63 or 66"),
+    (
+        "train strategy=ddp trainer.devices=2 data.batch_size=65",
+        *("data.batch_size=65", "2 process(es)", "write data.batch_size=64 or 66"),
+    ),
+    ("train strategy=ddp trainer.devices=4096", "trainer.devices=4096", "CPU core(s)", "write trainer.devices="),
     (
         "train data.batch_size=5000",
         "data.batch_size=5000",

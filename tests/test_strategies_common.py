@@ -14,7 +14,9 @@ import torch
 from sd_lightning.tensor_store import ShardedTensors
 from strategy_driver import torchrun
 
-STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
+STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "zero1", "zero2", "zero3", "gemini", "gemini_offload")
+EXACT_OPTIONS = ("ddp_static", "fsdp_grad_op", "gemini_kept")
+ROUNDING_OPTIONS = ("ddp_bf16", "ddp_fp16", "fsdp_bf16")
 STEPS = 20
 VARIATIONS: dict[str, dict[str, Any]] = {
     "two_groups": {"module": {"text_encoder_lr": 1e-4}},
@@ -36,6 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "whole": {},
         "two_halves": {"trainer": accumulate},
         "clipped": {"trainer": {"gradient_clip_val": 0.05}, "steps": 4},
+        "fifty": {"steps": 50},
         "frozen_text": {"module": {"train_text_encoder": False}, "steps": 4},
         "evaluated": {"steps": 3, "evaluate": True, "trainer": {"limit_val_batches": 1.0}},
         **{name: options | {"steps": 4} for name, options in VARIATIONS.items()},
@@ -44,6 +47,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for name in STRATEGIES:
         double |= {
             f"{name}:parity": {"strategy": name},
+            f"{name}:fifty": {"strategy": name, "steps": 50},
             f"{name}:sampled": {"strategy": name, "sample_every": 3, "steps": 8, "trainer": _VALIDATING},
             f"{name}:not_sampled": {"strategy": name, "steps": 8},
             f"{name}:clipped": {
@@ -65,6 +69,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             **{f"{name}:{key}": {"strategy": name, "steps": 4} | options for key, options in VARIATIONS.items()},
         }
     double["gemini_auto:sampled"] = double["gemini:sampled"] | {"strategy": "gemini_auto"}
+    double |= {name: {"strategy": name, "steps": 4} for name in (*EXACT_OPTIONS, *ROUNDING_OPTIONS)}
     double["ddp:unused"]["strategy"] = "ddp_unused"
     double["zero3:default_threshold"] = {"strategy": "zero3_default"}
     found: dict[str, dict[str, Any]] = {}
@@ -112,6 +117,23 @@ def test_losses_and_weights_are_those_of_one_process(results: dict[str, dict[str
         noise_floor = rms(whole["checkpoint"], results["two_halves"]["checkpoint"], kind)
         assert 0 < noise_floor < 1e-5
         assert rms(whole["checkpoint"], ours["checkpoint"], kind) <= 3 * noise_floor
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_average_of_fifty_steps_is_that_of_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert rms(results["fifty"]["checkpoint"], results[f"{name}:fifty"]["checkpoint"], "ema") <= 1e-6
+    assert rms(results["fifty"]["checkpoint"], results["whole"]["checkpoint"], "ema") > 1e-4
+
+
+@pytest.mark.parametrize("name", EXACT_OPTIONS)
+def test_options_that_only_save_time_or_memory_change_nothing(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["losses"] == pytest.approx(results["whole"]["losses"][:4], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ROUNDING_OPTIONS)
+def test_options_that_round_stay_near(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["losses"] == pytest.approx(results["whole"]["losses"][:4], rel=2e-2)
+    assert results[name]["losses"] != results["ddp:parity"]["losses"][:4]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

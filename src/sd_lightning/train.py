@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -203,6 +204,17 @@ def check_trainer(cfg: DictConfig) -> None:
     if cuda and devices > cuda:
         raise UsageError(
             f"trainer.devices={devices}: this machine has {cuda} CUDA device(s); write trainer.devices={cuda}"
+        )
+    cores = os.cpu_count() or 1
+    if not cuda and devices > cores:
+        raise UsageError(
+            f"trainer.devices={devices}: this machine has no CUDA device and {cores} CPU core(s); write "
+            f"trainer.devices={cores}"
+        )
+    if str(trainer.precision).startswith("16") and cfg.strategy["_target_"].endswith(".FSDPStrategy"):
+        raise UsageError(
+            f"trainer.precision={trainer.precision}: FSDP2 does not scale losses, and float16 underflows without; "
+            "write trainer.precision=bf16-mixed"
         )
     check_started_processes(devices, trainer.num_nodes)
     processes = devices * trainer.num_nodes

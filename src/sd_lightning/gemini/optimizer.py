@@ -199,10 +199,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
         for run in self._runs([p for p in self._parameters if p in self._touched]):
             by_chunk.setdefault(run.chunk, []).append(run)
         changed = {self._engine.chunk_of[p] for p in self._touched}
+        gradients_arrived = self._engine.memory.mark()
         # The accelerator's chunks are only submitted; the host steps its own meanwhile.
         for chunk in sorted(changed, key=lambda c: (c.placement.step_tier is Tier.SLOW, c.index)):
             if chunk.placement.step_tier is Tier.SLOW:
-                chunk.memory.wait_for_copies()
+                gradients_arrived()
             self._step_chunk(chunk, by_chunk.get(chunk, []), divisor)
             chunk.refresh()
         for parameter in self._touched:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -176,6 +177,23 @@ class Memory:
         if self._copy_stream is not None:
             torch.get_device_module(self.device).current_stream(self.device).wait_stream(self._copy_stream)
 
+    def mark(self) -> Callable[[], None]:
+        """Return what lets the host wait for all that was submitted before this call, and for nothing after it."""
+        if self._copy_stream is None:
+            return _nothing
+        module = torch.get_device_module(self.device)
+        events = []
+        for stream in (self._copy_stream, module.current_stream(self.device)):
+            event = module.Event()
+            event.record(stream)
+            events.append(event)
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
     def wait_for_copies(self) -> None:
         """Let the host see what was copied."""
         if self._copy_stream is not None:
@@ -205,3 +223,7 @@ class Memory:
                     f"({error}); give a folder on a larger disk, or a smaller disk_optim_frac"
                 ) from error
             return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+
+
+def _nothing() -> None:
+    pass

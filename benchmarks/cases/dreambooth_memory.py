@@ -1,0 +1,41 @@
+"""Predicted peaks of the DreamBooth presets, of device and host; nothing is measured here."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from typing import Any
+
+PRESETS = {
+    **{f"{name}-{model}": gb for name, gb in (("8gb", 8), ("12gb", 12)) for model in ("sd15", "sd21")},
+    **{f"{name}-{model}": gb for name, gb in (("16gb", 16), ("24gb", 24)) for model in ("sd15", "sd21")},
+    **{f"lora_6gb-{model}": 6 for model in ("sd15", "sd21")},
+    "sdxl_lora_12gb-sdxl": 12,
+}
+"""GB in the name, by preset and model."""
+BARS = {f"{preset}_device_gb": f"<= {gb - 1}" for preset, gb in PRESETS.items()}
+BARS |= {f"8gb-{model}_host_gb": "<= 16" for model in ("sd15", "sd21")}
+
+
+def measure() -> dict[str, float]:
+    """Closed forms, and activations traced on the meta device."""
+    metrics = {}
+    for preset in PRESETS:
+        name, _, model = preset.rpartition("-")
+        found = forecast_of(f"experiment=dreambooth_{name}", f"model={model}")
+        metrics |= {f"{preset}_device_gb": found.device / 1e9, f"{preset}_host_gb": found.host / 1e9}
+    return metrics
+
+
+def forecast_of(*options: str) -> Any:
+    from sd_lightning import _conf, dreambooth, train
+
+    received: list[Any] = []
+    arguments = sys.argv
+    with tempfile.TemporaryDirectory() as photos:
+        sys.argv = ["dreambooth", *options, f"instance_data_dir={photos}"]
+        try:
+            _conf.main("dreambooth", received.append, given=train.GIVEN, hints=dreambooth.HINTS)
+        finally:
+            sys.argv = arguments
+    return dreambooth.predict_memory(received[0])

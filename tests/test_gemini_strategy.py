@@ -1,0 +1,79 @@
+"""Gemini under Lightning where the common suite does not look: several optimizers, stepped by hand."""
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from sd_lightning.strategies.gemini import GeminiStrategy
+
+OFFLOADED = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "gathered_budget": 0}
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+class TwoOptimizers(pl.LightningModule):
+    """Two networks, each with an optimizer of its own, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.first, self.second = network(), network()
+        self.losses: list[float] = []
+
+    def trained_networks(self) -> dict[str, nn.Module]:
+        return {"first": self.first, "second": self.second}
+
+    def take_deferred(self, name: str) -> None:
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.first, self.second)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        targets = (batch, -batch)
+        for number, (optimizer, target) in enumerate(zip(optimizers, targets, strict=True)):
+            hidden = self.first(batch) if number == 0 else self.first(batch).detach()
+            loss = (self.second(hidden) - target).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if number == 0:
+                self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            self.losses.append(float(loss.detach()))
+
+
+def losses(strategy: Any, precision: Any = "32-true") -> list[float]:
+    warnings.filterwarnings("ignore", module="lightning")
+    module = TwoOptimizers()
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 8, generator=generator) for _ in range(5)]
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 10,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    trainer = pl.Trainer(strategy=strategy, precision=precision, **options)
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert trainer.global_step == 10
+    return module.losses
+
+
+@pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["fast", "offloaded"])
+def test_two_optimizers_stepped_by_hand_train_as_without_an_engine(settings: dict[str, Any]) -> None:
+    plain, ours = losses("auto"), losses(GeminiStrategy(**settings))
+    assert ours == pytest.approx(plain, abs=1e-6)
+    assert len(set(plain)) == 10, "every step changes something"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.processes import leave_process_group
 
 OFFLOADED = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "gathered_budget": 0}
 
@@ -68,6 +69,7 @@ def losses(strategy: Any, precision: Any = "32-true") -> list[float]:
     }
     trainer = pl.Trainer(strategy=strategy, precision=precision, **options)
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    leave_process_group()
     assert trainer.global_step == 10
     return module.losses
 

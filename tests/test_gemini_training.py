@@ -136,7 +136,8 @@ def assert_as_plain_torch(found: Findings, fields: dict[str, Any], *, against: F
     whole, halves = reference(1, settings), reference(2, settings)
     floor_loss, floor_rms = distance(whole, halves)
     loss, rms = distance(found, whole if against is None else against)
-    assert loss <= max(1e-6, floor_loss), (loss, floor_loss)  # the losses of some networks are above 8
+    size = max(1.0, *whole.losses)  # of this network about 10, where float32 has steps of 1e-6
+    assert loss <= 1e-6 * size, (loss, floor_loss, size)
     assert rms <= 3 * floor_rms, (rms, floor_rms)
     assert found.losses[-1] < 0.98 * found.losses[0]
 

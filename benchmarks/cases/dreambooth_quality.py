@@ -52,7 +52,7 @@ def _teach(folder: Path, trained: Path, judge: Any, *options: str) -> dict[str, 
     from sd_lightning.data.digits import GENERIC_CAPTION, PROMPTS
     from sd_lightning.generation import generate
 
-    run_dir = folder / options[0]
+    run_dir = folder / options[0].replace("=", "-")
     preset = ("experiment=dreambooth_tiny", f"init_from={trained}", "instance_data_dir=photos")
     texts = (f"instance_prompt={SUBJECT}", "class_data_dir=pictures", f"output_dir={run_dir}")
     _run("dreambooth", *preset, *texts, *options, folder=folder)

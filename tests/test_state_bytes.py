@@ -10,7 +10,8 @@ from sd_lightning.state_bytes import FORMS, state_bytes
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 PARAMETERS = {"sd21": 865_910_724, "sdxl": 2_567_463_684}  # pinned by test_latent_diffusion
-ROWS = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \|", README, re.MULTILINE)}
+TABLE = README[README.index("| `strategy=` |") :].split("\n\n")[0]
+ROWS = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \|", TABLE, re.MULTILINE)}
 
 
 def test_one_process_keeps_what_adamw_needs_of_every_parameter() -> None:

@@ -134,6 +134,25 @@ def test_kernels_multiply_the_same_weights(model: LatentDiffusion) -> None:
     assert 1e-4 < found[6.0] < 1e-2 < found[0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outliers", [0, 3])
+def test_blocks_of_rows_are_as_near_to_the_product_as_bitsandbytes_is(dtype: torch.dtype, outliers: int) -> None:
+    """On a CPU, where columns count as outliers block by block."""
+    layer = quantize_(nn.Sequential(nn.Linear(64, 48)).requires_grad_(False))
+    x = torch.randn(600, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[300, :outliers] = 40.0
+    ours, scale = layer(x), layer[0].weight_scale
+    assert ours.dtype == dtype
+    quantized, row_scale, columns = torch.ops.bitsandbytes.int8_vectorwise_quant.default(x.float(), 6.0)
+    theirs, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default(
+        x.float(), quantized, layer[0].weight, row_scale, scale * 127, columns, layer[0].bias
+    )
+    exact = nn.functional.linear(x.float(), layer[0].dequantized(torch.float32), layer[0].bias)
+    assert error(ours.float(), exact) <= 1.1 * error(theirs, exact)
+    if dtype == torch.float32 and not outliers:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)  # one of 127 steps, where halves are rounded
+
+
 def test_projections_around_attention_keep_their_activations() -> None:
     unet = LatentDiffusion.build(SMALL_SD2, seed=3).unet
     quantize_(unet)

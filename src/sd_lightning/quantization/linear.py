@@ -56,8 +56,9 @@ def _by_rows(layer: Int8Linear, x: Tensor, multiply: Callable[..., Tensor]) -> T
 
 @torch.library.custom_op("sd_lightning::llm_int8", mutates_args=())
 def _llm_int8(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
-    # The CUDA kernel takes float16 alone; on a CPU there is no need for the detour.
-    dtype, rows = rows.dtype, rows.to(torch.float16) if rows.is_cuda else rows
+    if rows.is_cpu:
+        return _llm_int8_on_cpu(rows, weight, scale, bias, threshold)
+    dtype, rows = rows.dtype, rows.to(torch.float16)  # the one dtype of the CUDA kernel
     quantized, row_scale, outliers = torch.ops.bitsandbytes.int8_vectorwise_quant.default(rows, threshold)
     largest = scale * 127  # bitsandbytes keeps the largest magnitudes themselves
     bias = None if bias is None else bias.to(rows.dtype)
@@ -65,6 +66,32 @@ def _llm_int8(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, 
         rows, quantized, weight, row_scale, largest, outliers, bias
     )
     return out.to(dtype)
+
+
+_BLOCK_ROWS = 256
+"""Rows that are quantised, multiplied and scaled at a time on a CPU: they stay in its cache."""
+
+
+def _llm_int8_on_cpu(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
+    """Do what bitsandbytes does in torch operations over the whole input, block by block.
+
+    It takes half the time and less: the int8 product is fast, and what is around it waits for memory. Columns with
+    outliers are those of a block, and do not count when its rows are scaled.
+    """
+    out = rows.new_empty(len(rows), len(weight))
+    for begin in range(0, len(rows), _BLOCK_ROWS):
+        x, y = rows[begin : begin + _BLOCK_ROWS].float(), out[begin : begin + _BLOCK_ROWS]
+        sizes = x.abs()
+        outliers = (sizes.amax(0) >= threshold).nonzero().view(-1) if threshold else torch.empty(0, dtype=torch.int64)
+        kept = x[:, outliers]
+        if len(outliers):
+            x, sizes = x.index_fill(1, outliers, 0), sizes.index_fill_(1, outliers, 0)
+        row_scale = sizes.amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
+        quantized = torch.div(x, row_scale, out=sizes).round_().to(torch.int8)
+        product = torch.ops.bitsandbytes.int8_linear_matmul.default(quantized, weight) * row_scale
+        product = product.mul_(scale) if bias is None else torch.addcmul(bias.float(), product, scale)
+        y.copy_(product.addmm_(kept, (weight[:, outliers] * scale[:, None]).t()) if len(outliers) else product)
+    return out
 
 
 @torch.library.custom_op("sd_lightning::torchao_int8", mutates_args=())

@@ -16,7 +16,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from sd_lightning import _conf, _imports
-from sd_lightning._conf import cli
+from sd_lightning._conf import cli, folder, messages
 from sd_lightning._conf.annotations import describe, fits
 from sd_lightning._errors import UsageError
 
@@ -76,7 +76,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[D
     things = types.ModuleType("conf_things")
     things.__dict__.update(Model=Model, digits_data=digits_data, number=3)
     monkeypatch.setitem(sys.modules, "conf_things", things)
-    monkeypatch.setattr(cli, "config_dir", lambda: str(tmp_path / "conf"))
+    for module in (cli, messages):
+        monkeypatch.setattr(module, "config_dir", lambda: str(tmp_path / "conf"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
 
@@ -411,11 +412,11 @@ def test_instantiate_names_the_nested_node_that_failed() -> None:
 def test_config_dir_is_the_checkouts_where_there_is_one(tmp_path: Path) -> None:
     package = tmp_path / "src" / "sd_lightning"
     (package / "conf").mkdir(parents=True)
-    assert cli._config_dir(package) == package / "conf"
+    assert folder._config_dir(package) == package / "conf"
     (tmp_path / "conf").mkdir()
-    assert cli._config_dir(package) == package / "conf", "a folder called conf alone is no checkout"
+    assert folder._config_dir(package) == package / "conf", "a folder called conf alone is no checkout"
     (tmp_path / "pyproject.toml").touch()
-    assert cli._config_dir(package) == tmp_path / "conf"
+    assert folder._config_dir(package) == tmp_path / "conf"
     assert Path(_conf.config_dir()).is_absolute()
 
 

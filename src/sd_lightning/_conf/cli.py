@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 from sd_lightning._conf.check import check
+from sd_lightning._conf.folder import config_dir
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_on_machine, is_first_process, was_started_with_others
 
@@ -21,23 +21,6 @@ USAGE_EXIT_CODE = 2
 _ASIDE = 3.0  # seconds before a message that is most likely a repetition
 
 Task = Callable[[Any], int | None]
-
-
-def config_dir() -> str:
-    """Return the absolute path of the configuration folder.
-
-    The checkout's ``conf/`` if the package runs from a checkout (an editable install copies
-    the YAML once and would not see later edits), else the one inside the package.
-    """
-    return str(_config_dir(Path(__file__).resolve().parents[1]))
-
-
-def _config_dir(package: Path) -> Path:
-    root = package.parents[1]
-    if package.parent.name == "src" and (root / "pyproject.toml").is_file():
-        if (root / "conf").is_dir():
-            return root / "conf"
-    return package / "conf"
 
 
 def main(

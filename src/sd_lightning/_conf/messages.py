@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_lightning._conf.check import SPECIAL_KEYS, nearest_argument
+from sd_lightning._conf.folder import config_dir
 from sd_lightning._errors import UsageError
 
 
@@ -28,8 +29,6 @@ class CommandLine:
     def parse(cls, config_name: str, arguments: Sequence[str]) -> CommandLine:
         """Read Hydra's options; an unreadable command line counts as an empty one."""
         from hydra._internal.utils import get_args
-
-        from sd_lightning._conf.cli import config_dir
 
         try:
             options = get_args(list(arguments))

@@ -22,11 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.architectures import ARCHITECTURES, Component
 from sd_lightning.callbacks import PortableCheckpoint
+from sd_lightning.callbacks.checkpoint_pipeline import frozen_weights_file
+from sd_lightning.lora import Lora, plain_names
+from sd_lightning.precision import precision_options
 from sd_lightning.state import SavedParameter
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.ddp import DDPStrategy
@@ -164,6 +168,55 @@ def _is_as_written(shard: Any) -> bool:
     return torch.equal(shard.master.reshape(-1)[index], values_at(name, index + shard.begin))
 
 
+class MeasuredLora(PortableCheckpoint):
+    """Notes what a run keeps of a UNet with adapters, and the most that it needed until it was set up."""
+
+    def __init__(self, job: dict[str, Any], base: int) -> None:
+        super().__init__(job["run_dir"], every_n_steps=0)
+        self.base = base
+        self.found: dict[str, Any] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.found["largest"] = max(4 * p.numel() for p in pl_module.unet.parameters())
+        self.found["float32"] = sum(4 * p.numel() for p in pl_module.unet.parameters())
+        super().setup(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.found["peak"] = status("VmHWM") - self.base
+        engine = getattr(trainer.strategy, "engine", None)
+        if engine is None:
+            self.found["kept"] = sum(p.nbytes for p in pl_module.unet.parameters())
+        else:
+            statistics = engine.statistics()
+            self.found["kept"] = sum(n for k, n in statistics.items() if k.startswith("bytes/"))
+        self.found["differing"] = []
+        for plain, name in plain_names(pl_module.unet.state_dict()).items():
+            if plain.endswith(("conv_in.weight", "to_q.weight", "to_k.weight")):  # adapters are put around to_q
+                parameter = pl_module.unet.get_parameter(name)
+                whole = parameter.detach() if engine is None else engine.full_parameter(f"unet.{name}")
+                expected = values_at(plain, torch.arange(whole.numel())).bfloat16()
+                if not torch.equal(whole.reshape(-1), expected):
+                    self.found["differing"].append(plain)
+        self.found["saved"] = self._saved_differing()
+        super().on_fit_start(trainer, pl_module)
+
+    def _saved_differing(self) -> list[str]:
+        """Compare some of the frozen weights that the run keeps for its pipelines, which are not rounded."""
+        with safe_open(frozen_weights_file(self.run_dir, "unet"), framework="pt") as file:
+            keys = [key for key in file.keys() if "base_layer.weight" in key or "conv_in" in key][::20]
+            plain = [key.replace(".base_layer.", ".") for key in keys]
+            return [
+                key
+                for key, name in zip(keys, plain, strict=True)
+                if not torch.equal(
+                    (found := file.get_tensor(key)).reshape(-1), values_at(name, torch.arange(found.numel()))
+                )
+            ]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """There is nothing new to save."""
+
+
 class Untrained(SDLightningModule):
     """Ends every epoch before its first batch."""
 
@@ -221,11 +274,26 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return measured.found
 
 
+def measure_lora(job: dict[str, Any]) -> dict[str, Any]:
+    """Set a strategy up that keeps frozen weights in bfloat16."""
+    base = begin_peak()
+    measured = MeasuredLora(job, base)
+    model = LatentDiffusion.from_pretrained(job["folder"], deferred=("unet",) if job["deferred"] else ())
+    module = Untrained(model, optimizer=partial(torch.optim.SGD, lr=0.1), lora=Lora(target_modules=["to_q", "to_v"]))
+    strategy = strategy_of(job["strategy"])
+    options = {"max_epochs": 1, **precision_options("bf16-true", strategy)}
+    fit(module, data(batch_size=2), 1, measured, strategy=strategy, devices=2, **options)
+    if hasattr(strategy, "peak"):  # DDP then sends all weights once, 250 MiB at a time
+        measured.found["peak"] = strategy.peak - base
+    return measured.found
+
+
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train a step from weights in files or in memory, or only validate; return checkpoint and metrics."""
     names = ("unet", "text_encoder") if job["deferred"] else ()
     model = LatentDiffusion.from_pretrained(job["folder"], deferred=names)
-    module = SDLightningModule(model, optimizer=adamw, train_text_encoder=True)
+    lora = Lora(rank=3, target_modules=["to_q", "to_v", "conv1"]) if job.get("lora") else None
+    module = SDLightningModule(model, optimizer=adamw, train_text_encoder=True, lora=lora)
     checkpoint = PortableCheckpoint(job["run_dir"], every_n_steps=0)
     options = {"precision": job.get("precision", "32-true"), "limit_val_batches": 1}
     trainer = trainer_of(1, checkpoint, strategy=strategy_of(job["strategy"]), devices=2, **options)
@@ -241,6 +309,8 @@ def torchrun(jobs: list[dict[str, Any]], folder: Path, *, timeout: int) -> list[
     job_file.write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    # Freed tensors go back to the system at once: what is measured is what is alive, and not holes between tensors.
+    environment["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     done = subprocess.run(
         [*command, str(job_file), str(result_file)], env=environment, capture_output=True, text=True, timeout=timeout
     )
@@ -252,7 +322,7 @@ def torchrun(jobs: list[dict[str, Any]], folder: Path, *, timeout: int) -> list[
 if __name__ == "__main__":
     results, start = [], time.perf_counter()
     for each in json.loads(Path(sys.argv[1]).read_text()):
-        mine = measure(each) if each["do"] == "measure" else train(each)
+        mine = {"measure": measure, "measure_lora": measure_lora}.get(each["do"], train)(each)
         everyone: list[Any] = [None, None]
         dist.all_gather_object(everyone, mine)
         results.append(everyone)

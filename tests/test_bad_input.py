@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_lightning import checkpoint
+from sd_lightning import checkpoint, runs
 
 # (command line, words of the message in their order: who, what was given, what is expected, how to mend it)
 KEYS = [
@@ -28,7 +28,15 @@ KEYS = [
     ("train +speed.compile=true", "speed.compile", "Speed has no argument", "nearest is speed.compile_blocks"),
     ("train +trainer.strategy=ddp", "trainer.strategy=ddp", "sets this argument", "choose with strategy=<option>"),
     ("train +callbacks.checkpoint.resume=x", "callbacks.checkpoint.resume=x", "sets this argument", "leave it out"),
-    ("train strategy.bucket_cap_mb=25", "strategy.bucket_cap_mb=25", "no key", "strategy has no keys below it"),
+    ("train strategy.bucket_cap_mb=25", "no key", "write strategy=ddp strategy.bucket_cap_mb=25"),
+    ("train strategy.bucket=25", "strategy.bucket=25", "no key", "strategy has no keys below it"),
+    ("train lora.rank=8", "no key 'lora.rank'", "write trainable=lora lora.rank=8"),
+    ("train lora=4", "lora=4", "expected a section", "write trainable=lora lora.rank=4, or lora=null"),
+    ("train train_batch_size=4", "no key 'train_batch_size'", "write data.batch_size=4"),
+    ("train mixed_precision=bf16", "no key 'mixed_precision'", "write trainer.precision=bf16-mixed"),
+    ("train rank=8", "no key 'rank'", "write trainable=lora lora.rank=8"),
+    ("dreambooth", "instance_data_dir has no value and no default", "give one: instance_data_dir=<value>"),
+    ("dreambooth merge_lora=true", "no key 'merge_lora'", "write trainable=lora merge_lora=true"),
     ("train ~data", "data is missing", "expected a section", "leave it as it was"),
     ("train ~callbacks.checkpoint", "callbacks.checkpoint is missing", "expected a section", "leave it as it was"),
     ("train ~trainer.precision", "trainer.precision is missing", "give it: +trainer.precision="),
@@ -75,7 +83,7 @@ MISSING = [
     ("generate run=run prompts=blank.txt", "got no prompts", "write 'prompts=[a handwritten three]'"),
 ]
 NUMBERS = [
-    ("train optimizer.lr=-1", "optimizer.lr=-1", "expected a number of at least 0", "write optimizer.lr=1"),
+    ("train optimizer.lr=-1", "optimizer.lr=-1", "expected a number of at least 0", "write optimizer.lr=1e-5"),
     ("train optimizer.lr=nan", "optimizer.lr=nan", "expected a finite number", "write optimizer.lr=0.002"),
     ("train optimizer.eps=inf", "optimizer.eps=inf", "expected a finite number", "write optimizer.eps=1e-08"),
     ("train optimizer.betas=[0.9,2]", "optimizer: cannot build", "Invalid beta parameter at index 1: 2", "change them"),
@@ -215,6 +223,10 @@ FILES = [
     ("train output_dir=file/run", "output_dir=file/run", "cannot be written", "choose another output_dir"),
     ("train output_dir=/proc/run", "output_dir=/proc/run", "cannot be written", "choose another output_dir"),
     ("train output_dir=run overwrite=true data=images data.train_data_dir=nowhere", "there is no folder 'nowhere'"),
+    (
+        "train output_dir=run overwrite=true init_from=run",
+        *("model.pretrained=run/pipeline is part of the run in output_dir=run", "choose another output_dir"),
+    ),
     ("train resume=nowhere", "resume=nowhere", "no such folder", "expected auto, a run or one of its checkpoints"),
     ("train resume=empty", "resume=empty", "no valid checkpoint", "expected a run or one of its checkpoints"),
     ("train resume=run data.batch_size=32", "data.batch_size=32", "data.batch_size=64", "or start a new run"),
@@ -387,6 +399,18 @@ def test_damaged_checkpoint_is_named_before_the_run_is_refused(
     assert call(f"train resume={newest}") == 2
     assert f"error: resume={newest}: the checkpoint is damaged: trainer.json has" in capfd.readouterr().err
     assert contents(damaged) == before
+
+
+def test_overwrite_deletes_what_a_run_left_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(folder / "run", run_dir)
+    (run_dir / "photos").mkdir()
+    (run_dir / "photos/me.jpg").touch()
+    runs.prepare(run_dir, overwrite=False)
+    assert sorted(os.listdir(run_dir)) == sorted([*os.listdir(folder / "run"), "photos"])
+    runs.prepare(run_dir, overwrite=True)
+    assert list(contents(run_dir)) == [str(run_dir / "photos"), str(run_dir / "photos/me.jpg")]
+    assert (folder / "run/pipeline/model_index.json").exists()
 
 
 def test_logger_that_cannot_start_is_named(

@@ -409,6 +409,17 @@ def test_instantiate_names_the_nested_node_that_failed() -> None:
         _conf.instantiate(cfg.outer)
 
 
+def test_ctrl_c_is_one_line_and_an_exit_code_of_its_own(
+    run: Callable[..., list[DictConfig]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(cfg: DictConfig) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        run(task=interrupt)
+    assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
 def test_config_dir_is_the_checkouts_where_there_is_one(tmp_path: Path) -> None:
     package = tmp_path / "src" / "sd_lightning"
     (package / "conf").mkdir(parents=True)

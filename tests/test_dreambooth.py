@@ -1,5 +1,6 @@
 """DreamBooth from the command line, on the tiny model with random weights: what a run writes, and what it refuses."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from glyph import write_photos
-from sd_lightning import LatentDiffusion, checkpoint
+from sd_lightning import LatentDiffusion, SDLightningModule, checkpoint
+from sd_lightning.generation import SamplingOptions, generate
 from sd_lightning.lora import WEIGHTS_NAME
 from small_training import assert_bitwise_equal
-from test_bad_input import call, refuse
+from test_bad_input import call, contents, refuse
 
 DREAMBOOTH = (
     "dreambooth experiment=dreambooth_tiny instance_data_dir=photos 'instance_prompt=a handwritten sks digit' "
@@ -41,6 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copy(f"photos/{i}.png", "torn")
         shutil.copy(f"photos/{i}.png", "mixed")
     Path("torn/1.png").write_bytes(b"not a picture")
+    for name in ("phone/holiday", "photos-in-parts/3_sks digit/classes"):
+        Path(name).mkdir(parents=True)
+    for i in range(2):
+        shutil.copy(f"photos/{i}.png", f"phone/holiday/{i}.png")
+        shutil.copy(f"photos/{i}.png", f"photos-in-parts/3_sks digit/{i}.png")
+    Path("phone/IMG_1.HEIC").write_bytes(b"from a telephone")
     Path("file").write_text("in the way")
     yield root
     os.chdir(before)
@@ -72,6 +80,10 @@ def test_class_images_are_kept_and_topped_up(full: Path, folder: Path) -> None:
     with Image.open(min(first)) as image:
         assert (image.size, image.info["prompt"], image.info["seed"]) == ((32, 32), "a handwritten digit", "0")
         assert '"model": "base"' in image.info["sd_lightning"]
+        model = LatentDiffusion.from_pretrained("base")
+        options = SamplingOptions(num_inference_steps=1, guidance_scale=3.0)
+        (expected,) = generate(model, ["a handwritten digit"], seeds=[0], options=options, device=torch.device("cpu"))
+        assert np.abs(np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)).max() <= 1
     options = f"{PRIOR} num_class_images=6 max_train_steps=1 init_from=base output_dir=more validation_prompt=two"
     assert call(f"{DREAMBOOTH} {options}") == 0
     second = {path: path.stat().st_mtime_ns for path in (folder / "pictures").rglob("*.png")}
@@ -119,8 +131,9 @@ def test_weights_that_adapters_leave_alone_are_those_of_the_base_and_written_onc
         assert (newest / "pipeline" / name).samefile(adapted / "frozen" / name)
 
 
-def test_a_merged_run_is_a_plain_pipeline_that_draws_the_same(adapted: Path) -> None:
+def test_a_merged_run_is_a_plain_pipeline_that_draws_the_same(adapted: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert call(f"{LORA} max_train_steps=4 init_from=base output_dir=merged merge_lora=true") == 0
+    assert "merged/pipeline (diffusers: DiffusionPipeline.from_pretrained)\n" in capfd.readouterr().out
     assert not (Path("merged") / "pipeline" / WEIGHTS_NAME).exists()
     from diffusers import DiffusionPipeline
 
@@ -129,9 +142,11 @@ def test_a_merged_run_is_a_plain_pipeline_that_draws_the_same(adapted: Path) -> 
     assert call("export run=merged format=single_file output_dir=merged-single") == 0
 
 
-def test_adapters_resume_bit_for_bit(adapted: Path) -> None:
+def test_adapters_resume_bit_for_bit(adapted: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stop = f"{LORA} max_train_steps=2 init_from=base output_dir=resumed"
     assert call(stop) == 0
+    told = "DiffusionPipeline.from_pretrained; then pipeline.load_lora_weights('resumed/pipeline'))\n"
+    assert told in capfd.readouterr().out, "without, the pictures lack the subject"
     assert call(f"{LORA} max_train_steps=4 model.pretrained=base output_dir=resumed resume=auto") == 0
     (straight,) = checkpoint.all_checkpoints(adapted)
     assert_bitwise_equal(checkpoint.all_checkpoints("resumed")[-1], straight)
@@ -148,7 +163,37 @@ BAD = [
         *("no word that tells the subject from", "'a handwritten digit'", "instance_prompt=a handwritten sks digit"),
     ),
     ("class_prompts=[]", "with_prior_preservation=true without a class prompt", "write 'class_prompt="),
-    ("with_prior_preservation=false", "class_prompt='a handwritten digit'", "add with_prior_preservation=true"),
+    (
+        "with_prior_preservation=false",
+        *("class_prompts=[a handwritten digit,a handwritten two]", "class_data_dir=pictures", "num_class_images=4"),
+        *("nothing uses without with_prior_preservation", "add with_prior_preservation=true", "leave class_prompts, "),
+    ),
+    ("placeholder_token=dog", "placeholder_token=dog", "nothing uses without learn_token", "add learn_token=true, or"),
+    ("initializer_token=dog", "initializer_token=dog", "nothing uses without learn_token", "add learn_token=true, or"),
+    ("init_from=null", "model.pretrained=null", "random weights of tiny", "expected a trained", "add model.pretrained"),
+    ("init_from=null resume=auto", "model.pretrained=null", "random weights of tiny", "or init_from=<run or pipeline"),
+    (
+        "class_data_dir=photos",
+        "class_data_dir=photos and instance_data_dir=photos",
+        "the same folder",
+        "choose another",
+    ),
+    (
+        "class_data_dir=photos/class",
+        "class_data_dir=photos/class",
+        "one inside the other",
+        "expected two folders apart",
+    ),
+    (
+        "'instance_data_dir=photos-in-parts/3_sks digit' class_data_dir=photos-in-parts",
+        *("class_data_dir=photos-in-parts", "one inside the other", "leave class_data_dir out, or choose another"),
+    ),
+    (
+        "instance_data_dir=phone",
+        *("no photos", "expected at least 2", "not counted: 1 file(s) (phone/IMG_1.HEIC)", "convert to JPEG"),
+        *("2 file(s) (phone/holiday/0.png, phone/holiday/1.png)", "rename holiday to '10_holiday'", "move its photos"),
+    ),
+    ("num_class_images=1", "num_class_images=1", "none is left for 'a handwritten two'", "write num_class_images=2"),
     ("prior_loss_weight=-1", "prior_loss_weight=-1", "at least 0", "write prior_loss_weight=1"),
     ("num_class_images=0", "num_class_images=0", "expected at least 1", "write num_class_images=100"),
     ("class_data_dir=mixed", "class_data_dir=mixed", "2 class prompts", "expected pictures in a folder per", "move"),
@@ -176,6 +221,132 @@ def test_mistake_is_one_line_and_touches_nothing(
     refuse(f"{DREAMBOOTH} {PRIOR} num_class_images=4 output_dir=bad init_from=base {options}", words, folder, capfd)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            "learn_token=true placeholder_token=sks",
+            ("placeholder_token=sks", "tokenizer has this word", "expected a new one", "placeholder_token=S*"),
+        ),
+        (
+            "learn_token=true 'instance_prompt=a handwritten S* digit' initializer_token=square_dot",
+            ("initializer_token=square_dot", "tokens; expected a single, common word", "initializer_token=dog"),
+        ),
+        (
+            "trainable=lora lora.target_modules=[foo]",
+            ("lora.target_modules=['foo']", "expected endings of the names of linear", "of unet, e.g. "),
+        ),
+    ],
+    ids=["known word", "several tokens", "no such layer"],
+)
+def test_what_does_not_fit_into_the_model_is_refused_before_class_images_are_drawn(
+    options: str, words: tuple[str, ...], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prior = f"{PRIOR.replace('=pictures', '=never')} num_class_images=4"
+    refuse(f"{DREAMBOOTH} {prior} output_dir=bad init_from=base {options}", words, folder, capfd)
+
+
+def test_what_only_a_preset_says_of_class_images_is_not_refused_without_them(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = "with_prior_preservation=false max_train_steps=1 output_dir=alone init_from=base"
+    assert call(f"{DREAMBOOTH} {options}") == 0
+    assert not Path("alone-class-images").exists()
+
+
+def test_photos_that_are_not_used_are_named_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("phone", "mostly")
+    for i in range(2):
+        shutil.copy(f"photos/{i}.png", "mostly")
+    options = "instance_data_dir=mostly with_prior_preservation=false max_train_steps=1 output_dir=mostly-run"
+    capfd.readouterr()
+    assert call(f"{DREAMBOOTH} {options} init_from=base") == 0
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "IMG_1.HEIC" in line)
+    assert line.startswith("WARNING: instance_data_dir=mostly: not used: 1 file(s) (mostly/IMG_1.HEIC) of a kind that")
+    assert "2 file(s) (mostly/holiday/0.png, mostly/holiday/1.png)" in line and "rename holiday to '10_holiday'" in line
+
+
+def drawn_by(pictures: Path) -> dict[str, str]:
+    """Names of class images, and the models that they say to be drawn by."""
+    found = {}
+    for path in pictures.rglob("*.png"):
+        with Image.open(path) as image:
+            found[str(path)] = json.loads(image.info["sd_lightning"])["model"]
+    return found
+
+
+def test_the_same_command_with_resume_starts_a_run_and_continues_it_from_the_same_model(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prior = f"{PRIOR.replace('=pictures', '=topped')} output_dir=again resume=auto"
+    assert call(f"{DREAMBOOTH} {prior} num_class_images=2 max_train_steps=1 init_from=base") == 0
+    assert call(f"{DREAMBOOTH} {prior} num_class_images=2 max_train_steps=2 init_from=base") == 0
+    assert [checkpoint.step_of(path) for path in checkpoint.all_checkpoints("again")][-1] == 2
+    shutil.rmtree("topped")
+    capfd.readouterr()
+    assert call(f"{DREAMBOOTH} {prior} num_class_images=2 max_train_steps=3") == 0
+    assert "INFO: resume=auto: the run started from base" in capfd.readouterr().err
+    assert set(drawn_by(folder / "topped").values()) == {"base"}
+    model = LatentDiffusion.from_pretrained("base")
+    options = SamplingOptions(num_inference_steps=1, guidance_scale=3.0)
+    for path in (folder / "topped").rglob("*.png"):
+        with Image.open(path) as image:
+            (expected,) = generate(model, [image.info["prompt"]], seeds=[0], options=options)
+            assert np.abs(np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)).max() <= 1
+    words = ("resume=auto and init_from=single-base", "give one of the two")
+    shutil.copytree("base", "single-base")
+    refuse(f"{DREAMBOOTH} {prior} num_class_images=2 max_train_steps=4 init_from=single-base", words, folder, capfd)
+
+
+def test_class_images_are_not_drawn_by_an_unknown_model(
+    full: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(full, "moved")
+    Path("moved/config.yaml").unlink()
+    prior = f"{PRIOR.replace('=pictures', '=unknown')} num_class_images=4 max_train_steps=3"
+    words = ("resume=moved with 4 of 4 class images missing in unknown", "no config.yaml that", "add model.pretrained=")
+    refuse(f"{DREAMBOOTH} {prior} output_dir=bad resume=moved", words, folder, capfd)
+
+
+def test_class_images_are_drawn_with_the_weights_of_a_lightning_checkpoint(folder: Path) -> None:
+    model = LatentDiffusion.from_pretrained("base")
+    torch.save({"state_dict": SDLightningModule(model, train_text_encoder=True).state_dict()}, "base.ckpt")
+    prior = "'class_prompts=[a handwritten digit]' class_data_dir=of-ckpt num_class_images=1"
+    assert call(f"{DREAMBOOTH} {prior} max_train_steps=1 init_from=base.ckpt output_dir=from-ckpt") == 0
+    ((path, name),) = drawn_by(folder / "of-ckpt").items()
+    assert name == "base.ckpt"
+    options = SamplingOptions(num_inference_steps=1, guidance_scale=3.0)
+    (expected,) = generate(LatentDiffusion.from_pretrained("base"), ["a handwritten digit"], seeds=[0], options=options)
+    with Image.open(path) as image:
+        assert np.abs(np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)).max() <= 1
+
+
+def test_class_images_of_another_model_are_named_once(
+    full: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    LatentDiffusion.build("tiny", seed=9).save_pretrained("other")
+    capfd.readouterr()
+    options = f"{PRIOR} num_class_images=4 max_train_steps=1 output_dir=of-other"
+    assert call(f"{DREAMBOOTH} {options} init_from=other") == 0
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "were drawn by" in line)
+    assert line.startswith("WARNING: class images: 4 of those in pictures were drawn by base, and this run starts from")
+    assert "starts from other, " in line and "choose another class_data_dir=<folder>" in line
+    absolute = f"{options.replace('of-other', 'of-base')} init_from={folder / 'base'}"
+    assert call(f"{DREAMBOOTH} {absolute}") == 0
+    assert "were drawn by" not in capfd.readouterr().err, "the same folder by another name"
+
+
+def test_class_images_are_counted_as_they_are(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = "'class_prompts=[a handwritten one, a handwritten two, a handwritten three]' class_data_dir=counted"
+    options = f"{prompts} num_class_images=10 max_train_steps=1 init_from=base"
+    capfd.readouterr()
+    assert call(f"{DREAMBOOTH} {options} output_dir=counted-1") == 0
+    assert "INFO: class images: drawing 10 of 10 in counted" in capfd.readouterr().err
+    assert sorted(len(list(part.iterdir())) for part in (folder / "counted").iterdir()) == [3, 3, 4]
+    assert call(f"{DREAMBOOTH} {options} output_dir=counted-2") == 0
+    assert "INFO: class images: all 10 are in counted" in capfd.readouterr().err
+
+
 def test_pictures_of_another_prompt_are_refused(full: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (own,) = (path for path in (folder / "pictures").iterdir() if path.name.startswith("a-handwritten-two"))
     options = f"class_prompts=[] 'class_prompt=a dog' class_data_dir=pictures/{own.name} output_dir=bad init_from=base"
@@ -183,11 +354,59 @@ def test_pictures_of_another_prompt_are_refused(full: Path, folder: Path, capfd:
     refuse(f"{DREAMBOOTH} {options}", words, folder, capfd)
 
 
-def test_a_run_with_adapters_beside_its_weights_is_not_exported_without_them(
+def test_a_run_with_adapters_beside_its_weights_is_exported_with_them(adapted: Path, folder: Path) -> None:
+    from diffusers import DiffusionPipeline, StableDiffusionPipeline
+
+    pipeline: Any = DiffusionPipeline.from_pretrained(adapted / "pipeline")
+    pipeline.load_lora_weights(adapted / "pipeline")
+    trained = draw(pipeline)
+    assert call("export run=lora format=single_file output_dir=lora-single") == 0
+    assert call("export run=lora merge_lora=true output_dir=lora-merged") == 0
+    single = StableDiffusionPipeline.from_single_file(
+        "lora-single/model.safetensors", config="lora-single/config", local_files_only=True
+    )
+    assert np.abs(draw(single) - trained).max() < 1 / 255
+    assert np.abs(draw(DiffusionPipeline.from_pretrained("lora-merged")) - trained).max() < 1 / 255
+
+
+CHANGED = [
+    ("trainable=lora lora.alpha=11", "lora.alpha=11", "used lora.alpha=12", "write lora.alpha=12, or"),
+    ("trainable=lora lora.alpha=null", "lora.alpha=4", "used lora.alpha=12", "write lora.alpha=12, or"),
+    ("trainable=lora lora.alpha=12 lora.rank=3", "lora.rank=3", "used lora.rank=4", "write lora.rank=4, or"),
+    (
+        "trainable=lora lora.alpha=12 lora.target_modules=[to_q]",
+        *("lora.target_modules=[to_q]", "write lora.target_modules=[to_k,to_out.0,to_q,to_v], or"),
+    ),
+    ("trainable=full", "trainable=full", "used trainable=lora", "write trainable=lora, or"),
+    (
+        "trainable=lora lora.alpha=12 learn_token=true placeholder_token=sks",
+        *("learn_token=true", "used learn_token=false", "write learn_token=false, or"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), [(c, tuple(w)) for c, *w in CHANGED], ids=[c for c, *_ in CHANGED])
+def test_adapters_are_not_resumed_as_others(
+    options: str, words: tuple[str, ...], adapted: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is time spent on class images before: here all of them would be missing."""
+    prior = f"{PRIOR.replace('=pictures', '=other')} num_class_images=4"
+    command = f"{DREAMBOOTH} {prior} {options} model.pretrained=base max_train_steps=5 output_dir=lora resume=auto"
+    words = ("resume=lora/checkpoints/step-00000004: ", *words, "start a new run from its pipeline with init_from=")
+    refuse(command, words, folder, capfd)
+
+
+def test_adapters_are_not_resumed_on_other_weights(
     adapted: Path, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("run=lora", WEIGHTS_NAME, "merge_lora=true", "save_pretrained('merged')")
-    refuse("export run=lora format=single_file output_dir=bad", words, folder, capfd)
+    LatentDiffusion.build("tiny", seed=8).save_pretrained("else")
+    before = contents(folder)
+    assert call(f"{LORA} max_train_steps=5 model.pretrained=else output_dir=lora resume=auto") == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    for word in ("error: resume=lora/checkpoints/step-00000004: ", "frozen weights of text_encoder, unet are not"):
+        assert word in error
+    assert "give the model.pretrained= that stands in that run's config.yaml" in error
+    assert contents(folder) == before
 
 
 def test_8bit_adam_trains(full: Path, folder: Path) -> None:
@@ -236,6 +455,9 @@ def test_a_learned_token_is_part_of_the_pipeline(full: Path, folder: Path) -> No
         for key, value in base.text_encoders["text_encoder"].state_dict().items()
         if "token_embedding" not in key
     )
+    loaded: Any = base.pipeline()
+    loaded.load_textual_inversion("token/pipeline", weight_name="learned_embeds.safetensors")
+    assert torch.equal(loaded.text_encoder.get_input_embeddings().weight, words)
     pipeline.load_lora_weights("token/pipeline")
     ours = LatentDiffusion.from_pretrained("token/pipeline").pipeline()
     assert np.abs(draw(pipeline) - draw(ours)).max() < 1 / 255

@@ -53,7 +53,11 @@ def _optimizer(network: nn.Module, quantised: bool) -> torch.optim.Optimizer:
     return AdamW8bit(network.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("settings", [{}, OFFLOADED, AUTO], ids=["fast", "offloaded", "auto"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, OFFLOADED, {"offload_optim_frac": 1.0}, {"offload_param_frac": 1.0}, AUTO],
+    ids=["fast", "offloaded", "optimizer", "weights", "auto"],
+)
 def test_every_placement_trains_as_plain_torch(settings: dict[str, Any]) -> None:
     losses, engine, _ = train(settings)
     assert losses == pytest.approx(train(None)[0], rel=1e-4)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gemini_driver import BATCH, Blocks, Job, inputs, loss_of
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, SavedStates
+from sd_lightning.gemini.accumulation import spare_bytes
 from sd_lightning.gemini.auto import Call
 from sd_lightning.gemini.probe import AllocatorProbe
 from sd_lightning.gemini.tiers import Kind, Memory, Tier
@@ -137,18 +142,73 @@ def test_sampling_does_not_make_training_forget_its_order() -> None:
 
 @pytest.mark.parametrize(
     ("reduce_once", "message"),
-    [(False, "each micro-batch is reduced; with 0 MiB to spare"), (True, "of all micro-batches are reduced once")],
+    [
+        (False, "each micro-batch is reduced; with 0.1 MiB to spare"),
+        (True, "of all micro-batches are reduced once"),
+        ("auto", "there are no other ranks to reduce over"),
+    ],
 )
 def test_the_engine_tells_once_how_gradients_accumulate(
-    reduce_once: bool, message: str, caplog: pytest.LogCaptureFixture
+    reduce_once: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     network = Blocks()
     engine = engine_of(network, reduce_once=reduce_once, chunk_numel=1500)
-    with caplog.at_level(logging.INFO, "sd_lightning.gemini.engine"):
+    with caplog.at_level(logging.INFO, "sd_lightning.gemini.accumulation"):
         for step in range(3):
             with engine.no_sync():
                 loss_of(network, inputs(step, Job("accumulate")), torch.float32).backward()
     assert caplog.text.count(message) == 1 and caplog.text.count("Gemini") == 1
+
+
+@pytest.mark.parametrize("value", ["once", 1, None])
+def test_a_way_to_accumulate_that_is_not_known_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"got reduce_once=.*expected true, false or 'auto'"):
+        GeminiConfig(reduce_once=value)
+
+
+@pytest.mark.parametrize(
+    ("spare", "num_reductions", "message"),
+    [
+        (10 * 2**20, [2, 1, 1], "micro-batches are reduced once, in float32: 0.1 MiB of the 10.0 MiB to spare"),
+        (1, [2, 2, 2], "each micro-batch is reduced: whole gradients take 0.1 MiB, and 0.0 MiB are to spare"),
+    ],
+)
+def test_what_the_first_step_leaves_decides_how_gradients_accumulate(
+    spare: int,
+    num_reductions: list[int],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("sd_lightning.gemini.accumulation.spare_bytes", lambda memory, world_size: spare)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        network = Blocks()
+        engine = engine_of(network, reduce_once="auto", chunk_numel=1500)
+        optimizer = engine.optimizer(torch.optim.SGD(network.parameters(), lr=1e-6))
+        found = []
+        with caplog.at_level(logging.INFO, "sd_lightning.gemini.accumulation"):
+            for step in range(3):
+                before = engine.runtime.statistics["reductions"]
+                with engine.no_sync():
+                    loss_of(network, inputs(step, Job("accumulate")), torch.float32).backward()
+                loss_of(network, inputs(step, Job("accumulate")), torch.float32).backward()
+                optimizer.step()
+                found.append((engine.runtime.statistics["reductions"] - before) // len(engine.chunks))
+    finally:
+        dist.destroy_process_group()
+    assert found == num_reductions
+    assert caplog.text.count(message) == 1 and caplog.text.count("Gemini") == 1
+
+
+def test_what_an_accelerator_has_to_spare_is_nine_tenths_less_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"mem_get_info": (300, 9999), "memory_reserved": 700, "max_memory_allocated": 650}
+    module = SimpleNamespace(**{name: lambda device, value=value: value for name, value in figures.items()})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    memory: Any = SimpleNamespace(on_accelerator=True, device=torch.device("cuda"))
+    assert spare_bytes(memory, 1) == 250
+    host = [spare_bytes(Memory(torch.device("cpu")), world_size) for world_size in (1, 2)]
+    assert host[0] - host[1] == pytest.approx(0.45 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.01)
 
 
 # ---------------------------------------------------------------------- placement=auto

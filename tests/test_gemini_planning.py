@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,15 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.layout import ALIGNMENT, ChunkLayout, ParameterSpec, align, pack, search_chunk_numel
-from sd_lightning.gemini.placement import Demand, Plan, fast_bytes, plan_auto, plan_static, plan_trace
+from sd_lightning.gemini.placement import (
+    Demand,
+    Plan,
+    fast_bytes,
+    plan_auto,
+    plan_static,
+    plan_trace,
+    whole_gradient_bytes,
+)
 from sd_lightning.gemini.tiers import Tier
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -119,7 +128,9 @@ def demands(draw: st.DrawFn) -> tuple[list[ChunkLayout], Demand]:
     units = tuple(tuple(unit) for unit in draw(st.lists(indices, min_size=1, max_size=6)))
     states = tuple(draw(st.sampled_from((0, 2, 8))) * layout.numel // world_size for layout in layouts)
     cap, activations = draw(st.integers(1, 2_000_000)), draw(st.integers(0, 500_000))
-    return layouts, Demand(cap, activations, states, units, world_size, keeps_gradients=draw(st.booleans()))
+    return layouts, Demand(
+        cap, activations, states, units, world_size, keeps_gradients=draw(st.sampled_from((False, True, None)))
+    )
 
 
 @QUICK
@@ -135,21 +146,26 @@ def test_an_automatic_plan_fits_and_offloads_optimizers_before_weights(
     except UsageError as error:
         assert lowest > available
         needed = int(str(error).split("set memory_cap=")[1].split("B")[0])
-        assert plan_auto(layouts, _with_cap(demand, needed)) is not None, "the remedy does not help"
+        assert plan_auto(layouts, replace(demand, cap_bytes=needed)) is not None, "the remedy does not help"
         return
-    assert fast_bytes(layouts, plan.chunks, demand) <= available
+    assert fast_bytes(layouts, plan.chunks, replace(demand, keeps_gradients=plan.keeps_gradients)) <= available
+    if demand.keeps_gradients is None:
+        without = plan_auto(layouts, replace(demand, keeps_gradients=False))
+        assert plan.chunks == without.chunks, "whole gradients push something out"
+        spare = available - fast_bytes(layouts, plan.chunks, demand)
+        assert plan.keeps_gradients == (whole_gradient_bytes(layouts) <= spare)
+        if plan.gathered_budget is not None and without.gathered_budget is not None:
+            taken = without.gathered_budget - plan.gathered_budget
+            assert taken == plan.keeps_gradients * whole_gradient_bytes(layouts)
+    else:
+        assert plan.keeps_gradients == demand.keeps_gradients
     trained = [place for layout, place in zip(layouts, plan.chunks, strict=True) if layout.is_trained]
     if any(place.param_tier is Tier.SLOW for place in plan.chunks):
         assert all(place.optim_tier is Tier.SLOW for place in trained)
     if any(place.optim_tier is Tier.SLOW for place in trained) and demand.world_size > 1:
         assert all(place.is_sharded for place in plan.chunks)
-    more = plan_auto(layouts, _with_cap(demand, demand.cap_bytes + 100_000))
+    more = plan_auto(layouts, replace(demand, cap_bytes=demand.cap_bytes + 100_000))
     assert _num_slow(more) <= _num_slow(plan), "more memory offloads more"
-
-
-def _with_cap(demand: Demand, cap: int) -> Demand:
-    values = {name: getattr(demand, name) for name in Demand.__dataclass_fields__}
-    return Demand(**(values | {"cap_bytes": cap}))
 
 
 def _num_slow(plan: Plan) -> int:

@@ -49,6 +49,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "longer_inputs": {"act": "longer"},
 }
 AUTO = PLACEMENTS["auto_some"]
+ROOM = {"placement": "auto", "memory_cap": "1MiB", "reduce_once": "auto"}
 BUDGETED = {"offload_optim_frac": 0.5, "offload_param_frac": 0.3, "gathered_budget": 16_000}
 
 
@@ -67,6 +68,12 @@ def jobs_of_ranks() -> list[Job]:
         Job("feature/reduce_once", config={"reduce_once": True}, accumulate=3, clip=0.05),
         Job(
             "reduce_once/kept_gathered", config={"reduce_once": True, "shard_param_frac": 0.0}, accumulate=3, clip=0.05
+        ),
+        Job(
+            "reduce_once/all_offloaded",
+            config=PLACEMENTS["all_offloaded"] | {"reduce_once": True},
+            accumulate=3,
+            clip=0.05,
         ),
         Job("chunks/one", config={"chunk_numel": 100_000}),
         Job("chunks/searched", config={"chunk_numel": None, "chunk_search": (700, 2000)} | BUDGETED),
@@ -89,6 +96,10 @@ def jobs_of_ranks() -> list[Job]:
         Job("auto/two_networks", config=AUTO, network="pair"),
         Job("auto/accumulate", config=AUTO, accumulate=3, clip=0.05),
         Job("auto/reduce_once", config=AUTO | {"reduce_once": True}, accumulate=3, clip=0.05),
+        Job("auto/reduce_if_no_room", config=AUTO | {"reduce_once": "auto"}, accumulate=3, clip=0.05),
+        Job("auto/reduce_if_room", config=ROOM, accumulate=3, clip=0.05),
+        Job("auto/reduce_until_longer", config=ROOM, accumulate=5, act="longer"),
+        Job("reduce_once/measured", config={"reduce_once": "auto"}, accumulate=3, clip=0.05),
         Job("auto/two_optimizers", config=AUTO, two_optimizers=True, clip=0.05),
         Job("auto/bf16", config=AUTO, dtype="bfloat16"),
         Job("auto/meta", config=AUTO, meta=True),
@@ -245,12 +256,36 @@ def test_recomputed_and_compiled_blocks_train_the_same(two_ranks: list[dict[str,
     assert_as_plain_torch(two_ranks[0][name], {})
 
 
-@pytest.mark.parametrize("name", ["feature/reduce_once", "reduce_once/kept_gathered"])
+@pytest.mark.parametrize("name", ["feature/reduce_once", "reduce_once/kept_gathered", "reduce_once/all_offloaded"])
 def test_gradients_kept_whole_are_reduced_once(two_ranks: list[dict[str, Findings]], name: str) -> None:
     assert_as_plain_torch(two_ranks[0][name], FEATURES["accumulate"])
     once = two_ranks[0][name].notes["statistics"]["reductions"]
     thrice = two_ranks[0]["feature/accumulate"].notes["statistics"]["reductions"]
     assert once * 3 == thrice
+    assert two_ranks[0][name].digest == two_ranks[0]["feature/reduce_once"].digest
+
+
+@pytest.mark.parametrize("name", ["auto/reduce_if_room", "reduce_once/measured"])
+def test_gradients_are_reduced_once_from_the_step_on_that_knows_they_fit(
+    two_ranks: list[dict[str, Findings]], name: str
+) -> None:
+    assert_as_plain_torch(two_ranks[0][name], FEATURES["accumulate"])
+    assert two_ranks[0][name].digest == two_ranks[0]["auto/reduce_if_room"].digest
+    once = two_ranks[0]["feature/reduce_once"].notes["statistics"]["reductions"]
+    # The first of 20 steps reduces three micro-batches.
+    assert two_ranks[0][name].notes["statistics"]["reductions"] * 20 == once * (3 + 19)
+    assert two_ranks[0][name].digest != two_ranks[0]["feature/accumulate"].digest, (
+        "both orders of summation give the same: reduce_once=auto can be the default"
+    )
+
+
+def test_a_larger_call_reduces_at_once_what_was_kept(two_ranks: list[dict[str, Findings]]) -> None:
+    found = two_ranks[0]["auto/reduce_until_longer"]
+    assert_as_plain_torch(found, {"accumulate": 5, "act": "longer"})
+    once = two_ranks[0]["feature/reduce_once"].notes["statistics"]["reductions"]
+    # In the second step, the fourth of five is longer: three are reduced together, and the others by themselves, also
+    # the fifth, before which the plan for longer inputs has room again.
+    assert found.notes["statistics"]["reductions"] * 20 == once * (5 + 3 + 18)
 
 
 @pytest.mark.parametrize("name", ["sample", "sample_kept_gathered", "swap", "swap_kept_gathered"])
@@ -302,6 +337,7 @@ def test_a_fit_after_an_exception_begins_with_new_optimizers(two_ranks: list[dic
         ("two_networks", "feature/two_networks"),
         ("accumulate", "feature/accumulate"),
         ("reduce_once", "feature/reduce_once"),
+        ("reduce_if_no_room", "feature/accumulate"),
         ("two_optimizers", "feature/two_optimizers"),
         ("bf16", "bf16/fast"),
     ],

@@ -1,17 +1,22 @@
 """Adapters: what is trained, and that files hold what was trained, for diffusers as for us."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+import small_training as small
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, typed_json
 from sd_lightning.architectures import Architecture
+from sd_lightning.callbacks import EMA, frozen_weights
 from sd_lightning.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
 from small_models import SMALL_SD2, SMALL_SDXL
+from small_training import stored
 
 
 def adapted(architecture: str | Architecture, lora: Lora) -> SDLightningModule:
@@ -108,6 +113,75 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
     with pytest.raises(UsageError, match=f"{WEIGHTS_NAME}: these adapters do not fit.*copy the file again"):
         LatentDiffusion.from_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------------- weights in files, and resuming
+
+
+def train(run_dir: Path, max_steps: int, base: Path, *, resume: Path | None = None, **options: Any) -> Path:
+    """Train adapters of a pipeline, and return the last checkpoint."""
+    deferred = options.pop("deferred", ("unet", "text_encoder", "text_encoder_2"))
+    lora = Lora(**{"rank": 2, "alpha": 3, "dropout": 0.2} | options.pop("lora", {}))
+    model = LatentDiffusion.from_pretrained(base, deferred=deferred)
+    module = SDLightningModule(model, optimizer=small.adamw, train_text_encoder=True, lora=lora)
+    assert module.unet.conv_in.weight.is_meta == bool(deferred)  # type: ignore[union-attr]
+    saving = small.Saving(run_dir, resume=resume)
+    small.fit(module, small.data(), max_steps, EMA(0.9), saving, **options)
+    assert saving.last_saved is not None
+    return saving.last_saved
+
+
+@pytest.mark.parametrize("architecture", ["tiny", SMALL_SDXL], ids=["tiny", "sdxl"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_adapters_of_weights_in_files_are_those_of_weights_in_memory(
+    architecture: str | Architecture, precision: str, tmp_path: Path
+) -> None:
+    LatentDiffusion.build(architecture, seed=4).save_pretrained(tmp_path / "base")
+    files = train(tmp_path / "files", 2, tmp_path / "base", precision=precision)
+    memory = train(tmp_path / "memory", 2, tmp_path / "base", precision=precision, deferred=())
+    small.assert_bitwise_equal(files, memory)
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    kept, base = load_file(files / "pipeline" / weights), load_file(tmp_path / "base" / weights)
+    assert all(torch.equal(kept[key], base[key]) for key in base), "not rounded to what the run computes in"
+
+
+def test_a_full_disk_is_told_before_frozen_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    LatentDiffusion.build("tiny", seed=4).save_pretrained(tmp_path / "base")
+    monkeypatch.setattr(frozen_weights, "write_streamed", full)
+    with pytest.raises(UsageError, match="the disk is full"):
+        train(tmp_path / "run", 1, tmp_path / "base")
+
+
+def test_adapters_are_resumed_with_their_scale_on_their_weights(tmp_path: Path) -> None:
+    """Neither shows in names or shapes. Dropout is a setting of the training, as the learning rate is."""
+    base, other = tmp_path / "base", tmp_path / "other"
+    LatentDiffusion.build("tiny", seed=4).save_pretrained(base)
+    LatentDiffusion.build("tiny", seed=5).save_pretrained(other)
+    first = train(tmp_path / "run", 1, base)
+    with pytest.raises(UsageError, match=r"lora.alpha=5, but the checkpoint's run used lora.alpha=3, .*lora.alpha=3"):
+        train(tmp_path / "next", 2, base, resume=first, lora={"alpha": 5})
+    with pytest.raises(UsageError, match=r"frozen weights of text_encoder, unet are not those .* model.pretrained="):
+        train(tmp_path / "next", 2, other, resume=first)
+    assert not (tmp_path / "next").exists()
+    changed = train(tmp_path / "run", 2, base, resume=first, lora={"alpha": 3.0, "dropout": 0.0, "seed": 9})
+    straight = train(tmp_path / "straight", 2, base)
+    assert stored(changed).keys() == stored(straight).keys()
+
+
+def test_a_checkpoint_of_an_earlier_release_says_nothing_of_its_adapters(tmp_path: Path) -> None:
+    LatentDiffusion.build("tiny", seed=4).save_pretrained(tmp_path / "base")
+    first = train(tmp_path / "run", 1, tmp_path / "base")
+    state = typed_json.loads((first / "trainer.json").read_text())
+    del state["trained_parts"], state["frozen"]
+    (first / "trainer.json").write_text(typed_json.dumps(state))
+    resumed = train(tmp_path / "run", 2, tmp_path / "base", resume=first)
+    small.assert_bitwise_equal(resumed, train(tmp_path / "straight", 2, tmp_path / "base"))
+
+
+# ---------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from sd_lightning.quantization import Int8, dequantize_, quantize_, replace_modu
 from sd_lightning.quantization import config as defaults
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Embedding, Int8Linear, int8_layers, quantize_rows
 from sd_lightning.quantization.memory import inference_bytes, weight_bytes
+from sd_lightning.quantization.model import int8_config
 from small_models import SMALL_SD2, SMALL_SDXL
 
 LATENTS = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -81,11 +82,27 @@ def test_weights_are_those_of_bitsandbytes() -> None:
     assert (ours != theirs).float().mean() < 1e-3
 
 
-def test_a_weight_that_is_not_finite_is_named(model: LatentDiffusion) -> None:
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(
+    model: LatentDiffusion, deferred: bool, value: str, tmp_path: Path
+) -> None:
     with torch.no_grad():
-        model.unet.mid_block.resnets[0].conv1.weight[3, 2] = float("nan")
-    with pytest.raises(UsageError, match=r"unet\.mid_block\.resnets\.0\.conv1\.weight holds NaN"):
-        quantize_(model)
+        model.unet.mid_block.resnets[0].conv1.weight[3, 2] = float(value)
+    before = copy.deepcopy(model)
+    if deferred:
+        model.save_pretrained(tmp_path)
+        model = LatentDiffusion.from_pretrained(tmp_path, deferred=list(model.networks))
+    with pytest.raises(UsageError, match=r"unet\.mid_block\.resnets\.0\.conv1\.weight holds NaN or infinite values"):
+        quantize_(model, Int8(dtype="bfloat16"))
+    assert model.deferred.keys() == (model.networks.keys() if deferred else set())
+    model.read_deferred("cpu")
+    for name, network in model.networks.items():
+        assert not list(int8_layers(network)) and int8_config(network) is None
+        pairs = zip(network.state_dict().values(), before.networks[name].state_dict().values(), strict=True)
+        assert all(
+            ours.dtype == theirs.dtype and ours.equal(theirs) for ours, theirs in pairs if theirs.isfinite().all()
+        )
 
 
 # ---------------------------------------------------------------------- outputs
@@ -328,6 +345,52 @@ def test_bad_settings_are_one_line(given: dict[str, Any], message: str) -> None:
         Int8(**given)
 
 
+def test_other_things_than_a_model_and_a_config_are_told_what_is_expected(model: LatentDiffusion) -> None:
+    for verb in (quantize_, dequantize_, replace_module):
+        who = "dequantize_" if verb is dequantize_ else "quantize_"
+        for given, words in (
+            (model.pipeline(), f"{who} got a StableDiffusionPipeline; expected .* write {who}\\(pipeline.unet\\), or"),
+            (
+                "folder",
+                f"{who} got 'folder'; expected .* write {who}\\(LatentDiffusion.from_pretrained\\('folder'\\)\\)",
+            ),
+            (None, f"{who} got a NoneType; expected a LatentDiffusion or one network"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                verb(given)  # type: ignore[type-var]
+    for config in ("int8", {"linear": "torchao"}, 8):
+        with pytest.raises(
+            UsageError, match=r"quantize_ got config=.*; expected an Int8; write quantize_\(model, Int8"
+        ):
+            quantize_(model, config)  # type: ignore[arg-type]
+    assert not list(int8_layers(model.unet))
+
+
+@pytest.mark.parametrize("field", ["exclude", "float_inputs"])
+def test_a_name_that_no_layer_has_is_refused(model: LatentDiffusion, field: Any) -> None:
+    for names in (["nosuchlayer"], ["conv_out", "mid"], ["unet.conv_i"], ["encoder.unet"]):
+        with pytest.raises(
+            UsageError, match=rf"Int8 got {field}=.*no layer is named {names[-1]}; expected whole parts of"
+        ):
+            quantize_(model, Int8(**{field: names}))
+    with pytest.raises(UsageError, match="no layer is named vae; expected .* leave vae out"):
+        quantize_(model.unet, Int8(**{field: ["vae"]}))  # it is known by no name of its own
+    assert not list(int8_layers(model.unet))
+    given = Int8(**{field: ["unet.mid_block", *getattr(Int8(), field)]})
+    quantize_(quantize_(model, given), given)  # the defaults' names need not be there: tiny has no proj_in in its VAE
+
+
+def test_float_inputs_may_name_the_network(model: LatentDiffusion, tmp_path: Path) -> None:
+    def kernels(network: nn.Module) -> set[str]:
+        return {layer.kernel for _, layer in int8_layers(network) if isinstance(layer, Int8Linear)}
+
+    quantize_(model, Int8(float_inputs=["unet"])).save_pretrained(tmp_path)
+    loaded = LatentDiffusion.from_pretrained(tmp_path)
+    for each in (model, loaded, quantize_(quantize_(loaded, Int8()), Int8(float_inputs=["unet"]))):
+        assert kernels(each.unet) == {"weight_only"}
+        assert kernels(each.networks["text_encoder"]) == {"bitsandbytes"}
+
+
 # ---------------------------------------------------------------------- folders
 
 
@@ -405,6 +468,28 @@ def test_a_record_that_does_not_fit_the_files_is_refused(model: LatentDiffusion,
             (folder / "unet/config.json").write_text(json.dumps(config))
         with pytest.raises(UsageError, match=message):
             LatentDiffusion.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["unet", "vae", "text_encoder"])
+def test_int8_weights_without_their_record_are_not_taken_for_floats(
+    model: LatentDiffusion,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model.save_pretrained(tmp_path / "float")
+    quantize_(model).save_pretrained(tmp_path / "int8")
+    shutil.copy(tmp_path / "float" / name / "config.json", tmp_path / "int8" / name / "config.json")
+    words = r"int8/\w+: \S+weight, .* more in int8, but config.json has no quantization_config .*; copy the config.json"
+    for deferred in ((), [name]):
+        with pytest.raises(UsageError, match=words):
+            LatentDiffusion.from_pretrained(tmp_path / "int8", deferred=deferred)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["export.py", "run=int8", "output_dir=out"])
+    with pytest.raises(SystemExit):
+        export_main()
+    assert re.search(words, capsys.readouterr().err) and not (tmp_path / "out").exists()
 
 
 def test_int8_weights_are_neither_trained_nor_exported_as_others(

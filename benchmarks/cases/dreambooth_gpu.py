@@ -16,7 +16,7 @@ BARS: dict[str, str] = {}
 def measure(
     *, presets: tuple[str, ...] = ("8gb-sd15", "8gb-sd21", "lora_6gb-sd15"), steps: int = 4
 ) -> dict[str, float]:
-    """Train some steps from random weights, without prior preservation: it changes data, not memory.
+    """Train some steps from files of random weights, without prior preservation: it changes data, not memory.
 
     Args:
         presets: Preset and model.
@@ -26,13 +26,18 @@ def measure(
         By preset: ``…_peak_gb``, the most that PyTorch allocated in training, ``…_predicted_gb``, the forecast for
         the whole device, and ``…_images_per_second``.
     """
+    from sd_lightning import LatentDiffusion
+
     metrics = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write_photos(folder / "photos")
         for preset in presets:
             preset_name, _, model = preset.rpartition("-")
-            options = (f"experiment=dreambooth_{preset_name}", f"model={model}")
+            weights = folder / f"weights-{model}"
+            if not weights.exists():
+                LatentDiffusion.build(model).save_pretrained(weights)
+            options = (f"experiment=dreambooth_{preset_name}", f"model={model}", f"model.pretrained={weights}")
             command = [sys.executable, "-m", "sd_lightning.dreambooth", *options, "instance_data_dir=photos"]
             command += ["instance_prompt=a photo of sks dog", f"max_train_steps={steps}", f"output_dir={preset}"]
             subprocess.run(command, check=True, stdout=sys.stderr, cwd=folder)

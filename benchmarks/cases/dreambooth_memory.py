@@ -22,7 +22,7 @@ def measure() -> dict[str, float]:
     metrics = {}
     for preset in PRESETS:
         name, _, model = preset.rpartition("-")
-        found = forecast_of(f"experiment=dreambooth_{name}", f"model={model}")
+        found = forecast_of(f"experiment=dreambooth_{name}", f"model={model}", "model.pretrained=pipeline")
         metrics |= {f"{preset}_device_gb": found.device / 1e9, f"{preset}_host_gb": found.host / 1e9}
     return metrics
 

@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.dreambooth import class_folder, images_in, num_per_prompt
+from sd_lightning.data.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
 from sd_lightning.generation import SamplingOptions, generate
 from sd_lightning.latent_diffusion import LatentDiffusion
 
@@ -61,6 +62,27 @@ def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, 
             names.add(name)
             missing.append(Missing(prompt, own / name, seed + number))
     return missing
+
+
+def warn_of_other_models(folder: str | Path, prompts: Sequence[str], count: int, *, source: str) -> None:
+    """Warn of pictures that are used, and say themselves that another model than ``source`` has drawn them."""
+    drawn_by = Counter(_drawn_by(Path(picture.path)) for picture in find_class_pictures(folder, prompts, count))
+    for name, number in drawn_by.items():
+        if name is not None and Path(name).resolve() != Path(source).resolve():
+            log.warning(
+                "class images: %d of those in %s were drawn by %s, and this run starts from %s, whose class they do "
+                "not keep; choose another class_data_dir=<folder> to have them drawn anew",
+                *(number, folder, name, source),
+            )
+
+
+def _drawn_by(path: Path) -> str | None:
+    """Return the name of the model that a picture says to be drawn by."""
+    try:
+        with Image.open(path) as image:
+            return str(json.loads(image.info["sd_lightning"])["model"])
+    except (OSError, SyntaxError, ValueError, KeyError, TypeError):  # somebody else's, or broken
+        return None
 
 
 def draw(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sd_lightning.streamed_tensor import StreamedTensor, stored_tensor
 from sd_lightning.tensor_store import ShardedTensors
 
 Local = Callable[[Any], tuple[Tensor, int, int]]
@@ -36,9 +37,26 @@ class DeferredWeights:
     def __init__(self, store: ShardedTensors, keys: Mapping[str, str]) -> None:
         self._store = store
         self._keys = dict(keys)
+        self._present: dict[str, Tensor] = {}
+        """Values, by name, of parameters that are in no file, such as adapters', once they have been taken apart."""
+
+    def renamed(self, names: Mapping[str, str]) -> DeferredWeights:
+        """Return the same weights for a network whose parameters have been renamed.
+
+        Args:
+            names: Name as it was -> name as it is, for all of them.
+        """
+        return DeferredWeights(self._store, {names[name]: key for name, key in self._keys.items()})
+
+    def streamed(self, name: str) -> StreamedTensor:
+        """Describe a weight, by its name in the network, for a writer; call :meth:`close` after."""
+        return stored_tensor(self._store, self._keys[name])
 
     def read(self, name: str, out: Tensor, begin: int = 0, end: int | None = None) -> None:
         """Fill a tensor with the flat range ``[begin, end)`` of the weight of that name in the network."""
+        if name in self._present:
+            out.copy_(self._present[name].reshape(-1)[begin:end].view_as(out))
+            return
         self._store.read_into(self._keys[name], out, begin, end)
 
     def fill_(self, network: nn.Module, device: torch.device, local: Local = whole) -> None:
@@ -75,10 +93,12 @@ class DeferredWeights:
             for prefix, module in network.named_modules():
                 for key, parameter in list(module.named_parameters(recurse=False)):
                     values = torch.empty_like(parameter, device=device, dtype=dtype)
+                    name = f"{prefix}.{key}" if prefix else key
                     if not _is_meta(parameter):
                         values.copy_(parameter)
+                        self._present[name] = parameter.detach()
                     elif reading:
-                        self.read(f"{prefix}.{key}" if prefix else key, values)
+                        self.read(name, values)
                     filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
                     module.register_parameter(key, filled)
                     del values
@@ -97,7 +117,7 @@ class DeferredWeights:
                 network.get_submodule(prefix).register_parameter(key, filled)
 
     def close(self) -> None:
-        """Close the files that :meth:`read` has opened."""
+        """Close the files that have been opened to read single weights."""
         self._store.close()
 
     def fill_buffers(self, network: nn.Module) -> None:

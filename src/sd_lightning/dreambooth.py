@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from sd_lightning import _conf, class_images, runs, train
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.data.dreambooth import check_readable, find_photos
+from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
+from sd_lightning.dreambooth_checks import adopt_base, base_of, check_base, check_folders, check_used, load_base
+from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sd_lightning.dreambooth")  # __name__ is "__main__" under python -m
 
+_NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
 _ADAMW_8BIT = "bitsandbytes.optim.AdamW8bit"
 HINTS = {
     **train.HINTS,
@@ -58,6 +61,8 @@ def run(cfg: DictConfig) -> int:
     Returns:
         Exit code of :func:`sd_lightning.train.train`.
     """
+    check_used(cfg)
+    check_folders(cfg)
     photos = find_photos(cfg.instance_data_dir, cfg.instance_prompt)
     captions = sorted({photo.caption for photo in photos})
     cfg.data.class_prompts = check_prompts(cfg, captions)
@@ -67,9 +72,14 @@ def run(cfg: DictConfig) -> int:
         cfg.callbacks.samples.prompts = [cfg.validation_prompt] * 4
     if cfg.use_8bit_adam:
         use_8bit_adam(cfg)
+    adopt_base(cfg)
+    check_base(cfg)
     if is_first_process():
         check_readable(photos)
         check_before_drawing(cfg)
+        ignored = ignored_photos(cfg.instance_data_dir)
+        if ignored is not None:
+            log.warning("instance_data_dir=%s: not used: %s", cfg.instance_data_dir, ignored)
     return train.train(cfg, prepare=prepare)
 
 
@@ -106,8 +116,16 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
         averages=cfg.callbacks.get("ema") is not None,
         num_images=cfg.num_class_images * cfg.with_prior_preservation + 10,
         world_size=world_size,
+        prior_batch_size=cfg.sample_batch_size * cfg.with_prior_preservation,
+        prior_dtype=getattr(torch, cfg.prior_generation_precision or "bfloat16"),
+        from_files=bool(train.deferral(cfg, _NETWORKS)) and _has_files(cfg.model.pretrained),
     )
     return memory_forecast.forecast(cfg.model.architecture, training, strategy.config)
+
+
+def _has_files(pretrained: str | None) -> bool:
+    """Whether weights can stay in their files: adapters beside them are added to the whole."""
+    return pretrained is not None and not Path(pretrained, LORA_NAME).is_file()
 
 
 def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
@@ -123,15 +141,10 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
     Raises:
         UsageError: They contradict each other, or a caption does not tell the subject from its class.
     """
+    if not cfg.with_prior_preservation:
+        return []
     prompts = [prompt.strip() for prompt in [cfg.class_prompt or "", *cfg.class_prompts]]
     prompts = [prompt for prompt in prompts if prompt]
-    if not cfg.with_prior_preservation:
-        if prompts:
-            raise UsageError(
-                f"dreambooth got class_prompt={prompts[0]!r}, which nothing uses without prior preservation; add "
-                "with_prior_preservation=true"
-            )
-        return []
     if not prompts:
         raise UsageError(
             "dreambooth got with_prior_preservation=true without a class prompt; expected what the subject is one of: "
@@ -140,6 +153,12 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
     for name in ("num_class_images", "sample_batch_size"):
         if cfg[name] < 1:
             raise UsageError(f"dreambooth got {name}={cfg[name]}; expected at least 1; write {name}=100")
+    without = [prompt for prompt, count in num_per_prompt(prompts, cfg.num_class_images).items() if not count]
+    if without:
+        raise UsageError(
+            f"dreambooth got num_class_images={cfg.num_class_images}, of which none is left for {without[0]!r}; "
+            f"expected one for each of class_prompts; write num_class_images={len(prompts)}"
+        )
     for caption, prompt in ((c, p) for c in captions for p in prompts):
         if not _words(caption) - _words(prompt):
             raise UsageError(
@@ -215,19 +234,28 @@ def complete_class_images(cfg: DictConfig) -> None:
     if not is_first_process():
         class_images.wait_for(cfg.class_data_dir, prompts, cfg.num_class_images)
         return
+    base = base_of(cfg)
     missing = class_images.missing_pictures(cfg.class_data_dir, prompts, cfg.num_class_images, seed=cfg.seed)
+    if base is not None:
+        class_images.warn_of_other_models(cfg.class_data_dir, prompts, cfg.num_class_images, source=base)
     if not missing:
         log.info("class images: all %d are in %s", cfg.num_class_images, cfg.class_data_dir)
         return
-    log.info("class images: drawing %d of %d in %s", len(missing), cfg.num_class_images, cfg.class_data_dir)
+    if base is None:
+        raise UsageError(
+            f"dreambooth got resume={cfg.resume} with {len(missing)} of {cfg.num_class_images} class images missing in "
+            f"{cfg.class_data_dir}, and no config.yaml that says which model the run started from; add "
+            "model.pretrained=<that model>, which draws them"
+        )
     sampling: SamplingOptions = _conf.instantiate(cfg.sampling, batch_size=cfg.sample_batch_size)
-    model: Any = _conf.instantiate(cfg.model)
+    model = load_base(cfg, _NETWORKS)
+    log.info("class images: drawing %d of %d in %s", len(missing), cfg.num_class_images, cfg.class_data_dir)
     device = _device(cfg)
     precision = cfg.prior_generation_precision or ("bfloat16" if device.type == "cuda" else "float32")
     if precision != "float32":
         cast(model, precision)
-    source = cfg.model.get("pretrained") or cfg.model.get("architecture") or cfg.model["_target_"]
-    class_images.draw(model, missing, options=sampling, device=device, source=str(source))
+    model.read_deferred(device)
+    class_images.draw(model, missing, options=sampling, device=device, source=base)
 
 
 def cast(model: LatentDiffusion, precision: str) -> None:

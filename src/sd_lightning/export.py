@@ -23,6 +23,8 @@ from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.architectures import Component
 from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.lora import is_adapter, plain_names
+from sd_lightning.lora_file import LoraFile
 from sd_lightning.new_folder import check_new_folder, complete_or_absent
 from sd_lightning.pipeline_folder import (
     class_of,
@@ -30,6 +32,7 @@ from sd_lightning.pipeline_folder import (
     file_keys,
     read_component,
     read_json,
+    refuse_int8,
     weights_file,
     write_json,
 )
@@ -60,6 +63,7 @@ class Request:
     run: str
     format: Format = "diffusers"
     output_dir: str = "exported"
+    merge_lora: bool = False
     dtype: Dtype | None = None
 
     @property
@@ -92,6 +96,19 @@ class Network:
         """Return whether the weight file can be used as it is."""
         return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
 
+    def changed(self, tensors: Mapping[str, StreamedTensor]) -> Network:
+        """Return the network with other values in the place of some, or itself."""
+        return replace(self, tensors=self.tensors | dict(tensors), is_source=False) if tensors else self
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is exported."""
+
+    networks: dict[str, Network]
+    adapters: LoraFile | None = None
+    """Of a LoRA run, unless they are added to the weights of the networks."""
+
 
 def run(cfg: DictConfig) -> int:
     """Write the export into a temporary folder, which gets its name when it is complete."""
@@ -101,14 +118,17 @@ def run(cfg: DictConfig) -> int:
     source = find_source(request.run)
     write = write_single_file if request.format == "single_file" else write_pipeline
     with ExitStack() as opened:
-        networks = read_networks(source, request, opened)
+        model = read_model(source, request, opened)
         with complete_or_absent(output_dir, given=f"output_dir={request.output_dir}") as folder:
-            write(source, networks, folder, request)
+            write(source, model, folder, request)
     size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
     print(f"{source.checkpoint or source.pipeline} -> {request.output_dir} ({size / 1e9:.3g} GB)")
     if request.format == "single_file":
         file = f"{request.output_dir}/{SINGLE_FILE_NAME}"
         print(f"diffusers: from_single_file('{file}', config='{request.output_dir}/config')")
+    elif model.adapters is not None:
+        path = request.output_dir
+        print(f"diffusers: pipeline = from_pretrained('{path}'), then pipeline.load_lora_weights('{path}')")
     return 0
 
 
@@ -137,8 +157,8 @@ def find_source(path: str | os.PathLike[str]) -> Source:
     return Source(runs.find_pipeline(path, who="run"))
 
 
-def read_networks(source: Source, request: Request, opened: ExitStack) -> dict[str, Network]:
-    """Describe the networks of a model with the weights that the format asks for.
+def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
+    """Describe a model with the weights that the format asks for.
 
     Args:
         source: Where it lies.
@@ -149,30 +169,43 @@ def read_networks(source: Source, request: Request, opened: ExitStack) -> dict[s
         UsageError: The weights asked for are not there, or files are missing or damaged.
     """
     index = read_json(source.pipeline / "model_index.json")
-    if (source.pipeline / LORA_NAME).is_file():
-        raise UsageError(
-            f"run={request.run}: the pipeline has its adapters in {LORA_NAME}, which no other format has a place for; "
-            "train with merge_lora=true, or merge them: LatentDiffusion.from_pretrained"
-            f"('{source.pipeline}').save_pretrained('merged'), and give run=merged"
-        )
     if index.get("_class_name") not in _PIPELINES:
         raise UsageError(
             f"run={request.run}: got a {index.get('_class_name')}; expected {' or '.join(_PIPELINES)}; give another run"
         )
-    networks = {}
-    for name in _NETWORKS:
-        if name in index:
-            component = read_component(index, name, source.pipeline)
-            config = read_json(source.pipeline / name / config_file(component, name))
-            if read_record(config, str(source.pipeline / name)) and (request.format != "diffusers" or request.dtype):
-                raise UsageError(
-                    f"run={request.run}: its weights are in int8, which only format=diffusers dtype=null can hold; "
-                    "export the pipeline that it was made from"
-                )
-            tensors = file_tensors(source.pipeline / name / weights_file(component))
-            networks[name] = Network(replace(component, config=config), tensors)
-    if request.format not in ("ema", "non_ema"):
-        return networks
+    networks = {name: _read_network(name, index, source, request) for name in _NETWORKS if name in index}
+    lora_file = source.pipeline / LORA_NAME
+    model = Model(networks, LoraFile.read(lora_file) if lora_file.is_file() else None)
+    if request.merge_lora and model.adapters is None:
+        raise UsageError(
+            f"run={request.run}: got merge_lora=true, but {source.pipeline} has no {LORA_NAME}: it was trained without "
+            "adapters, or these are merged already; leave merge_lora out"
+        )
+    if request.format in ("ema", "non_ema"):
+        model = _chosen(model, source, request, opened)
+    if model.adapters is not None and (request.merge_lora or request.format == "single_file"):
+        merged = model.adapters.merged({name: network.tensors for name, network in model.networks.items()})
+        return Model({name: network.changed(merged.get(name, {})) for name, network in model.networks.items()})
+    return model
+
+
+def _read_network(name: str, index: Mapping[str, Any], source: Source, request: Request) -> Network:
+    component = read_component(index, name, source.pipeline)
+    config = read_json(source.pipeline / name / config_file(component, name))
+    tensors = file_tensors(source.pipeline / name / weights_file(component))
+    is_recorded = read_record(config, str(source.pipeline / name)) is not None
+    if not is_recorded:
+        refuse_int8(source.pipeline / name, {key: tensor.dtype for key, tensor in tensors.items()})
+    elif request.format != "diffusers" or request.dtype or request.merge_lora:
+        raise UsageError(
+            f"run={request.run}: its weights are in int8, which only format=diffusers dtype=null merge_lora=false can "
+            "hold; export the pipeline that it was made from"
+        )
+    return Network(replace(component, config=config), tensors)
+
+
+def _chosen(model: Model, source: Source, request: Request, opened: ExitStack) -> Model:
+    """Return a model with the trained weights, or their average, as the format says."""
     if source.checkpoint is None:
         raise UsageError(
             f"run={request.run}: a pipeline folder holds one set of weights, so format={request.format} has no choice; "
@@ -186,28 +219,32 @@ def read_networks(source: Source, request: Request, opened: ExitStack) -> dict[s
             "write format=non_ema"
         )
     if request.format == "ema" or not has_average:
-        return networks
-    return {name: _trained(name, network, store) for name, network in networks.items()}
+        return model
+    if model.adapters is None and any(map(is_adapter, store.keys())):
+        raise UsageError(
+            f"run={request.run}: the run had merge_lora=true, so {source.checkpoint.name} holds weights with the "
+            "average of the adapters added, and none without; write format=ema, or resume the run with merge_lora=false"
+        )
+    components = {name: network.component for name, network in model.networks.items()}
+    adapters = model.adapters and model.adapters.trained(store, components)
+    return Model({name: _trained(name, network, store) for name, network in model.networks.items()}, adapters)
 
 
 def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
     """Return a network with the trained weights in the place of their average."""
     prefix = f"master/{name}."
-    stored = {key.removeprefix(prefix): key for key in store.keys() if key.startswith(prefix)}
-    if not stored:
-        return network
+    stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
     keys = file_keys(network.component, stored)
-    tensors = {keys[live]: stored_tensor(store, key) for live, key in stored.items()}
-    return Network(network.component, network.tensors | tensors, is_source=False)
+    return network.changed({keys[plain]: stored_tensor(store, prefix + live) for plain, live in stored.items()})
 
 
 # ---------------------------------------------------------------------- what is written
 
 
-def write_pipeline(source: Source, networks: Mapping[str, Network], folder: Path, request: Request) -> None:
+def write_pipeline(source: Source, model: Model, folder: Path, request: Request) -> None:
     """Write a folder in the diffusers layout; weights that stay as they are share their bytes with the source."""
     dtype = request.torch_dtype
-    changed = {name: network for name, network in networks.items() if not network.stays(dtype)}
+    changed = {name: network for name, network in model.networks.items() if not network.stays(dtype)}
     _check_space((tensor for network in changed.values() for tensor in network.tensors.values()), request)
     _place_parts(source.pipeline, folder, without_weights=changed)
     for name, network in changed.items():
@@ -217,14 +254,18 @@ def write_pipeline(source: Source, networks: Mapping[str, Network], folder: Path
         if stale and request.dtype is not None:  # transformers would convert back to it
             config = component.config | dict.fromkeys(stale, request.dtype)
             write_json(folder / name / config_file(component, name), config)
+    if model.adapters is not None and model.adapters.stays(dtype):
+        checkpoint.hard_link(model.adapters.path, folder / LORA_NAME)
+    elif model.adapters is not None:
+        write_streamed(folder / LORA_NAME, model.adapters.tensors, dtype=dtype, metadata=model.adapters.metadata)
 
 
-def write_single_file(source: Source, networks: Mapping[str, Network], folder: Path, request: Request) -> None:
+def write_single_file(source: Source, model: Model, folder: Path, request: Request) -> None:
     """Write all networks as one file with the original names, and ``config/``: what such a file cannot hold.
 
     The file is what other programs read; diffusers needs both unless the model is one of the published ones.
     """
-    index = read_json(source.pipeline / "model_index.json")
+    index, networks = read_json(source.pipeline / "model_index.json"), model.networks
     who = f"run={request.run} format=single_file"
     family = family_of(index["_class_name"], networks["text_encoder"].component.config, who=who)
     tensors = original_tensors({name: network.tensors for name, network in networks.items()}, family, who=who)

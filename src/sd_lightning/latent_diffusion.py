@@ -402,6 +402,11 @@ class LatentDiffusion:
                 "LoRA first, then load and quantize_ it, or take LoRA off"
             )
 
+    def read_deferred(self, device: str | torch.device) -> None:
+        """Read the weights that are still in their files onto a device, each in the type that it has by now."""
+        for name in list(self.deferred):
+            self.deferred.pop(name).fill_(self.networks[name].eval(), torch.device(device))
+
     def _check_is_read(self, who: str, *, skip: Sequence[str] = ()) -> None:
         """Raise if weights that are needed are still in their files."""
         names = sorted(self.deferred.keys() - set(skip))

@@ -1,9 +1,10 @@
-"""A new word for a subject: one row of the text encoder's embedding that is trained (arXiv 2208.01618)."""
+"""A new word for a subject: one row of each text encoder's embedding that is trained (arXiv 2208.01618)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.safetensors_file import write_tensors
 
-_SINGLE_ENCODER = "StableDiffusionPipeline"
+WEIGHTS_NAME = "learned_embeds.safetensors"
+"""What diffusers calls the file."""
 
 
 class LearnedEmbedding(nn.Embedding):
@@ -38,32 +41,73 @@ class LearnedToken:
     """A word whose meaning it begins with; the mean of all words if not given."""
 
     def apply_(self, model: LatentDiffusion) -> None:
-        """Add the word to the tokenizer and to the text encoder of a model.
+        """Add the word to the tokenizers and to the text encoders of a model, each of which learns its own meaning.
 
         Raises:
-            UsageError: The tokenizer has the word, or the model has several text encoders.
+            UsageError: A tokenizer has the word, does not know what it begins as, or is not its text encoder's.
         """
-        if model.pipeline_class != _SINGLE_ENCODER:
+        tokenizers = {name.replace("tokenizer", "text_encoder"): t for name, t in model.tokenizers.items()}
+        starts = {name: self._check(name, tokenizer, model) for name, tokenizer in tokenizers.items()}
+        for name, tokenizer in tokenizers.items():
+            tokenizer.add_tokens([self.placeholder_token])
+            encoder: Any = model.networks[name]
+            old: Tensor = encoder.get_input_embeddings().weight.detach()
+            start = starts[name]
+            row = old.mean(0) if start is None else old[start]
+            embedding = LearnedEmbedding(len(old) + 1, old.shape[1], _weight=torch.cat([old, row[None]]))
+            encoder.set_input_embeddings(embedding)
+            # Published configurations say 2 where captions end, by which transformers means their largest token: that
+            # would now be the new one, and SDXL's pooled embedding would know nothing of what comes after it.
+            settings = {"vocab_size": len(old) + 1, "eos_token_id": tokenizer.eos_token_id}
+            for holder in [encoder.config, *(m for m in encoder.modules() if "eos_token_id" in vars(m))]:
+                holder.eos_token_id = tokenizer.eos_token_id
+            encoder.config.vocab_size = len(old) + 1
+            component = model.components[name]
+            model.components[name] = replace(component, config={**component.config, **settings})
+        model.forget_tokens()
+
+    def _check(self, name: str, tokenizer: Any, model: LatentDiffusion) -> int | None:
+        """Return the token that the word begins as, of one text encoder."""
+        if name in model.deferred:
             raise UsageError(
-                f"learn_token=true: a {model.pipeline_class} pools where its largest token is, which a new one would "
-                "be; expected Stable Diffusion 1.x or 2.x; leave learn_token out"
+                f"SDLightningModule got learned_token= and a model with deferred weights of {name}, which get a row "
+                "more; leave it out of deferred="
             )
-        (tokenizer,), encoder = model.tokenizers.values(), model.networks["text_encoder"]
-        start = None if self.initializer_token is None else self._id_of(self.initializer_token, tokenizer)
         if len(tokenizer(self.placeholder_token, add_special_tokens=False).input_ids) == 1:
             raise UsageError(
                 f"placeholder_token={self.placeholder_token}: the tokenizer has this word; expected a new one, e.g. "
                 "placeholder_token=S*"
             )
-        tokenizer.add_tokens([self.placeholder_token])
-        model.forget_tokens()
-        old: Tensor = encoder.get_input_embeddings().weight.detach()  # type: ignore[operator]
-        row = old.mean(0) if start is None else old[start]
-        embedding = LearnedEmbedding(len(old) + 1, old.shape[1], _weight=torch.cat([old, row[None]]))
-        encoder.set_input_embeddings(embedding)  # type: ignore[operator]
-        encoder.config.vocab_size = len(old) + 1  # type: ignore[union-attr]
-        component = model.components["text_encoder"]
-        model.components["text_encoder"] = replace(component, config={**component.config, "vocab_size": len(old) + 1})
+        rows = model.networks[name].get_input_embeddings().num_embeddings  # type: ignore[operator]
+        if rows != len(tokenizer):
+            raise UsageError(
+                f"learn_token=true: {name} knows {rows} tokens, but its tokenizer {len(tokenizer)}; expected as many, "
+                "so that a new one is the last of both; give the tokenizer that belongs to the text encoder"
+            )
+        return None if self.initializer_token is None else self._id_of(self.initializer_token, tokenizer)
+
+    def write(self, file: Path, rows: Mapping[str, Tensor]) -> str:
+        """Write what the word means, for ``pipeline.load_textual_inversion`` of the model that it was learned with.
+
+        Args:
+            file: Path of the file.
+            rows: By text encoder, (1, D). Of several, the first is CLIP ViT-L and the second OpenCLIP ViT-bigG.
+
+        Returns:
+            The SHA-256 of the file.
+        """
+        keys = (self.placeholder_token,) if len(rows) == 1 else ("clip_l", "clip_g")
+        return write_tensors(file, dict(zip(keys, rows.values(), strict=True)))
+
+    @staticmethod
+    def names(networks: Mapping[str, nn.Module]) -> dict[str, str]:
+        """Return, by network, the name of the embedding's weight."""
+        return {
+            name: f"{key}.weight"
+            for name, network in networks.items()
+            for key, module in network.named_modules()
+            if isinstance(module, LearnedEmbedding)
+        }
 
     @staticmethod
     def parameters(networks: Mapping[str, nn.Module]) -> list[nn.Parameter]:

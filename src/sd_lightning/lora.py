@@ -7,7 +7,8 @@ In memory peft puts a layer around each adapted one: ``to_q.weight`` becomes ``t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from sd_lightning.safetensors_file import write_tensors
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """What diffusers calls the file."""
+METADATA = "lora_adapter_metadata"
+"""What diffusers calls the settings of the adapters, in the file's header."""
 _ADAPTER = "default"
 _MARK = ".lora_"
 
@@ -50,6 +53,11 @@ class Lora:
         if not 0 <= self.dropout < 1:
             raise UsageError(f"lora got dropout={self.dropout}; expected a number in [0, 1); write lora.dropout=0")
 
+    @property
+    def effective_alpha(self) -> float:
+        """What the adapters' output is scaled by, times the rank."""
+        return self.rank if self.alpha is None else self.alpha
+
     def apply_(self, networks: Mapping[str, nn.Module]) -> None:
         """Freeze the networks and put adapters into them, which do nothing yet.
 
@@ -63,7 +71,8 @@ class Lora:
             for name, network in networks.items():
                 config = self._config(name)
                 try:
-                    inject_adapter_in_model(config, network, adapter_name=_ADAPTER)
+                    with _on_host(network):
+                        inject_adapter_in_model(config, network, adapter_name=_ADAPTER)
                 except ValueError as error:
                     key = "target_modules" if name == "unet" else "text_encoder_target_modules"
                     reason = str(error).partition(". ")[0]
@@ -91,11 +100,11 @@ class Lora:
         tensors: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}
         for name, adapters in layers.items():
-            keys = file_keys(components[name], adapters)
-            tensors |= {f"{name}.{keys[k]}".replace(f".{_ADAPTER}.", "."): v for k, v in adapters.items()}
+            keys = adapter_keys(name, components[name], adapters)
+            tensors |= {keys[k]: v for k, v in adapters.items()}
             config = self._config(name).to_dict().items()
             settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config}
-        metadata = {"lora_adapter_metadata": json.dumps(settings, sort_keys=True)}
+        metadata = {METADATA: json.dumps(settings, sort_keys=True)}
         return write_tensors(file, tensors, metadata=metadata)
 
     def _config(self, name: str) -> Any:
@@ -104,10 +113,31 @@ class Lora:
         targets = self.target_modules if name == "unet" else self.text_encoder_target_modules
         return LoraConfig(
             r=self.rank,
-            lora_alpha=self.rank if self.alpha is None else self.alpha,  # type: ignore[arg-type]
+            lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
             target_modules=list(targets),
         )
+
+
+@contextmanager
+def _on_host(network: nn.Module) -> Iterator[None]:
+    """Put weights without storage in the place of those on the meta device, where peft would move adapters to."""
+    deferred: dict[nn.Parameter, nn.Parameter] = {}
+    modules = list(network.modules())
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+                stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                deferred[stand_in] = parameter
+                module._parameters[key] = stand_in
+    try:
+        yield
+    finally:
+        for module in modules:
+            for key, parameter in module._parameters.items():
+                if parameter in deferred:
+                    module._parameters[key] = deferred[parameter]
 
 
 def _refuse_other_kinds(network: nn.Module) -> None:
@@ -132,6 +162,12 @@ def example_layers(network: nn.Module) -> str:
 def is_adapter(key: str) -> bool:
     """Whether a weight, by its name in memory, is an adapter's."""
     return _MARK in key
+
+
+def adapter_keys(network: str, component: Component, names: Iterable[str]) -> dict[str, str]:
+    """Map the names that the adapters of a network have in memory to their keys in the file of all adapters."""
+    keys = file_keys(component, list(names))
+    return {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
 
 
 def plain_names(keys: Iterable[str]) -> dict[str, str]:
@@ -164,11 +200,15 @@ def adapted_weights(network: nn.Module) -> dict[str, float]:
 
 
 def merge(key: str, scale: float, read: Read) -> Tensor:
-    """Add an adapter to the weight that it adapts: ``W + scale * B A`` (arXiv 2106.09685, section 4.1)."""
+    """Add an adapter to the weight that it adapts, by its name in memory."""
     layer = key.removesuffix("base_layer.weight")
-    weight = read(key).float()
-    down, up = (read(f"{layer}lora_{part}.{_ADAPTER}.weight").float() for part in "AB")
-    return weight + scale * (up.flatten(1) @ down.flatten(1)).view(weight.shape)
+    down, up = (read(f"{layer}lora_{part}.{_ADAPTER}.weight") for part in "AB")
+    return add_adapter(read(key), down, up, scale)
+
+
+def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return ``W + scale * B A`` (arXiv 2106.09685, section 4.1) in float32."""
+    return weight.float() + scale * (up.float().flatten(1) @ down.float().flatten(1)).view(weight.shape)
 
 
 def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:

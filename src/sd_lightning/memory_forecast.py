@@ -31,7 +31,7 @@ HOST_ALLOWANCE = int(2.0 * GB)
 _TRACE_MARGIN = 1.1
 """Traces of checkpointed passes came out 6 % below torch's own memory tracker."""
 _MOMENTS_BYTES = 8
-_EMA_BYTES = 4
+_FLOAT_BYTES = 4
 _SLICE_BYTES = 3 * 16 * 2**20
 """Buffers through which a checkpoint is streamed to disk."""
 
@@ -55,6 +55,12 @@ class Training:
     num_images: int = 100
     """Images whose latents are kept in host memory."""
     world_size: int = 1
+    prior_batch_size: int = 0
+    """Class images that are drawn at a time, before training; 0: none are."""
+    prior_dtype: torch.dtype = torch.bfloat16
+    """What they are drawn in."""
+    from_files: bool = True
+    """Whether weights are read from a pipeline's files, tensor by tensor, and not made as a whole."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +73,21 @@ class Forecast:
     """At the peak of a training step."""
     drawing: int
     """Encoders, and the activations of the UNet or the VAE, while pictures are drawn."""
+    class_images: int
+    """The whole model, and the activations of the UNet or the VAE, while class images are drawn."""
     host_states: int
     """Master weights, moments, gradients and weights that are offloaded."""
     host_others: int
     """Frozen encoders, latents, and a checkpoint on its way to the disk."""
     host_loading: int
-    """The whole model in float32, before training: class images are drawn with it, and adapters put into it."""
+    """When the engine has just been set up: offloaded states, encoders in float32, and a tensor on its way to the
+    device; or the whole model in float32 before that, if it is not read from files."""
 
     @property
     def device(self) -> int:
         """The peak of the device's memory."""
-        return self.weights_and_states + max(self.activations, self.drawing) + DEVICE_ALLOWANCE
+        training = self.weights_and_states + max(self.activations, self.drawing)
+        return max(training, self.class_images) + DEVICE_ALLOWANCE
 
     @property
     def host(self) -> int:
@@ -88,10 +98,10 @@ class Forecast:
         """Return a table for people."""
         return [
             f"device  {self.device / GB:5.2f} GB = weights and states {self.weights_and_states / GB:.2f} + the larger "
-            f"of a step's activations {self.activations / GB:.2f} and drawing {self.drawing / GB:.2f} + allowance "
-            f"{DEVICE_ALLOWANCE / GB:.1f}",
+            f"of a step's activations {self.activations / GB:.2f} and drawing {self.drawing / GB:.2f}, or before that "
+            f"class images {self.class_images / GB:.2f}, + allowance {DEVICE_ALLOWANCE / GB:.1f}",
             f"host    {self.host / GB:5.2f} GB = the larger of offloaded states {self.host_states / GB:.2f} with "
-            f"encoders, latents and buffers {self.host_others / GB:.2f}, and the model while it is loaded "
+            f"encoders, latents and buffers {self.host_others / GB:.2f}, and all while the model is loaded "
             f"{self.host_loading / GB:.2f} + allowance {HOST_ALLOWANCE / GB:.1f}",
         ]
 
@@ -105,9 +115,11 @@ def forecast(architecture: str, training: Training, gemini: GeminiConfig) -> For
         gemini: Static settings of the engine.
     """
     model = LatentDiffusion.build(architecture, device="meta")
-    loading = sum(_bytes(network) for network in model.networks.values())
+    whole = sum(_bytes(network) for network in model.networks.values())
     names = ["unet", *(model.text_encoders if training.train_text_encoder else ())]
     trained = {name: model.networks[name] for name in names}
+    loading = whole - sum(_bytes(network) for network in trained.values())
+    loading += max(_FLOAT_BYTES * p.numel() for network in trained.values() for p in network.parameters())
     for network in trained.values():
         _cast(network, training.dtype).requires_grad_(True).train()
     if training.lora is not None:
@@ -120,7 +132,8 @@ def forecast(architecture: str, training: Training, gemini: GeminiConfig) -> For
             enable_gradient_checkpointing(network)
     device, host = _states(trained, training, gemini)
     numel = sum(p.numel() for network in trained.values() for p in network.parameters() if p.requires_grad)
-    average = _EMA_BYTES * numel // training.world_size if training.averages else 0
+    loading += host + (_FLOAT_BYTES * numel if training.lora is not None else 0)  # adapters begin in host memory
+    average = _FLOAT_BYTES * numel // training.world_size if training.averages else 0
     encoders = [network for name, network in model.networks.items() if name not in trained]
     for network in encoders:
         _cast(network, training.encoder_dtype).requires_grad_(False).eval()
@@ -130,10 +143,11 @@ def forecast(architecture: str, training: Training, gemini: GeminiConfig) -> For
     return Forecast(
         weights_and_states=device + average,
         activations=int(_TRACE_MARGIN * _step_peak(model, trained, training)),
-        drawing=encoder_bytes + int(_TRACE_MARGIN * _drawing_peak(model, training)),
+        drawing=encoder_bytes + int(_TRACE_MARGIN * _drawing_peak(model, training, 1)),
+        class_images=_class_images(model, training, whole) if training.prior_batch_size else 0,
         host_states=host,
         host_others=encoder_bytes + moments + _SLICE_BYTES,
-        host_loading=loading,
+        host_loading=loading if training.from_files else max(loading, whole),
     )
 
 
@@ -189,18 +203,25 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
             hook.remove()
 
 
-def _drawing_peak(model: LatentDiffusion, training: Training) -> int:
-    """Trace what drawing one picture takes: the UNet with guidance, then the VAE; and encoding one image."""
+def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int:
+    """Return what class images take, with a model of so many bytes in float32: activations grow with their type."""
+    activations = _TRACE_MARGIN * _drawing_peak(model, training, training.prior_batch_size)
+    size = training.prior_dtype.itemsize
+    return whole * size // _FLOAT_BYTES + int(activations) * size // training.dtype.itemsize
+
+
+def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int:
+    """Trace what drawing some pictures takes: the UNet with guidance, then the VAE; and encoding one image."""
     unet = model.unet
     side = training.resolution // model.vae_scale_factor
 
     def denoise() -> None:
-        inputs = _inputs(model, 2, training.resolution)
+        inputs = _inputs(model, 2 * count, training.resolution)
         conditioning = map_conditioning(_conditioning(model, inputs, training.dtype), lambda t: t.to(training.dtype))
         unet(inputs["latents"].to(training.dtype), inputs["timesteps"], **conditioning)
 
     def decode() -> None:
-        model.vae.decode(torch.empty(1, 4, side, side, dtype=training.encoder_dtype, device="meta"))
+        model.vae.decode(torch.empty(count, 4, side, side, dtype=training.encoder_dtype, device="meta"))
 
     def encode() -> None:
         size = training.resolution

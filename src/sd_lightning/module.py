@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -20,7 +20,7 @@ from sd_lightning.flops import training_flops_per_sample
 from sd_lightning.generation import SamplingOptions, generate
 from sd_lightning.latent_diffusion import Conditioning, LatentDiffusion
 from sd_lightning.learned_token import LearnedToken
-from sd_lightning.lora import Lora, freeze_unused
+from sd_lightning.lora import Lora, freeze_unused, plain_names
 from sd_lightning.objective import NoisyBatch, Objective
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class SDLightningModule(pl.LightningModule):
         encoder_dtype: What the frozen encoders compute in.
         offload_encoders: Keep the frozen encoders in host memory while they have nothing to encode.
         lora: Train adapters of the networks in the place of their weights.
-        learned_token: Also train a new word of the text encoder; without ``train_text_encoder`` nothing else of it.
+        learned_token: Also train a new word of the text encoder(s); without ``train_text_encoder`` nothing else there.
         seed: Seed of noise, timesteps, crops, …: all randomness of the run.
     """
 
@@ -70,8 +70,6 @@ class SDLightningModule(pl.LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if lora is not None and latent_diffusion.deferred:
-            raise UsageError("SDLightningModule got lora= and a model with deferred weights; load it without deferred=")
         if text_encoder_lr is not None and not train_text_encoder and learned_token is None:
             raise UsageError(
                 f"SDLightningModule got text_encoder_lr={text_encoder_lr} but the text encoder is frozen; "
@@ -96,6 +94,7 @@ class SDLightningModule(pl.LightningModule):
         self.seed = seed
         self.text_encoder_lr = text_encoder_lr
         self.lora = lora
+        self.learned_token = learned_token
         self._optimizer_factory = optimizer
         self._scheduler_factory = lr_scheduler
         self._loss: Tensor | None = None
@@ -120,13 +119,15 @@ class SDLightningModule(pl.LightningModule):
         for name, network in networks.items():
             network.requires_grad_(name == "unet" or train_text_encoder).train()
         if self.lora is not None:
-            self.lora.apply_({n: network for n, network in networks.items() if n == "unet" or train_text_encoder})
+            adapted = {n: network for n, network in networks.items() if n == "unet" or train_text_encoder}
+            self.lora.apply_(adapted)
+            for name in adapted.keys() & latent_diffusion.deferred.keys():
+                names = plain_names(adapted[name].state_dict())
+                latent_diffusion.deferred[name] = latent_diffusion.deferred[name].renamed(names)
         for parameter in LearnedToken.parameters(networks):
             parameter.requires_grad_(True)
         for name, unused in latent_diffusion.unused_parameters().items() if train_text_encoder else ():
             freeze_unused(latent_diffusion.networks[name], unused)
-            if name in latent_diffusion.deferred:  # saved before anything is sharded
-                latent_diffusion.deferred[name].fill_parameters(latent_diffusion.networks[name], unused)
 
     def trained_networks(self) -> dict[str, nn.Module]:
         """Return the networks that are trained, by name: what strategies shard."""
@@ -135,7 +136,10 @@ class SDLightningModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Read weights that are still in their files, unless the strategy does, once it has sharded the networks."""
         strategy = self.trainer.strategy
-        for name, network in self.trained_networks().items() if not getattr(strategy, "loads_weights", False) else ():
+        if getattr(strategy, "loads_weights", False) or not self.latent_diffusion.deferred:
+            return
+        strategy.precision_plugin.convert_module(self)  # as strategies do later: the type that weights are read in
+        for name, network in self.trained_networks().items():
             weights = self.take_deferred(name)
             if weights is not None:
                 weights.fill_(network, strategy.root_device)
@@ -143,6 +147,10 @@ class SDLightningModule(pl.LightningModule):
     def take_deferred(self, name: str) -> DeferredWeights | None:
         """Return the weights of a trained network that are still in their files, once: the caller reads them."""
         return self.latent_diffusion.deferred.pop(name, None)
+
+    def cpu(self) -> Self:
+        """Move to host memory, as Lightning does at the end, also of a run that failed before weights were read."""
+        return self if self.latent_diffusion.deferred else super().cpu()
 
     # ------------------------------------------------------------------ data
 

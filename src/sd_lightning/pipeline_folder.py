@@ -16,7 +16,7 @@ from torch import nn
 from sd_lightning._errors import UsageError
 from sd_lightning.architectures import Component
 from sd_lightning.deferred_weights import DeferredWeights
-from sd_lightning.safetensors_file import indexed_files
+from sd_lightning.safetensors_file import indexed_files, tensors_in
 from sd_lightning.tensor_store import ShardedTensors
 
 # What may stand in a model_index.json, by part: the file is not ours, and names classes to import.
@@ -150,10 +150,27 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{folder}: cannot load {component.class_name}: {_first_line(error)}; {_REMEDY}") from error
+    if folder.is_dir() and QUANTIZATION not in read_json(folder / "config.json"):  # else another library's, that knows
+        files = [file for file in indexed_files(folder / weights_file(component), variant=variant) if file.is_file()]
+        refuse_int8(folder, {spec.key: spec.dtype for file in files for spec in tensors_in(file)})
     random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
     if random:  # both libraries would go on with random values
         raise UsageError(_misses(folder, component, random))
     return network, _described(component, network)
+
+
+def refuse_int8(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Refuse weight files in int8 whose configuration does not say so: as floats their values mean nothing.
+
+    Raises:
+        UsageError: There is such a weight.
+    """
+    found = sorted(key for key, dtype in dtypes.items() if dtype == torch.int8)
+    if found:
+        raise UsageError(
+            f"{folder}: {_and_more(found)} in int8, but config.json has no {QUANTIZATION} of sd_lightning to read them "
+            "by; copy the config.json that was saved with them, or the weights in floating point"
+        )
 
 
 def defer_network(
@@ -197,6 +214,8 @@ def defer_network(
     store = ShardedTensors(folder, files=[file.name for file in files])
     if prepare is not None:
         prepare(network, store)
+    else:
+        refuse_int8(folder, {key: store.dtype(key) for key in store.keys()})
     keys = _keys_in_files(component, network, store)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     wrong = sorted(name for name, shape in shapes.items() if name not in keys or store.shape(keys[name]) != shape)

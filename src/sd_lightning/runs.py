@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,12 +124,31 @@ def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -
     module.load_state_dict(weights)
 
 
-def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
+WRITTEN = (
+    *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples"),
+    *("summary.json", "report.html", ".tmp-*", ".old-*"),
+)
+"""What a run leaves in its directory, as patterns; ``overwrite=true`` deletes this and nothing else there."""
+
+
+def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool, reads: Mapping[str, str]) -> None:
     """Refuse to mix two runs in one directory, and one that cannot be written; nothing is left or removed.
 
+    Args:
+        run_dir: The run's directory.
+        resuming: Whether a run in it is continued.
+        overwrite: Whether an earlier run in it is deleted.
+        reads: What the run will read: setting -> path or anything else.
+
     Raises:
-        UsageError: It holds another run, is not a directory, or cannot be written.
+        UsageError: It holds another run, is not a directory, or cannot be written; or the run reads what it deletes.
     """
+    for setting, path in reads.items() if overwrite else ():
+        if any(Path(path).resolve().is_relative_to(written.resolve()) for written in _written(run_dir)):
+            raise UsageError(
+                f"{setting}={path} is part of the run in output_dir={run_dir}, which overwrite=true deletes before "
+                "it is read; choose another output_dir=<folder>"
+            )
     try:
         if run_dir.exists() and not run_dir.is_dir():
             raise UsageError(f"output_dir={run_dir}: a file is in the way; choose another output_dir=<folder>")
@@ -139,6 +159,10 @@ def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool) -> None:
         raise UsageError(
             f"output_dir={run_dir} cannot be written ({error.strerror}); choose another output_dir=<folder>"
         ) from error
+
+
+def _written(run_dir: Path) -> list[Path]:
+    return [path for pattern in WRITTEN for path in run_dir.glob(pattern)]
 
 
 def check_unused(run_dir: Path) -> None:
@@ -176,7 +200,8 @@ def prepare(run_dir: Path, *, overwrite: bool) -> None:
         overwrite: Delete what an earlier run left in it.
     """
     if overwrite and checkpoint.all_checkpoints(run_dir):
-        shutil.rmtree(run_dir)
+        for path in _written(run_dir):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     run_dir.mkdir(parents=True, exist_ok=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,8 @@ from sd_lightning._launchers import check_started_processes, is_first_process
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from omegaconf import DictConfig
+
+    from sd_lightning.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger("sd_lightning.train")  # __name__ is "__main__" under python -m
 
@@ -47,7 +49,7 @@ _SECTIONS = (
     "callbacks.checkpoint",
 )
 """What a run cannot do without."""
-_LOAD_MODEL = "sd_lightning.latent_diffusion.load_model"
+LOAD_MODEL = "sd_lightning.latent_diffusion.load_model"
 """What a program of one's own may put in its place need not know of deferred weights."""
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
@@ -109,11 +111,22 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
     elif cfg.init_from is not None:
         cfg.model.pretrained = str(runs.find_pipeline(cfg.init_from, who="init_from"))
     resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
+    if resume is not None:  # as when the module is there, before time is spent on that or on class images
+        from sd_lightning.trainer_state import check_same_parts, read_trainer_state, trained_parts
+
+        check_same_parts(read_trainer_state(resume), trained_parts(**_parts(cfg)), resume)
     if is_first_process():
-        runs.check_output_dir(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite)
+        runs.check_output_dir(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite, reads=_reads(cfg))
     elif cfg.resume is None and not cfg.overwrite:
         runs.check_unused(run_dir)  # this run has no checkpoint before all its processes are in it
     return resume
+
+
+def _reads(cfg: DictConfig) -> dict[str, str]:
+    """Return the settings that may name a file or folder which the run reads, with their values."""
+    given = {"init_from": cfg.init_from, "model.pretrained": cfg.model.pretrained}
+    given |= {f"data.{key}": value for key, value in cfg.data.items()}
+    return {key: value for key, value in given.items() if isinstance(value, str)}
 
 
 def _check_keys(cfg: DictConfig) -> None:
@@ -136,7 +149,10 @@ def _check_keys(cfg: DictConfig) -> None:
         raise UsageError(f"seed={cfg.seed}: expected a whole number from 0 to 2**63 - 1; write seed=0")
     rate = cfg.optimizer.get("lr")
     if isinstance(rate, int | float) and rate < 0:
-        raise UsageError(f"optimizer.lr={rate}: expected a number of at least 0; write optimizer.lr={-rate}")
+        name = "learning_rate" if "learning_rate" in cfg else "optimizer.lr"
+        raise UsageError(f"{name}={rate}: expected a number of at least 0; write {name}=1e-5, for instance")
+    if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
+        raise UsageError(f"lora={cfg.lora}: expected a section; write trainable=lora lora.rank=4, or lora=null")
 
 
 def adopt_engine_file(cfg: DictConfig) -> None:
@@ -182,7 +198,8 @@ def check_trainer(cfg: DictConfig) -> None:
         raise UsageError(f"trainer.accelerator={trainer.accelerator}: there is no CUDA device; write cpu or auto")
     for name in ("accumulate_grad_batches", "max_steps", "num_nodes"):
         if trainer[name] < 1:
-            raise UsageError(f"trainer.{name}={trainer[name]}: expected at least 1; write trainer.{name}=1")
+            given = "max_train_steps" if name == "max_steps" and "max_train_steps" in cfg else f"trainer.{name}"
+            raise UsageError(f"{given}={trainer[name]}: expected at least 1; write {given}=1")
     for name in ("limit_train_batches", "overfit_batches", "min_steps", "min_epochs", "max_epochs"):
         if trainer.get(name) is not None:
             raise UsageError(
@@ -303,29 +320,41 @@ def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
 
 def build_module(cfg: DictConfig) -> pl.LightningModule:
     """Build the model, apply the speed switches, and wrap it for training."""
-    latent_diffusion = _conf.instantiate(cfg.model, **_deferral(cfg))
-    module = _conf.instantiate(
-        cfg.module,
-        latent_diffusion=latent_diffusion,
-        objective=_conf.instantiate(cfg.objective),
-        optimizer=_conf.instantiate(cfg.optimizer),
-        lr_scheduler=_conf.instantiate(cfg.lr_scheduler),
-        **{name: _conf.instantiate(cfg[name]) for name in ("lora", "learned_token") if cfg.get(name) is not None},
-    )
+    module = wrap(cfg, _conf.instantiate(cfg.model, **deferral(cfg, _trained_networks(cfg))))
     if _is_lightning_checkpoint(cfg.init_from):
         runs.load_lightning_checkpoint(cfg.init_from, module)
     _conf.instantiate(cfg.speed).apply_(module.trained_networks().values())
     return module
 
 
-def _deferral(cfg: DictConfig) -> dict[str, Any]:
-    """Leave the weights of trained networks in their files, for the strategy to read once it has sharded them."""
-    if cfg.model["_target_"] != _LOAD_MODEL or _is_lightning_checkpoint(cfg.init_from):
+def wrap(cfg: DictConfig, latent_diffusion: LatentDiffusion) -> Any:
+    """Wrap a model for training, with what is trained beside, or in the place of, its own weights."""
+    return _conf.instantiate(
+        cfg.module,
+        latent_diffusion=latent_diffusion,
+        objective=_conf.instantiate(cfg.objective),
+        optimizer=_conf.instantiate(cfg.optimizer),
+        lr_scheduler=_conf.instantiate(cfg.lr_scheduler),
+        **{name: part for name, part in _parts(cfg).items() if part is not None},
+    )
+
+
+def _parts(cfg: DictConfig) -> dict[str, Any]:
+    """Build what is trained beside, or in the place of, the networks' own weights."""
+    return {n: None if cfg.get(n) is None else _conf.instantiate(cfg[n]) for n in ("lora", "learned_token")}
+
+
+def _trained_networks(cfg: DictConfig) -> tuple[str, ...]:
+    """Name the networks that are trained as they are in their files."""
+    grows = cfg.get("learned_token") is not None  # a row is added to the text encoder's weights
+    return ("unet", *(_TEXT_ENCODERS if cfg.module.train_text_encoder and not grows else ()))
+
+
+def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
+    """Return the argument of the model that leaves the weights of networks in their files, where that is possible."""
+    if cfg.model["_target_"] != LOAD_MODEL or _is_lightning_checkpoint(cfg.init_from):
         return {}  # a Lightning checkpoint is loaded before there is a trainer
-    if cfg.get("lora") is not None:
-        return {}  # adapters are put around layers that have their weights
-    whole = cfg.get("learned_token") is not None  # a row is added to its weights
-    return {"deferred": ("unet", *(_TEXT_ENCODERS if cfg.module.train_text_encoder and not whole else ()))}
+    return {"deferred": tuple(names)}
 
 
 def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
@@ -439,6 +468,8 @@ def write_results(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _print_results(summary: Mapping[str, Any], run_dir: Path) -> None:
+    from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
+
     lines = [f"steps              {summary['steps']} in {summary['train_seconds']:.0f} s"]
     if summary["images_per_second"]:
         lines.append(f"images per second  {summary['images_per_second']:.0f}")
@@ -450,9 +481,11 @@ def _print_results(summary: Mapping[str, Any], run_dir: Path) -> None:
         )
     if summary["bad_samples"]:
         lines.append(f"bad samples        {summary['bad_samples']} left out, named in summary.json")
+    pipeline = summary["pipeline"]
+    lora = f"; then pipeline.load_lora_weights('{pipeline}')" if Path(pipeline, LORA_NAME).is_file() else ""
     lines += [
         f"pictures           {run_dir}/samples/",
-        f"pipeline           {summary['pipeline']} (diffusers: DiffusionPipeline.from_pretrained)",
+        f"pipeline           {pipeline} (diffusers: DiffusionPipeline.from_pretrained{lora})",
         f"report             {run_dir}/report.html",
     ]
     print("\n".join(lines))

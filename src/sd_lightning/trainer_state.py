@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sd_lightning import checkpoint, typed_json
 from sd_lightning._errors import UsageError
+
+if TYPE_CHECKING:
+    from sd_lightning.learned_token import LearnedToken
+    from sd_lightning.lora import Lora
 
 FORMAT = 1
 
@@ -41,3 +45,49 @@ def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...
             f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Resume with the model and "
             "train_text_encoder setting of that run"
         )
+
+
+def trained_parts(lora: Lora | None, learned_token: LearnedToken | None) -> dict[str, Any]:
+    """Return the settings that give trained weights their meaning, by the keys that they are given with.
+
+    Names and shapes of the weights do not tell them: adapters of another alpha are as large, and add something else.
+    Dropout is not among them; like the learning rate, it may change.
+    """
+    parts: dict[str, Any] = {"trainable": "full" if lora is None else "lora"}
+    if lora is not None:
+        parts["lora.rank"] = lora.rank
+        parts["lora.alpha"] = lora.effective_alpha
+        parts["lora.target_modules"] = sorted(lora.target_modules)
+        parts["lora.text_encoder_target_modules"] = sorted(lora.text_encoder_target_modules)
+    parts["learn_token"] = learned_token is not None
+    if learned_token is not None:
+        parts["placeholder_token"] = learned_token.placeholder_token
+    return parts
+
+
+def check_same_parts(saved: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
+    """Compare the settings of a checkpoint's run with those of a run that is to continue it.
+
+    Args:
+        saved: The checkpoint's ``trainer.json``; an earlier release wrote no such settings, which are not compared.
+        ours: From :func:`trained_parts`.
+        path: The checkpoint.
+
+    Raises:
+        UsageError: They differ; the message names the first.
+    """
+    theirs = saved.get("trained_parts", ours)
+    for key, value in theirs.items():
+        if ours.get(key) != value:
+            raise UsageError(
+                f"resume={path}: {key}={_written(ours.get(key))}, but the checkpoint's run used {key}="
+                f"{_written(value)}, which its weights are trained for; write {key}={_written(value)}, or start a new "
+                "run from its pipeline with init_from="
+            )
+
+
+def _written(value: Any) -> str:
+    """Return a setting as the command line has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)

@@ -18,6 +18,7 @@ from sd_lightning._launchers import is_first_on_machine, is_first_process, was_s
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 USAGE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130  # as shells have it for Ctrl-C
 _ASIDE = 3.0  # seconds before a message that is most likely a repetition
 
 Task = Callable[[Any], int | None]
@@ -35,8 +36,8 @@ def main(
     All of Hydra's command line works (``--cfg job``, ``--help``, ``--config-dir``, ``-cn``,
     ``-m``, tab completion). The configuration is resolved and checked against the signatures
     of its targets before the task is called. What the user did wrong (``UsageError``, errors
-    of composition) becomes one line on stderr and exit code 2; other exceptions keep their
-    stack trace, as all do under ``HYDRA_FULL_ERROR=1``.
+    of composition) becomes one line on stderr and exit code 2, Ctrl-C exit code 130; other
+    exceptions keep their stack trace, as all do under ``HYDRA_FULL_ERROR=1``.
 
     Args:
         config_name: Name of the primary config, e.g. ``"train"``.
@@ -51,6 +52,11 @@ def main(
     sys.argv[1:] = without_launcher_arguments(sys.argv[1:])
     try:
         code = _run(config_name, task, functools.partial(check, given=given, hints=hints))
+    except KeyboardInterrupt:
+        if wants_trace:
+            raise
+        sys.stderr.write("interrupted\n")
+        sys.exit(INTERRUPTED_EXIT_CODE)
     except Exception as error:
         from sd_lightning._conf.messages import explain
 

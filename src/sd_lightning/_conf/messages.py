@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from sd_lightning._conf.check import SPECIAL_KEYS, nearest_argument
 from sd_lightning._conf.folder import config_dir
+from sd_lightning._conf.other_names import in_our_words
 from sd_lightning._errors import UsageError
 
 
@@ -53,6 +55,31 @@ class CommandLine:
     def is_group(self, name: str) -> bool:
         """Tell whether a config group of that name exists."""
         return any((Path(folder) / name).is_dir() for folder in self.folders)
+
+    def option_with(self, key: str) -> str | None:
+        """Return the choice of a group's option, such as ``trainable=lora``, that would bring a key."""
+        import yaml
+
+        for path in sorted(path for folder in self.folders for path in Path(folder).glob("*/*.yaml")):
+            text = path.read_text(encoding="utf-8")
+            is_global, group = text.startswith("# @package _global_"), path.parent.name
+            if group != "experiment" and group in self.groups:
+                node = yaml.safe_load(text)
+                if key in _paths(node if is_global else {group: node}):
+                    return f"{group}={path.stem}"
+        return None
+
+    @functools.cached_property
+    def groups(self) -> set[str]:
+        """The config groups that the primary config has a choice of."""
+        import yaml
+
+        for folder in self.folders:
+            path = Path(folder, f"{self.config_name}.yaml")
+            if path.is_file():
+                defaults = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", [])
+                return {str(name) for entry in defaults if isinstance(entry, dict) for name in entry}
+        return set()
 
     def _is_choice(self, override: str) -> bool:
         chosen = re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=[\w/-]+", override)
@@ -185,9 +212,10 @@ def _unreadable_override(override: str, message: str, command_line: CommandLine)
     reason = re.sub(r" expecting \{.*\}", "", reason)
     reason = re.sub(r"^Error parsing override .*?\n", "", reason)
     reason = re.sub(r"^LexerNoViableAltException: .*", "unexpected character", reason, flags=re.S)
+    quoted = f"{key}='\"{value}\"'" if "'" not in value else shlex.quote(f'{key}="{value}"')
     return (
         f"cannot read {override!r} ({reason}); expected key=value, with special characters "
-        f"quoted for Hydra inside quotes for the shell: {key}='\"{value}\"'"
+        f"quoted for Hydra inside quotes for the shell: {quoted}"
     )
 
 
@@ -261,7 +289,10 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
     value = override.partition("=")[2]
     parent, _, name = key.rpartition(".")
     argument = nearest_argument(command_line.default_at(parent), name)
-    if argument == name or (argument and near in (None, parent)):
+    elsewhere = _by_another_name(key, value, command_line)
+    if elsewhere:
+        remedy = f"; write {elsewhere}"
+    elif argument == name or (argument and near in (None, parent)):
         remedy = f"; write +{parent}.{argument}={value}"
     elif near and "=" in override and not isinstance(command_line.default_at(near), dict):
         remedy = f"; write {near}={value}"
@@ -276,6 +307,15 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
     return f"{override}: there is no key {key!r}{remedy}"
 
 
+def _by_another_name(key: str, value: str, command_line: CommandLine) -> str | None:
+    """Return what to write for a key that another program, or an option that was not chosen, has."""
+    ours, value = in_our_words(key, value) or (key, value)
+    if ours in _paths(command_line.defaults):
+        return f"{ours}={value}"
+    option = command_line.option_with(ours)
+    return f"{option} {ours}={value}" if option else None
+
+
 def _bad_value(error: Any, command_line: CommandLine) -> str:
     from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue
 
@@ -283,6 +323,9 @@ def _bad_value(error: Any, command_line: CommandLine) -> str:
     reason = str(getattr(error, "msg", None) or error).partition("\n    full_key")[0]
     if isinstance(error, MissingMandatoryValue):
         return f"{key or reason} has no value and no default; give one: {key}=<value>"
+    missing = re.search(r"Missing mandatory value: (\S+)", reason)
+    if missing:  # found on the way to another key's value
+        return f"{missing[1]} has no value and no default; give one: {missing[1]}=<value>"
     absent = re.search(r"Interpolation key '(.+?)' not found", reason)
     if isinstance(error, InterpolationKeyError) and absent:
         near = command_line.nearest(absent[1])

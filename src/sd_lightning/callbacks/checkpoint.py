@@ -17,17 +17,17 @@ from torch import Tensor
 from sd_lightning import checkpoint, typed_json
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint_folders import CheckpointFolders
-from sd_lightning.callbacks.checkpoint_pipeline import frozen_weights_file, write_pipeline
+from sd_lightning.callbacks.checkpoint_pipeline import write_pipeline
 from sd_lightning.callbacks.ema import EMA, ema_of
+from sd_lightning.callbacks.frozen_weights import check_same_frozen, fingerprints, write_frozen_weights
 from sd_lightning.callbacks.position import RunPosition, restore_position
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.latent_diffusion import LatentDiffusion
-from sd_lightning.safetensors_file import write_tensors
 from sd_lightning.scheduler_state import load_scheduler_state, scheduler_state
 from sd_lightning.state import ParameterShard, SavedParameter
 from sd_lightning.strategies import training_state
 from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, write_shards
-from sd_lightning.trainer_state import FORMAT, check_same_model, read_trainer_state
+from sd_lightning.trainer_state import FORMAT, check_same_model, check_same_parts, read_trainer_state, trained_parts
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class PortableCheckpoint(Checkpoint):
         """Seconds that the run spent in ``fit``, earlier sessions included."""
         self.loss: float | None = None
         """Training loss of the step that the newest checkpoint is of, the mean over all processes."""
+        self._fingerprints: dict[str, str] = {}
         self._clock = 0.0
         self._last_step = 0
 
@@ -74,17 +75,12 @@ class PortableCheckpoint(Checkpoint):
         """Keep the frozen weights of trained networks as they are before an engine shards them or rounds them."""
         if not isinstance(trainer.strategy.checkpoint_io, CheckpointFolders):
             trainer.strategy.checkpoint_io = CheckpointFolders(self, trainer, trainer.strategy.checkpoint_io)
-        if stage != "fit" or not trainer.is_global_zero:
+        if stage != "fit":
             return
-        for name, network in pl_module.trained_networks().items():
-            frozen = {key: p.detach() for key, p in network.named_parameters() if not p.requires_grad}
-            if frozen and all(_is_whole(weight) for weight in frozen.values()):
-                path = frozen_weights_file(self.run_dir, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    write_tensors(path, frozen)
-                except Exception as error:
-                    raise checkpoint.disk_full(error, self.run_dir, 0) or error from error
+        self.check_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        if trainer.is_global_zero:
+            self._fingerprints |= fingerprints(pl_module)
+            write_frozen_weights(self.run_dir, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.perf_counter()
@@ -199,6 +195,8 @@ class PortableCheckpoint(Checkpoint):
             "position": vars(RunPosition.of(trainer)),
             "train_seconds": self._seconds(),
             "loss": self.loss,
+            "trained_parts": _trained_parts(trainer.lightning_module),
+            "frozen": self._fingerprints,
             "parameters": parameters,
             "optimizer_groups": state.optimizer_groups(),
             "schedulers": [scheduler_state(config.scheduler) for config in trainer.lr_scheduler_configs],
@@ -248,12 +246,18 @@ class PortableCheckpoint(Checkpoint):
         """Compare the checkpoint to resume, if any, with a run that has not been started yet.
 
         Raises:
-            UsageError: The checkpoint is of another model, or of a run with another batch size or seed.
+            UsageError: The checkpoint is of another model, or of a run with another batch size, seed or adapters.
         """
         if self.resume is None:
             return
         saved = read_trainer_state(self.resume)
+        self._check_trained(saved, pl_module, datamodule)
+        check_same_frozen(saved, fingerprints(pl_module), self.resume)
+
+    def _check_trained(self, saved: dict[str, Any], pl_module: Any, datamodule: Any) -> None:
+        assert self.resume is not None
         RunPosition(**saved["position"]).check_same_run(batch_size=datamodule.batch_size, seed=pl_module.seed)
+        check_same_parts(saved, _trained_parts(pl_module), self.resume)
         # A strategy may have partitioned the parameters already: DeepSpeed leaves empty ones that know their shape.
         trained = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
@@ -268,8 +272,8 @@ class PortableCheckpoint(Checkpoint):
 
     def _restore(self, trainer: pl.Trainer, pl_module: Any) -> None:
         assert self.resume is not None
-        self.check_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         saved = read_trainer_state(self.resume)
+        self._check_trained(saved, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         state = training_state(trainer)
         shards = state.parameter_shards()
         position = RunPosition(**saved["position"])
@@ -308,10 +312,8 @@ class PortableCheckpoint(Checkpoint):
         log.info("resumed %s at step %d", self.resume, position.optimizer_steps)
 
 
-def _is_whole(weight: Tensor) -> bool:
-    """Whether no engine has taken a weight apart (an earlier fit of the same module did)."""
-    marks = ("device_mesh", "ds_shape", "taken_apart")  # FSDP2's DTensor, ZeRO-3, ColossalAI
-    return not any(hasattr(weight, mark) for mark in marks)
+def _trained_parts(pl_module: Any) -> dict[str, Any]:
+    return trained_parts(getattr(pl_module, "lora", None), getattr(pl_module, "learned_token", None))
 
 
 def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:

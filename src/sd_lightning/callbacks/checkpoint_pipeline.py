@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sd_lightning import checkpoint
+from sd_lightning.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.lora import adapted_weights, is_adapter, merge, plain_names
 from sd_lightning.pipeline_folder import file_keys, weights_file
@@ -56,11 +57,17 @@ def write_pipeline(run_dir: Path, tmp: Path, pl_module: Any, *, averaged: bool) 
                 _share(store, sources, run_dir / "frozen" / file, tmp / "pipeline" / file)
             else:
                 path = f"pipeline/{file.as_posix()}"
+                (tmp / path).unlink(missing_ok=True)  # linked: this run did not merge its adapters until it was resumed
                 digests[path] = stream_network(store, sources, tmp / path)
         if lora is not None and not lora.merge:
             path = f"pipeline/{LORA_NAME}"
             adapters = {name: each.adapters() for name, each in weights.items()}
             digests[path] = lora.write(tmp / path, adapters, component_of)
+        word = getattr(pl_module, "learned_token", None)
+        if word is not None:
+            path = f"pipeline/{WORD_NAME}"
+            rows = {name: weights[name].last_row(key) for name, key in word.names(networks).items()}
+            digests[path] = word.write(tmp / path, rows)
     return digests
 
 
@@ -95,6 +102,15 @@ class _Weights:
         tensor = torch.empty(self._store.shape(source), dtype=self._store.dtype(source))
         self._store.read_into(source, tensor)
         return tensor
+
+    def last_row(self, key: str) -> Tensor:
+        source = self.source(key)
+        if isinstance(source, Tensor):
+            return source.detach()[-1:].cpu()
+        rows, dim = self._store.shape(source)
+        row = torch.empty(1, dim, dtype=self._store.dtype(source))
+        self._store.read_into(source, row, (rows - 1) * dim, rows * dim)
+        return row
 
     def merged(self, network: nn.Module) -> Sources:
         """Return, by their names in memory, the weights that have adapters, with these added when they are written."""

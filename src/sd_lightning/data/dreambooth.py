@@ -22,6 +22,10 @@ from sd_lightning.data.source import BadSample
 
 _KOHYA = re.compile(r"(\d+)_(.+)")
 _LEAST_PHOTOS = 2
+_OTHER_IMAGES = frozenset(
+    {".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".rw2", ".orf", ".psd"}
+)
+"""Endings of what cameras and phones write, and nothing here decodes."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +163,11 @@ def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
             photos += pictures * int(kohya[1])
     if len(set(photos)) < _LEAST_PHOTOS:
         found = f"one photo ({photos[0].path})" if photos else "no photos"
+        ignored = ignored_photos(root)
+        remedy = "add photos from other angles" if ignored is None else f"not counted: {ignored}"
         raise UsageError(
             f"{who} with {found} in it; expected at least {_LEAST_PHOTOS} ({', '.join(sorted(SUFFIXES))}), 3 to 5 are "
-            "usual: from a single one the model learns the photo and not the subject; add photos from other angles"
+            f"usual: from a single one the model learns the photo and not the subject; {remedy}"
         )
     without = next((photo for photo in photos if not photo.caption), None)
     if without is not None:
@@ -170,6 +176,33 @@ def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
             "'instance_prompt=a photo of sks dog', with a rare word for the subject"
         )
     return photos
+
+
+def ignored_photos(folder: str | Path) -> str | None:
+    """Say which files look like photos but are none of :func:`find_photos`, and what makes them some.
+
+    Photos in a folder of no repeats (``0_left out``) are left out on purpose, and not named.
+    """
+    root = Path(folder)
+    parts = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    numbers = {part: _KOHYA.fullmatch(part.name) for part in parts}
+    unknown = [path for part in [root, *(p for p, k in numbers.items() if k and int(k[1]))] for path in _others(part)]
+    misplaced = [path for part, kohya in numbers.items() if not kohya for path in [*images_in(part), *_others(part)]]
+    reasons = []
+    if unknown:
+        reasons.append(f"{_named(unknown)} of a kind that cannot be read: convert to JPEG")
+    if misplaced:
+        part = misplaced[0].parent.name
+        reasons.append(
+            f"{_named(misplaced)} in folders without a number of repeats: rename {part} to '10_{part}', with what its "
+            "photos are captioned with, or move its photos up"
+        )
+    return "; ".join(reasons) or None
+
+
+def _named(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return f"{len(files)} file(s) ({', '.join(map(str, files[:3]))}{more})"
 
 
 def check_readable(photos: Sequence[Picture]) -> None:
@@ -202,9 +235,15 @@ def find_class_pictures(folder: str | Path, prompts: Sequence[str], count: int) 
 
 
 def num_per_prompt(prompts: Sequence[str], count: int) -> dict[str, int]:
-    """Divide ``num_class_images`` among the class prompts; one that is listed twice gets twice as many."""
-    each = -(-count // len(prompts))
-    return {prompt: each * prompts.count(prompt) for prompt in prompts}
+    """Divide ``num_class_images`` among the class prompts; one that is listed twice gets twice as many.
+
+    What is left over goes to the first ones, so that all together are ``num_class_images``.
+    """
+    each, left = divmod(count, len(prompts))
+    shares = dict.fromkeys(prompts, 0)
+    for i, prompt in enumerate(prompts):
+        shares[prompt] += each + (i < left)
+    return shares
 
 
 def class_folder(folder: str | Path, prompt: str, prompts: Sequence[str]) -> Path:
@@ -231,9 +270,17 @@ def class_folder(folder: str | Path, prompt: str, prompts: Sequence[str]) -> Pat
 
 def images_in(folder: Path) -> list[Path]:
     """Return the image files of a folder by name; none if it does not exist."""
+    return _files(folder, SUFFIXES)
+
+
+def _others(folder: Path) -> list[Path]:
+    return _files(folder, _OTHER_IMAGES)
+
+
+def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
     if not folder.is_dir():
         return []
-    files = (path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
+    files = (path for path in folder.iterdir() if path.suffix.lower() in suffixes and not path.name.startswith("."))
     return sorted(path for path in files if path.is_file())
 
 

@@ -54,11 +54,13 @@ class AutoPlacement:
     def __init__(self, engine: GeminiEngine) -> None:
         self._engine = engine
         memory = engine.memory
-        cap = engine.config.memory_cap_bytes(_fast_tier_bytes(memory.device, engine.collectives.world_size))
+        cap = engine.config.memory_cap_bytes(fast_tier_bytes(memory.device, engine.collectives.world_size))
         lowest = engine.collectives.all_reduce(torch.tensor([cap], dtype=torch.int64), dist.ReduceOp.MIN)
         self.cap_bytes = int(lowest)
         self.non_model_bytes = 0
         """The most that was measured so far, over all ranks."""
+        self.spare_bytes: int | None = None
+        """What the plan leaves of the cap beside chunks, activations and the largest unit; none before it is made."""
         self.trace: list[tuple[str, str, int]] = []
         """Of the last measured pass on this rank: phase, unit, bytes that are not in chunks."""
         self._probe: Probe = AllocatorProbe(memory) if memory.on_accelerator else SavedTensorsProbe(self._is_weight)
@@ -89,6 +91,7 @@ class AutoPlacement:
         """Move everything to the slow tier: optimizers are about to come or go."""
         self._engine.move(plan_trace(self._engine.layouts))
         self._is_stale = True
+        self.spare_bytes = None
 
     # ---------------------------------------------------------------- calls
 
@@ -168,12 +171,14 @@ class AutoPlacement:
         engine.collectives.require_agreement("the placement of chunks", repr(plan))
         engine.move(plan)
         self._is_stale = False
+        taken = fast_bytes(engine.layouts, plan.chunks, demand)
+        self.spare_bytes = demand.cap_bytes - demand.non_model_bytes - taken
         if plan == self._last:
             return
         self._last = plan
         log.info(
             "Gemini: %s of %s for chunks beside %s of activations: %s",
-            _mib(fast_bytes(engine.layouts, plan.chunks, demand)),
+            _mib(taken),
             _mib(self.cap_bytes),
             _mib(self.non_model_bytes),
             plan.summary(engine.layouts),
@@ -181,20 +186,21 @@ class AutoPlacement:
 
     def _demand(self) -> Demand:
         engine = self._engine
+        world_size, mode = engine.collectives.world_size, engine.config.reduce_once
         return Demand(
             self.cap_bytes,
             self.non_model_bytes,
             tuple(sum(state.nbytes for state in chunk.states.values()) for chunk in engine.chunks),
             engine.runtime.chunks_of_units(),
-            engine.collectives.world_size,
-            keeps_gradients=engine.config.reduce_once,
+            world_size,
+            keeps_gradients=(None if world_size > 1 else False) if mode == "auto" else mode,
         )
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages
 
 
-def _fast_tier_bytes(device: torch.device, world_size: int) -> int:
+def fast_tier_bytes(device: torch.device, world_size: int) -> int:
     """Return the size of a rank's fast tier: of its accelerator, or its share of the host's memory."""
     if device.type == "cpu":
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.layout import ChunkLayout, Slot
 from sd_lightning.gemini.placement import ChunkPlacement
-from sd_lightning.gemini.tiers import Buffer, Kind, Memory, Tier
+from sd_lightning.gemini.tiers import Arrival, Buffer, Kind, Memory, Tier
 
 
 class ChunkState(Enum):
@@ -71,6 +71,9 @@ class Chunk:
         self._is_swapped = False
         self._stash: Buffer | None = None
         self._pending: Pending | None = None
+        self._gathered, self._refreshed = Arrival(), Arrival()
+        self._offloaded: tuple[Buffer, Arrival] | None = None
+        """Reduced gradients on their way to the slow tier."""
         self._faces: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         """Of each parameter: its view of the chunk, and what it shows while there is no memory behind that."""
         self.state = ChunkState.GATHERED
@@ -167,7 +170,8 @@ class Chunk:
         self._resize(self.layout.nbytes)
         for parameter, view, _ in self._faces:
             parameter.data = view
-        with self.memory.copying():
+        with self.memory.copying(Tier.FAST) as self._gathered:
+            self._refreshed.join()  # new weights may still be on their way to a shard on the slow tier
             assert self._shard is not None
             self.memory.copy(self.collectives.shard(self.full), self._shard.tensor, self._shard.tier, Tier.FAST)
             self._pending = self.collectives.all_gather(self.full)
@@ -179,8 +183,13 @@ class Chunk:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        self.memory.join_copies()
+        self._gathered.join()
         self._go(ChunkState.GATHERED)
+
+    def settle(self) -> None:
+        """Let the computation change the weights: it comes after all that still copies them."""
+        self.wait()
+        self._refreshed.join()
 
     def release(self) -> None:
         """Free gathered weights, or the gradients in their place."""
@@ -202,16 +211,16 @@ class Chunk:
             self.release()
             return
         self.wait()
-        if self.collectives.world_size > 1:
+        if self.collectives.world_size > 1 or not self.is_aliased:
             self._go(ChunkState.GATHERING)
-            with self.memory.copying():
+            with self.memory.copying(Tier.FAST) as self._gathered:
                 self._pending = self.collectives.all_gather(self.full)
 
     def refresh(self) -> None:
         """Bring the optimizer's new weights to the compute weights, beside whatever is computed next."""
         if not self.is_aliased:
             place = self.placement
-            with self.memory.copying():
+            with self.memory.copying(place.param_tier) as self._refreshed:
                 self.memory.copy(self.shard, self.master, place.step_tier, place.param_tier)
         self.invalidate()
 
@@ -264,33 +273,67 @@ class Chunk:
         for begin, end in self.layout.gaps():
             slots[begin:end].zero_()
         self.filled.clear()
-        return self.collectives.reduce_scatter(slots)
+        pending = self.collectives.reduce_scatter(slots)
+        if self.placement.step_tier is Tier.SLOW and not self.collectives.wait_on_host:
+            self._offload(pending)
+        return pending
 
     def finish_reduction(self, pending: Pending) -> None:
         """Add the reduced gradients of this rank's shard to those of earlier passes, on the optimizer's tier."""
-        pending.wait()
-        tier = self.placement.step_tier
+        if self.placement.step_tier is Tier.SLOW:
+            if self._offloaded is None:
+                self._offload(pending)
+            self._receive()
+        else:
+            pending.wait()
+            self._keep()
+        self._free_gradients()
+
+    def _keep(self) -> None:
+        """Add the reduced gradients to those on the fast tier."""
         whole = self.gradients
         if whole is not None and self.accumulator is None and self._can_adopt(whole):
             whole.kind, self.gradients, self.accumulator = Kind.ACCUMULATED, None, whole
             self.memory.ledger.add(Tier.FAST, Kind.GRADIENTS, -whole.nbytes)
             self.memory.ledger.add(Tier.FAST, Kind.ACCUMULATED, whole.nbytes)
+        elif self.accumulator is None:
+            self.accumulator = self.memory.allocate(Tier.FAST, Kind.ACCUMULATED, self.shard_numel, self.master_dtype)
+            self.accumulator.tensor.copy_(self._reduced)
+        else:
+            self.accumulator.tensor.add_(self._reduced)
+
+    @property
+    def _reduced(self) -> Tensor:
+        return self.collectives.shard(self.full if self.gradients is None else self.gradients.tensor)
+
+    def _offload(self, pending: Pending) -> None:
+        """Let the reduced gradients go to the slow tier as soon as they are there, beside the computation."""
+        dtype = self.master_dtype if self.accumulator is None else self._reduced.dtype
+        with self.memory.copying(Tier.SLOW) as arrival:
+            pending.wait()
+            buffer = self.memory.allocate(Tier.SLOW, Kind.ACCUMULATED, self.shard_numel, dtype)
+            self.memory.copy(buffer.tensor, self._reduced, Tier.FAST, Tier.SLOW)
+        self._offloaded = buffer, arrival
+
+    def _receive(self) -> None:
+        """Add the gradients that went to the slow tier to those there."""
+        assert self._offloaded is not None
+        (buffer, arrival), self._offloaded = self._offloaded, None
+        arrival.join()  # the memory they came from is used again
+        if self.accumulator is None:
+            self.accumulator = buffer
             return
-        reduced = self.collectives.shard(self.full if whole is None else whole.tensor)
-        with self.memory.copying():
-            if self.accumulator is None:
-                self.accumulator = self.memory.allocate(tier, Kind.ACCUMULATED, self.shard_numel, self.master_dtype)
-                self.memory.copy(self.accumulator.tensor, reduced, Tier.FAST, tier)
-            else:
-                self._accumulate(reduced, tier)
-        self.memory.join_copies()
-        self._free_gradients()
+        arrival.wait()
+        self.accumulator.tensor.add_(buffer.tensor)
+        self.memory.free(buffer)
 
     def drop_gradients(self) -> None:
         """Free all gradients, finished or not."""
         self.filled.clear()
-        if self.state is ChunkState.OVERWRITTEN:
-            self.release()
+        if self._offloaded is not None:
+            (buffer, arrival), self._offloaded = self._offloaded, None
+            arrival.join()
+            self.memory.free(buffer)
         self._free_gradients()
         self.free_accumulator()
 
@@ -304,18 +347,6 @@ class Chunk:
         """With one rank the whole gradients are the reduced ones."""
         same = gradients.tensor.dtype == self.master_dtype and self.placement.step_tier is Tier.FAST
         return self.collectives.world_size == 1 and same
-
-    def _accumulate(self, reduced: Tensor, tier: Tier) -> None:
-        assert self.accumulator is not None
-        if tier is Tier.FAST or not self.memory.on_accelerator:
-            self.accumulator.tensor.add_(reduced)
-            self.memory.ledger.move(Tier.FAST, tier, reduced.numel() * reduced.element_size())
-            return
-        arrived = self.memory.allocate(tier, Kind.ACCUMULATED, self.shard_numel, reduced.dtype)
-        self.memory.copy(arrived.tensor, reduced, Tier.FAST, tier)
-        self.memory.wait_for_copies()
-        self.accumulator.tensor.add_(arrived.tensor)
-        self.memory.free(arrived)
 
     def _free_gradients(self) -> None:
         if self.gradients is not None:
@@ -359,6 +390,7 @@ class Chunk:
         """Move to other tiers, outside of backward passes; values stay the same, also of other weights swapped in."""
         if placement == self.placement:
             return
+        self.memory.wait_for_copies()  # nothing reads or writes what is freed
         self.release()
         self._place_weights(placement, *self._place_optimizer(placement))
 

@@ -63,6 +63,11 @@ class Collectives:
         self._control = torch.device("cpu") if not backend or "gloo" in backend or "fake" in backend else device
 
     @property
+    def wait_on_host(self) -> bool:
+        """Whether the host itself waits for a collective, and not the stream that is current."""
+        return self._is_direct
+
+    @property
     def sequence_hash(self) -> str:
         """What was called so far, in which order and with which sizes; the same on every rank."""
         return self._sequence.hexdigest()

@@ -48,8 +48,9 @@ class GeminiConfig:
     """Folder on a fast local disk for ``disk_optim_frac``."""
     compute_dtype: torch.dtype | None = None
     """Weights are gathered and gradients reduced in this type; each parameter's own type if not given."""
-    reduce_once: bool = False
-    """Inside ``no_sync``, keep whole float32 gradients and reduce them once, instead of after each micro-batch."""
+    reduce_once: bool | Literal["auto"] = False
+    """Inside ``no_sync``, keep whole float32 gradients and reduce them once, instead of after each micro-batch;
+    ``"auto"``: if there is memory for them. The order of summation is another one, so that what fits changes bits."""
 
     def __post_init__(self) -> None:
         for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac", "disk_optim_frac"):
@@ -63,6 +64,8 @@ class GeminiConfig:
     def _check_choices(self) -> None:
         if self.placement not in ("static", "auto"):
             raise UsageError(f"GeminiConfig got placement={self.placement!r}; expected 'static' or 'auto'")
+        if not isinstance(self.reduce_once, bool) and self.reduce_once != "auto":
+            raise UsageError(f"GeminiConfig got reduce_once={self.reduce_once!r}; expected true, false or 'auto'")
         allowed = (None, torch.float32, torch.bfloat16, torch.float16)
         if self.compute_dtype not in allowed:
             raise UsageError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.accumulation import Accumulation
 from sd_lightning.gemini.auto import AutoPlacement
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives
@@ -24,8 +24,6 @@ from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.state import EngineState
 from sd_lightning.gemini.tiers import Ledger, Memory
 from sd_lightning.gemini.units import Unit, find_units
-
-log = logging.getLogger(__name__)
 
 Reader = Callable[[str, int, int], Tensor]
 """(name, begin, end): values of a flat range of a parameter or buffer, of any type, on the CPU."""
@@ -75,7 +73,6 @@ class GeminiEngine:
         is_auto = config.placement == "auto"
         self.plan = plan_trace(self.layouts) if is_auto else plan_static(self.layouts, config)
         self.is_closed = False
-        self._has_told = False
         self.num_moves = 0
         """How often chunks were moved to other tiers; tensors of :class:`OwnedRange` from before are not live."""
         self.collectives.require_agreement("the layout of chunks", repr((self.layouts, self.plan)))
@@ -95,6 +92,7 @@ class GeminiEngine:
             prefetch=config.prefetch,
         )
         self.state = EngineState(self)
+        self.accumulation = Accumulation(self)
         self.auto = AutoPlacement(self) if is_auto else None
 
     def _pack(self, specs: list[ParameterSpec]) -> list[ChunkLayout]:
@@ -180,13 +178,9 @@ class GeminiEngine:
         """Mark a backward pass whose gradients are not stepped yet.
 
         With ``reduce_once`` they are kept whole, in float32, and reduced with those of the next pass outside; without
-        it they are reduced now and only this rank's part is kept.
+        it they are reduced now and only this rank's part is kept. All ranks call it.
         """
-        self._tell_how_gradients_accumulate()
-        if not self.config.reduce_once:
-            yield
-            return
-        with self.runtime.keeping_gradients():
+        with self.runtime.keeping_gradients() if self.accumulation.keeps_gradients() else nullcontext():
             yield
 
     @torch.inference_mode(False)
@@ -195,6 +189,7 @@ class GeminiEngine:
         """Place chunks otherwise, outside of backward passes; no value changes, and all ranks do the same."""
         if plan == self.plan:
             return
+        self.accumulation.make_room(plan)
         self.runtime.release()
         pairs = zip(self.chunks, plan.chunks, strict=True)
         moving = [(chunk, placement) for chunk, placement in pairs if placement != chunk.placement]
@@ -203,18 +198,6 @@ class GeminiEngine:
             chunk.place(placement)
         self.plan, self.runtime.budget = plan, plan.gathered_budget
         self.num_moves += 1
-
-    def _tell_how_gradients_accumulate(self) -> None:
-        if self._has_told:
-            return
-        self._has_told = True
-        whole = sum(layout.numel for layout in self.layouts if layout.is_trained) * 4 / 2**20
-        if self.config.reduce_once:
-            log.info("Gemini: gradients of all micro-batches are reduced once; until then they take %.0f MiB", whole)
-        else:
-            log.info(
-                "Gemini: each micro-batch is reduced; with %.0f MiB to spare, reduce_once=true does it once", whole
-            )
 
     def check_can_step(self) -> None:
         """Raise if an optimizer cannot step now."""

@@ -108,6 +108,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._engine.check_can_step()
         scaler = self._engine.loss_scale
         self._agree(with_norm=scaler is not None)
+        self._engine.accumulation.end_step()
         if scaler is not None and not self._is_finite():
             self._forget()
             scaler.overflowed()
@@ -166,6 +167,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _own_gradients(self) -> Iterable[Tensor]:
         """Yield this rank's reduced gradients of this optimizer's parameters, in maximal ranges."""
+        self._engine.memory.mark().wait()  # the host reads those on the slow tier
         for run in self._runs(self._parameters):
             if run.chunk.accumulator is not None:
                 yield run.chunk.accumulator.tensor[run.begin : run.end]
@@ -199,11 +201,12 @@ class GeminiOptimizer(torch.optim.Optimizer):
         for run in self._runs([p for p in self._parameters if p in self._touched]):
             by_chunk.setdefault(run.chunk, []).append(run)
         changed = {self._engine.chunk_of[p] for p in self._touched}
-        gradients_arrived = self._engine.memory.mark()
+        copies = self._engine.memory.mark()
         # The accelerator's chunks are only submitted; the host steps its own meanwhile.
         for chunk in sorted(changed, key=lambda c: (c.placement.step_tier is Tier.SLOW, c.index)):
             if chunk.placement.step_tier is Tier.SLOW:
-                gradients_arrived()
+                copies.wait()  # gradients have arrived, and nothing reads the weights any more
+            chunk.settle()  # another optimizer may just have stepped it
             self._step_chunk(chunk, by_chunk.get(chunk, []), divisor)
             chunk.refresh()
         for parameter in self._touched:
@@ -267,6 +270,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
             if not is_shared or (self._touched is not None and not touched.intersection(chunk.slots)):
                 chunk.drop_gradients()
                 continue
+            if chunk.placement.step_tier is Tier.SLOW:
+                self._engine.memory.mark().wait()  # the host writes to what may still be arriving
             for run in self._runs(self._parameters):
                 if run.chunk is chunk and chunk.accumulator is not None:
                     chunk.accumulator.tensor[run.begin : run.end].zero_()

@@ -41,6 +41,8 @@ class Plan:
     chunks: tuple[ChunkPlacement, ...]
     gathered_budget: int | None = None
     """Bytes of temporarily gathered weights."""
+    keeps_gradients: bool = False
+    """``placement=auto`` has room for whole float32 gradients, from one micro-batch to the next."""
 
     def summary(self, layouts: Sequence[ChunkLayout]) -> str:
         """Return in words how many chunks are where."""
@@ -99,8 +101,8 @@ class Demand:
     units: tuple[tuple[int, ...], ...]
     """Chunk indices of each unit, with those of the containers around it."""
     world_size: int
-    keeps_gradients: bool = False
-    """Whole float32 gradients are kept from one micro-batch to the next."""
+    keeps_gradients: bool | None = False
+    """Whole float32 gradients are kept from one micro-batch to the next; None: if they fit beside all the rest."""
 
 
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
@@ -125,14 +127,19 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
         if place.optim_tier is Tier.FAST:
             is_alias = layout.dtype.itemsize == master and place.param_tier is Tier.FAST
             total += shard * master * ((0 if is_alias else 1) + 1) + state_bytes
-        if demand.keeps_gradients:
-            total += layout.numel * master
+    if demand.keeps_gradients:
+        total += whole_gradient_bytes(layouts)
     whole_gradients.sort(reverse=True)
     return total + sum(whole_gradients[:_WHOLE_GRADIENTS]) + smallest_budget(layouts, placements, demand)
 
 
 _WHOLE_GRADIENTS = 6
 """Chunks whose whole gradients can be in memory at a time: four being reduced, two being filled."""
+
+
+def whole_gradient_bytes(layouts: Sequence[ChunkLayout]) -> int:
+    """Return the bytes of the whole gradients of all chunks, as they are added up over micro-batches."""
+    return sum(layout.numel * (8 if layout.dtype.itemsize == 8 else 4) for layout in layouts if layout.is_trained)
 
 
 def is_temporary(place: ChunkPlacement, world_size: int) -> bool:
@@ -153,8 +160,8 @@ def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
     """Keep as much on the fast tier as fits.
 
     From everything whole and fast on, until it fits: shard weights over the ranks, then move optimizer states to the
-    slow tier, then weights; chunk by chunk in the order of execution. What is left over becomes the budget of
-    gathered weights.
+    slow tier, then weights; chunk by chunk in the order of execution. What is left over takes the whole gradients of
+    micro-batches, if the demand leaves that open and all of them fit, and becomes the budget of gathered weights.
 
     Raises:
         UsageError: Not even everything on the slow tier fits.
@@ -174,9 +181,13 @@ def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
         needed = fast_bytes(layouts, placements, demand)
     if needed > available:
         raise UsageError(_does_not_fit(needed, demand))
+    spare = available - needed
+    keeps = bool(demand.keeps_gradients)
+    if demand.keeps_gradients is None and whole_gradient_bytes(layouts) <= spare:
+        keeps, spare = True, spare - whole_gradient_bytes(layouts)
     is_any_temporary = any(is_temporary(place, demand.world_size) for place in placements)
-    budget = smallest_budget(layouts, placements, demand) + available - needed if is_any_temporary else None
-    return Plan(tuple(placements), budget)
+    budget = smallest_budget(layouts, placements, demand) + spare if is_any_temporary else None
+    return Plan(tuple(placements), budget, keeps)
 
 
 def plan_trace(layouts: Sequence[ChunkLayout]) -> Plan:

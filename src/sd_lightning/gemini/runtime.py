@@ -268,9 +268,11 @@ class Runtime:
 
     def flush(self) -> None:
         """Reduce gradients that were kept whole, where no backward pass outside ``no_sync`` did."""
+        keeps, self.keeps_gradients = self.keeps_gradients, False
         for index in sorted(self._kept):
             self._visited[index] = None
             self._reduce(index)
+        self.keeps_gradients = keeps
         while self._reductions:
             self._finish_reduction()
 

@@ -89,8 +89,7 @@ class EngineState:
             UsageError: The states are of another optimizer.
         """
         self._check_not_swapped("load")
-        for chunk in self._engine.chunks:
-            chunk.wait()
+        self._engine.synchronize()
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.owned(slot)
             if begin < end:
@@ -131,7 +130,8 @@ class EngineState:
             weights: By (name, begin) of every range of :meth:`shards`.
         """
         self._check_not_swapped("swap_in")
-        self._engine.runtime.release()
+        self._engine.release()
+        self._engine.synchronize()
         for chunk in self._trained_chunks():
             chunk.swap_in({slot.name: weights[slot.name, chunk.owned(slot)[0]] for slot in _nonempty(chunk)})
         self.is_swapped = True
@@ -141,7 +141,8 @@ class EngineState:
         """Compute with the trained weights again, bit for bit."""
         if not self.is_swapped:
             raise RuntimeError("swap_out called without swap_in")
-        self._engine.runtime.release()
+        self._engine.release()
+        self._engine.synchronize()
         for chunk in self._trained_chunks():
             chunk.swap_out()
         self.is_swapped = False

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,8 +89,42 @@ class Buffer:
         return self.tensor.numel() * self.tensor.element_size()
 
 
+class Arrival:
+    """When copies beside the computation are done; where there are no streams, they are done already.
+
+    Args:
+        module: Of the device, as ``torch.cuda``.
+        device: Its streams wait.
+    """
+
+    def __init__(self, module: Any = None, device: torch.device | None = None) -> None:
+        self._module = module
+        self._device = device
+        self._events: list[Any] = []
+
+    def after(self, streams: Sequence[Any]) -> Arrival:
+        """Include what has been submitted to these streams so far."""
+        for stream in streams:
+            self._events.append(self._module.Event())
+            self._events[-1].record(stream)
+        return self
+
+    def join(self) -> None:
+        """Let what is submitted next to the current stream come after the copies; the host does not wait."""
+        for event in self._events:
+            self._module.current_stream(self._device).wait_event(event)
+
+    def wait(self) -> None:
+        """Let the host wait for the copies."""
+        for event in self._events:
+            event.synchronize()
+
+
 class Memory:
     """Allocate, move and free flat buffers on the tiers of one rank.
+
+    Beside an accelerator's computation, what goes to the fast tier has a stream of its own, and what leaves it has
+    another: both directions run at a time. Nothing orders the two but the arrivals that :meth:`copying` gives.
 
     Args:
         device: The fast tier.
@@ -105,7 +140,8 @@ class Memory:
         self.ledger = Ledger()
         self.on_accelerator = device.type != "cpu"
         self._offload_dir = offload_dir
-        self._pinned: dict[int, list[Tensor]] = {}
+        self._pinned: dict[int, list[tuple[Tensor, Arrival]]] = {}
+        """Host memory to use again, by bytes, when the copies that may still need it are done."""
         if offload_dir is not None:
             try:
                 Path(offload_dir).mkdir(parents=True, exist_ok=True)
@@ -116,7 +152,12 @@ class Memory:
                     f"GeminiConfig got offload_dir={offload_dir}, which cannot be written to ({error}); give another "
                     "folder"
                 ) from error
-        self._copy_stream = torch.get_device_module(device).Stream(device) if self.on_accelerator else None
+        self._module: Any = None
+        self._to_fast: Any = None
+        self._to_slow: Any = None
+        if self.on_accelerator:
+            self._module = torch.get_device_module(device)
+            self._to_fast, self._to_slow = self._module.Stream(device), self._module.Stream(device)
 
     def device_of(self, tier: Tier) -> torch.device:
         """Return the device that computes on a tier's buffers."""
@@ -139,19 +180,21 @@ class Memory:
         """Give a buffer's memory back; the buffer must not be used again."""
         self.ledger.add(buffer.tier, buffer.kind, -buffer.nbytes)
         if buffer.tier is Tier.SLOW and self.on_accelerator:
-            self._pinned.setdefault(buffer.nbytes, []).append(buffer.tensor)
+            self._pinned.setdefault(buffer.nbytes, []).append((buffer.tensor, self.mark()))
         buffer.tensor = torch.empty(0)
 
     def copy(self, target: Tensor, source: Tensor, source_tier: Tier, target_tier: Tier) -> None:
         """Copy values, converting their type, and account for the bytes that cross tiers.
 
-        What crosses is in the narrower of the two types: widening happens after the journey, narrowing before it.
+        What crosses is in the narrower of the two types, except on the way from an accelerator to the host: torch
+        widens before it, as the host does not wait to do it afterwards.
         """
         if self.on_accelerator and target.device != source.device and target.dtype != source.dtype:
             narrow = min(target.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
             source = source.to(narrow)
         target.copy_(source, non_blocking=self.on_accelerator)
-        width = min(target.element_size(), source.element_size())
+        is_widened = self.on_accelerator and target_tier is not Tier.FAST
+        width = target.element_size() if is_widened else min(target.element_size(), source.element_size())
         self.ledger.move(source_tier, target_tier, target.numel() * width)
 
     def moved(self, buffer: Buffer, tier: Tier) -> Buffer:
@@ -164,50 +207,45 @@ class Memory:
         self.free(buffer)
         return new
 
-    def copying(self) -> AbstractContextManager[object]:
-        """Run what is inside beside the computation, after what has been submitted so far."""
-        if self._copy_stream is None:
-            return nullcontext()
-        module = torch.get_device_module(self.device)
-        self._copy_stream.wait_stream(module.current_stream(self.device))
-        return module.stream(self._copy_stream)
+    @contextmanager
+    def copying(self, target: Tier) -> Iterator[Arrival]:
+        """Run what is inside beside the computation, after what has been submitted so far.
 
-    def join_copies(self) -> None:
-        """Let the computation that is submitted next see what was copied; the host does not wait."""
-        if self._copy_stream is not None:
-            torch.get_device_module(self.device).current_stream(self.device).wait_stream(self._copy_stream)
+        Args:
+            target: The tier that is copied to.
 
-    def mark(self) -> Callable[[], None]:
-        """Return what lets the host wait for all that was submitted before this call, and for nothing after it."""
-        if self._copy_stream is None:
-            return _nothing
-        module = torch.get_device_module(self.device)
-        events = []
-        for stream in (self._copy_stream, module.current_stream(self.device)):
-            event = module.Event()
-            event.record(stream)
-            events.append(event)
+        Yields:
+            When what is inside is done; of use after it.
+        """
+        arrival = Arrival(self._module, self.device)
+        if self._module is None:
+            yield arrival
+            return
+        stream = self._to_fast if target is Tier.FAST else self._to_slow
+        stream.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(stream):
+            yield arrival
+        arrival.after([stream])
 
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return wait
+    def mark(self) -> Arrival:
+        """Return when all copies beside the computation that were submitted so far are done."""
+        streams = [] if self._module is None else [self._to_fast, self._to_slow]
+        return Arrival(self._module, self.device).after(streams)
 
     def wait_for_copies(self) -> None:
-        """Let the host see what was copied."""
-        if self._copy_stream is not None:
-            self._copy_stream.synchronize()
-            torch.get_device_module(self.device).current_stream(self.device).synchronize()
+        """Let the host see what was copied, and the computation up to now."""
+        if self._module is not None:
+            for stream in (self._to_fast, self._to_slow, self._module.current_stream(self.device)):
+                stream.synchronize()
 
     def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if not self.on_accelerator:
-            return torch.empty(numel, dtype=dtype)
         pool = self._pinned.get(numel * dtype.itemsize, [])
-        for position, tensor in enumerate(pool):
+        for position, (tensor, last_use) in enumerate(pool):
             if tensor.dtype == dtype:
-                return pool.pop(position)
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+                last_use.wait()
+                del pool[position]
+                return tensor
+        return torch.empty(numel, dtype=dtype, pin_memory=self.on_accelerator)
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> Tensor:
         assert self._offload_dir is not None
@@ -223,7 +261,3 @@ class Memory:
                     f"({error}); give a folder on a larger disk, or a smaller disk_optim_frac"
                 ) from error
             return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
-
-
-def _nothing() -> None:
-    pass

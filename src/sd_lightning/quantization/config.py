@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -37,7 +37,8 @@ class Int8:
     layers: Sequence[Layer] = ("linear", "conv2d", "embedding")
     """Kinds of layers that are quantised."""
     exclude: Sequence[str] = EXCLUDED
-    """Layers that are left as they are: names of modules, alone ("conv_out", "vae") or as a path ("unet.conv_in")."""
+    """Layers that are left as they are: names of modules, alone ("conv_out", "vae") or as a path ("unet.conv_in").
+    Names that are not among the defaults have to be in the model."""
     float_inputs: Sequence[str] = FLOAT_INPUTS
     """Linear layers whose activations are never put into int8, whatever ``linear`` says; names as in ``exclude``."""
     threshold: float = 6.0
@@ -68,6 +69,23 @@ class Int8:
     def excludes(self, name: str) -> bool:
         """Return whether a layer of this name is left as it is."""
         return _names(self.exclude, name)
+
+    def check_names(self, layers: Collection[str]) -> None:
+        """Refuse names that a model does not have, which would do nothing; the defaults are for many networks.
+
+        Args:
+            layers: Names of all layers that could be in int8.
+
+        Raises:
+            UsageError: There is such a name.
+        """
+        for field, usual in (("exclude", EXCLUDED), ("float_inputs", FLOAT_INPUTS)):
+            for pattern in [pattern for pattern in getattr(self, field) if pattern not in usual]:
+                if not any(_names([pattern], name) for name in layers):
+                    raise UsageError(
+                        f"Int8 got {field}={list(getattr(self, field))}, but no layer is named {pattern}; expected "
+                        f"whole parts of names such as {_some(layers)}; leave {pattern} out, or correct it"
+                    )
 
     def kernel(self, name: str) -> Linear:
         """Return what multiplies in a linear layer of this name."""
@@ -101,6 +119,11 @@ def _check(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         names = ", ".join("null" if each is None else str(each) for each in allowed)
         raise UsageError(f"Int8 got {name}={value}; expected one of {names}")
+
+
+def _some(layers: Collection[str]) -> str:
+    names = sorted(layers)
+    return ", ".join(names[:: max(1, len(names) // 3)][:3])
 
 
 def _names(patterns: Sequence[str], name: str) -> bool:

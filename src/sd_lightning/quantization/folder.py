@@ -82,4 +82,4 @@ def _as_stored(network: nn.Module, store: ShardedTensors, *, config: Int8, folde
         for name, module in network.named_modules()
         if type(module) in INT8_CLASSES and not stored.isdisjoint({name, f"text_model.{name}"})
     }
-    set_structure(network, names, config)
+    set_structure(network, names, config, folder.name)

@@ -132,6 +132,13 @@ def int8_layers(network: nn.Module) -> Iterator[tuple[str, Int8Layer]]:
     return ((name, module) for name, module in network.named_modules() if isinstance(module, Int8Layer))
 
 
+def check_finite_rows(shape: torch.Size, rows: Rows, who: str) -> None:
+    """Raise what :func:`quantize_rows` raises of a weight with a value that is not finite."""
+    for begin, end in _blocks(shape):
+        if not torch.isfinite(torch.stack(rows(begin, end).detach().aminmax())).all():  # NaN is least and largest
+            raise _not_finite(who)
+
+
 def quantize_rows(shape: torch.Size, rows: Rows, who: str) -> tuple[Tensor, Tensor]:
     """Quantise a weight symmetrically, output channel by output channel.
 
@@ -149,21 +156,28 @@ def quantize_rows(shape: torch.Size, rows: Rows, who: str) -> tuple[Tensor, Tens
         UsageError: A value is not finite.
     """
     numel = shape[1:].numel()
-    step = max(1, _BLOCK_NUMEL // max(1, numel))
     weight = scale = torch.empty(0)
-    for begin in range(0, shape[0], step):
-        end = min(begin + step, shape[0])
+    for begin, end in _blocks(shape):
         block = rows(begin, end).detach().reshape(end - begin, numel).float()
         if begin == 0:
             weight = torch.empty(shape, dtype=torch.int8, device=block.device)
             scale = torch.empty(shape[0], device=block.device)
         largest = block.abs().amax(1)
         if not torch.isfinite(largest).all():
-            raise UsageError(f"quantize_: {who} holds NaN or infinite values; load the weights again")
+            raise _not_finite(who)
         scale[begin:end] = torch.where(largest == 0, 1.0, largest / 127)
         block = (block / scale[begin:end, None]).round_()
         weight.view(shape[0], numel)[begin:end] = block
     return weight, scale
+
+
+def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
+    step = max(1, _BLOCK_NUMEL // max(1, shape[1:].numel()))
+    return ((begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step))
+
+
+def _not_finite(who: str) -> UsageError:
+    return UsageError(f"quantize_: {who} holds NaN or infinite values; load the weights again")
 
 
 def to_int8(layer: nn.Module, weight: Tensor, scale: Tensor, *, kernel: str, threshold: float) -> Int8Layer:

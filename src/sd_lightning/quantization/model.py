@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 from sd_lightning._errors import UsageError
 from sd_lightning.pipeline_folder import QUANTIZATION
 from sd_lightning.quantization.config import Int8
-from sd_lightning.quantization.layers import Int8Linear, int8_layers, quantize_rows, to_float, to_int8
+from sd_lightning.quantization.layers import (
+    Int8Layer,
+    Int8Linear,
+    check_finite_rows,
+    int8_layers,
+    quantize_rows,
+    to_float,
+    to_int8,
+)
 from sd_lightning.quantization.linear import load_kernels
 
 if TYPE_CHECKING:
@@ -41,27 +50,41 @@ def quantize_(model: Model, config: Int8 | None = None, filter_fn: Filter | None
         changes just that, and one with the same config nothing.
 
     Raises:
-        UsageError: Other layers of the model are in int8 already, a weight is not finite, or a package is missing.
+        UsageError: Something else was given, other layers of the model are in int8 already, a weight is not finite,
+            a name in the config is no layer's, or a package is missing. The model is then as it was.
     """
-    config = config or Int8()
-    networks = _networks(model)
+    networks = _networks(model, "quantize_")
+    config = Int8() if config is None else config
+    if not isinstance(config, Int8):
+        raise UsageError(
+            f"quantize_ got config={config!r}, a {type(config).__name__}; expected an Int8; write quantize_(model, "
+            "Int8(dtype='float16')), or leave it out for the defaults"
+        )
     for network in networks.values():
         _check_stored(network, config, filter_fn)
+    if filter_fn is None:
+        config.check_names([_full(name, key) for name, network in networks.items() for key in _layers(network)])
     load_kernels(config.linear)
     deferred: dict[str, DeferredWeights] = getattr(model, "deferred", {})
     pipeline_class = getattr(model, "pipeline_class", "")
+    chosen = {
+        name: {
+            key: layer
+            for key, layer in network.named_modules()
+            if _is_chosen(layer, _full(name, key), config, filter_fn)
+        }
+        for name, network in networks.items()
+        if int8_config(network) is None
+    }
+    for name, layers in chosen.items():  # all of them, before one is changed
+        _check_finite(layers, deferred.get(name), name)
     for name, network in networks.items():
-        if int8_config(network) is None:
+        if name in chosen:
             if name in deferred:  # before the rest is read, so that it is converted on the way
                 cast_rest(network, config, pipeline_class)
-            chosen = {
-                key: layer
-                for key, layer in network.named_modules()
-                if _is_chosen(layer, ".".join(filter(None, [name, key])), config, filter_fn)
-            }
-            _quantize_network(network, chosen, config, deferred.pop(name, None), name)
+            _quantize_network(network, chosen[name], config, deferred.pop(name, None), name)
         elif int8_config(network) != config:
-            _compute_with(network, config)
+            _compute_with(network, config, name)
         cast_rest(network, config, pipeline_class)
     return model
 
@@ -76,7 +99,7 @@ def dequantize_(model: Model) -> Model:
 
     The values are those that int8 left of the weights; load the model again for the original ones.
     """
-    for network in _networks(model).values():
+    for network in _networks(model, "dequantize_").values():
         for _, layer in list(int8_layers(network)):
             to_float(layer)
         network.__dict__.pop("int8_config", None)
@@ -94,13 +117,13 @@ def int8_record(network: nn.Module) -> dict[str, Any]:
     return {} if config is None else {QUANTIZATION: config.record(sum(1 for _ in int8_layers(network)))}
 
 
-def set_structure(network: nn.Module, names: set[str], config: Int8) -> None:
+def set_structure(network: nn.Module, names: set[str], config: Int8, network_name: str) -> None:
     """Turn layers whose weights are on the meta device into int8 ones there: a place for weights that are int8."""
     for name in names:
         layer: Any = network.get_submodule(name)
         weight = torch.empty_like(layer.weight, dtype=torch.int8)
         scale = torch.empty(weight.shape[0], device="meta")
-        to_int8(layer, weight, scale, kernel=config.kernel(name), threshold=config.threshold)
+        to_int8(layer, weight, scale, kernel=config.kernel(_full(network_name, name)), threshold=config.threshold)
     network.int8_config = config  # type: ignore[assignment]
 
 
@@ -113,8 +136,31 @@ def cast_rest(network: nn.Module, config: Int8, pipeline_class: str) -> None:
         nn.Module.to(network, dtype)  # diffusers' own warns at every cast
 
 
-def _networks(model: LatentDiffusion | nn.Module) -> Mapping[str, nn.Module]:
-    return {"": model} if isinstance(model, nn.Module) else model.networks
+def _networks(model: LatentDiffusion | nn.Module, who: str) -> Mapping[str, nn.Module]:
+    if isinstance(model, nn.Module):
+        return {"": model}
+    networks = getattr(model, "networks", None)
+    if isinstance(networks, Mapping):
+        return networks
+    if isinstance(model, str | os.PathLike):
+        given, remedy = repr(str(model)), f"{who}(LatentDiffusion.from_pretrained({str(model)!r}))"
+    elif hasattr(model, "unet"):  # a pipeline of diffusers
+        given = f"a {type(model).__name__}"
+        remedy = f"{who}(pipeline.unet), or load the folder with LatentDiffusion.from_pretrained"
+    else:
+        given, remedy = f"a {type(model).__name__}", f"{who}(LatentDiffusion.from_pretrained(<folder>))"
+    raise UsageError(f"{who} got {given}; expected a LatentDiffusion or one network (nn.Module); write {remedy}")
+
+
+def _full(network: str, key: str) -> str:
+    """Return the name of a layer, beginning with the network's, if that has one."""
+    return ".".join(filter(None, [network, key]))
+
+
+def _layers(network: nn.Module) -> list[str]:
+    """Return the names of the layers that are, or could be, in int8."""
+    kinds = (*_KINDS.values(), Int8Layer)
+    return [key for key, layer in network.named_modules() if isinstance(layer, kinds) and "lora_" not in key]
 
 
 def _is_chosen(layer: nn.Module, name: str, config: Int8, filter_fn: Filter | None) -> bool:
@@ -141,11 +187,21 @@ def _check_stored(network: nn.Module, config: Int8, filter_fn: Filter | None) ->
         )
 
 
-def _compute_with(network: nn.Module, config: Int8) -> None:
-    for name, layer in int8_layers(network):
+def _compute_with(network: nn.Module, config: Int8, name: str) -> None:
+    for key, layer in int8_layers(network):
         if isinstance(layer, Int8Linear):
-            layer.kernel, layer.threshold = config.kernel(name), config.threshold
+            layer.kernel, layer.threshold = config.kernel(_full(name, key)), config.threshold
     network.int8_config = config  # type: ignore[assignment]
+
+
+def _check_finite(layers: Mapping[str, nn.Module], deferred: DeferredWeights | None, name: str) -> None:
+    """Look for NaN while nothing has been changed: a pass over weights that are read again when they are quantised."""
+    for key, layer in layers.items():
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        if weight.numel() and (deferred is not None or not weight.is_meta):
+            check_finite_rows(
+                weight.shape, _row_reader(weight, deferred, f"{key}.weight"), _full(name, f"{key}.weight")
+            )
 
 
 def _quantize_network(
@@ -156,11 +212,11 @@ def _quantize_network(
     for key, layer in chosen.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if weight.is_meta and deferred is None:
-            set_structure(network, {key}, config)
+            set_structure(network, {key}, config, name)
             continue
         read = _row_reader(weight, deferred, f"{key}.weight")
-        quantized, scale = quantize_rows(weight.shape, read, f"{name}.{key}.weight".lstrip("."))
-        to_int8(layer, quantized, scale, kernel=config.kernel(key), threshold=config.threshold)
+        quantized, scale = quantize_rows(weight.shape, read, _full(name, f"{key}.weight"))
+        to_int8(layer, quantized, scale, kernel=config.kernel(_full(name, key)), threshold=config.threshold)
     network.int8_config = config  # type: ignore[assignment]
 
 

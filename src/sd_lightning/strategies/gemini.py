@@ -233,7 +233,7 @@ def gemini(
     gathered_budget: int | None = None,
     prefetch: int = 2,
     memory_cap: float | str | None = None,
-    reduce_once: bool = False,
+    reduce_once: bool | Literal["auto"] = False,
     timeout_seconds: float = 1800.0,
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""

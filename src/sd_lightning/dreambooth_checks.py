@@ -1,0 +1,152 @@
+"""Which model DreamBooth starts from, and which settings it refuses before time or memory is spent on them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_lightning import _conf, checkpoint, runs, train
+from sd_lightning._conf.annotations import as_override
+from sd_lightning._errors import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from sd_lightning.latent_diffusion import LatentDiffusion
+
+log = logging.getLogger(__name__)
+
+_SWITCHES = {
+    "learn_token": ("placeholder_token", "initializer_token"),
+    "with_prior_preservation": (
+        *("class_prompt", "class_prompts", "class_data_dir", "num_class_images", "sample_batch_size"),
+        *("prior_loss_weight", "prior_generation_precision"),
+    ),
+}
+"""Settings that nothing reads without the one they stand behind."""
+_SAME_MODEL = ("_target_", "architecture")
+_OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
+
+
+def check_used(cfg: DictConfig) -> None:
+    """Refuse settings of the command line that nothing reads; a preset's are just not read.
+
+    Raises:
+        UsageError: There are some.
+    """
+    from omegaconf import OmegaConf
+
+    given, values = _conf.overridden_keys(), OmegaConf.to_container(cfg)
+    assert isinstance(values, dict)
+    for switch, names in _SWITCHES.items():
+        unused = [name for name in names if name in given and values[name]]
+        if unused and not cfg[switch]:
+            shown = " ".join(f"{name}={as_override(values[name])}" for name in unused)
+            raise UsageError(
+                f"dreambooth got {shown}, which nothing uses without {switch}; add {switch}=true, or leave "
+                f"{', '.join(unused)} out"
+            )
+
+
+def check_folders(cfg: DictConfig) -> None:
+    """Refuse to let class images lie among the photos of the subject.
+
+    Raises:
+        UsageError: They would.
+    """
+    photos, pictures = (Path(cfg[name]).resolve() for name in ("instance_data_dir", "class_data_dir"))
+    if cfg.with_prior_preservation and (photos.is_relative_to(pictures) or pictures.is_relative_to(photos)):
+        how = "the same folder" if photos == pictures else "one inside the other"
+        raise UsageError(
+            f"dreambooth got class_data_dir={cfg.class_data_dir} and instance_data_dir={cfg.instance_data_dir}, {how}; "
+            "expected two folders apart, or photos of the subject and pictures of its class are taken for each other; "
+            "leave class_data_dir out, or choose another class_data_dir=<folder>"
+        )
+
+
+def adopt_base(cfg: DictConfig) -> None:
+    """Let a resumed run have the model that stands in its own ``config.yaml``, whether it is given again or not.
+
+    So the command that has started a run continues it with ``resume=auto``; where there is no run yet, it starts one.
+    """
+    from omegaconf import OmegaConf
+
+    if cfg.resume is None or _is_lightning_checkpoint(cfg):
+        return
+    if not _is_resumed(cfg):
+        if cfg.init_from is not None:
+            cfg.resume = None
+        return
+    root = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
+    file = next((f for f in (root / "config.yaml", root.parent.parent / "config.yaml") if f.is_file()), None)
+    started: Any = OmegaConf.create() if file is None else OmegaConf.load(file)
+    model: Any = OmegaConf.select(started, "model") or {}
+    base = model.get("pretrained")
+    if base is None or any(model.get(key) != cfg.model.get(key) for key in _SAME_MODEL):
+        return
+    if cfg.init_from is not None:
+        again = str(runs.find_pipeline(cfg.init_from, who="init_from"))
+        if cfg.init_from != started.get("init_from") and Path(again).resolve() != Path(base).resolve():
+            return  # refused beside resume=
+        cfg.init_from = None
+    elif cfg.model.pretrained is not None:
+        return
+    for key in _OF_PRETRAINED:
+        if model.get(key) is not None:
+            OmegaConf.update(cfg.model, key, model[key], force_add=True)
+    log.info("resume=%s: the run started from %s", cfg.resume, base)
+
+
+def check_base(cfg: DictConfig) -> None:
+    """Refuse to teach a subject to random weights.
+
+    Raises:
+        UsageError: No model was given to start from, and there is no run to continue.
+    """
+    if base_of(cfg) is None and cfg.init_from is None and not _is_resumed(cfg):
+        raise UsageError(
+            f"dreambooth got model.pretrained=null and no init_from, and a subject cannot be taught to the random "
+            f"weights of {cfg.model.architecture}; expected a trained model; add model.pretrained=<hub id or folder>, "
+            "or init_from=<run or pipeline folder>"
+        )
+
+
+def base_of(cfg: DictConfig) -> str | None:
+    """Return the name of the model that a run starts from; None if nothing names one."""
+    if _is_lightning_checkpoint(cfg):
+        return str(cfg.init_from)
+    base = cfg.model.get("pretrained")
+    if base is None and cfg.model["_target_"] != train.LOAD_MODEL:
+        base = cfg.model["_target_"]
+    return None if base is None else str(base)
+
+
+def load_base(cfg: DictConfig, networks: tuple[str, ...]) -> LatentDiffusion:
+    """Load the model that a run starts from, with weights still in their files where that is possible.
+
+    Raises:
+        UsageError: What is to be trained does not fit into it.
+    """
+    if _is_lightning_checkpoint(cfg):  # its weights have the names of what is trained
+        trained: LatentDiffusion = train.build_module(cfg).latent_diffusion  # type: ignore[assignment]
+        return trained
+    model: LatentDiffusion = _conf.instantiate(cfg.model, **train.deferral(cfg, networks))
+    twin = type(model)(
+        model.meta_networks(tuple(model.networks)),  # takes neither time nor memory
+        tokenizers=copy.deepcopy(model.tokenizers),
+        components=copy.deepcopy(model.components),
+        pipeline_class=model.pipeline_class,
+    )
+    train.wrap(cfg, twin)
+    return model
+
+
+def _is_resumed(cfg: DictConfig) -> bool:
+    """Whether there is something to continue; the first checkpoint of a run waits for all of its processes."""
+    return cfg.resume is not None and (cfg.resume != "auto" or bool(checkpoint.all_checkpoints(cfg.output_dir)))
+
+
+def _is_lightning_checkpoint(cfg: DictConfig) -> bool:
+    return cfg.init_from is not None and cfg.init_from.endswith(runs.LIGHTNING_SUFFIX)

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from sd_lightning import UsageError, train
+from sd_lightning import UsageError, preflight
 from sd_lightning.strategies import deepspeed_builds, deepspeed_keys
 from sd_lightning.strategies import deepspeed_precedence as precedence
 from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, Offload, deepspeed
@@ -410,13 +410,13 @@ def test_the_command_line_adopts_what_the_file_says(monkeypatch: pytest.MonkeyPa
     overrides = ["strategy=deepspeed_zero2", f"strategy.config={path}", "data.batch_size=32", "trainer.accelerator=cpu"]
     monkeypatch.setattr("sys.argv", ["train", *overrides])
     cfg = compose(*overrides)
-    train.adopt_engine_file(cfg)
+    preflight.adopt_engine_file(cfg)
     assert (cfg.trainer.accumulate_grad_batches, cfg.data.batch_size) == (4, 32)
     assert (cfg.optimizer.lr, list(cfg.optimizer.betas)) == (1e-5, [0.9, 0.999])
     assert cfg.strategy.reduce_bucket_size == 50_000_000
     monkeypatch.setattr("sys.argv", ["train", *overrides, "trainer.accumulate_grad_batches=2"])
     with pytest.raises(UsageError, match="gradient_accumulation_steps=4 contradicts trainer.accumulate_grad_batches=2"):
-        train.adopt_engine_file(compose(*overrides, "trainer.accumulate_grad_batches=2"))
+        preflight.adopt_engine_file(compose(*overrides, "trainer.accumulate_grad_batches=2"))
 
 
 # ---------------------------------------------------------------------- offloading, extensions, swap folders

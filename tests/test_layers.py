@@ -60,6 +60,7 @@ LAYERS: dict[str, int] = {
     "dreambooth_checks": 4,
     "export": 4,
     "generate": 4,
+    "preflight": 4,
     "train": 4,
 }
 

@@ -19,6 +19,7 @@ from sd_lightning import train as cli
 from sd_lightning.callbacks import EMA
 from sd_lightning.checkpoint import checkpoint_path
 from sd_lightning.latent_diffusion import repeated_blocks
+from sd_lightning.preflight import check_trainer
 from sd_lightning.speed import Speed, use_attention_kernel
 
 
@@ -143,8 +144,8 @@ def test_switches_that_cannot_work_together_are_refused_before_anything_is_built
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match=message):
-        cli.check_trainer(composed(*overrides))
-    cli.check_trainer(composed("trainer.precision=bf16-mixed", "speed.attention=flash"))
+        check_trainer(composed(*overrides))
+    check_trainer(composed("trainer.precision=bf16-mixed", "speed.attention=flash"))
 
 
 # ---------------------------------------------------------------------- gradient checkpointing

@@ -17,6 +17,7 @@ from sd_lightning._launchers import is_first_process
 from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
 from sd_lightning.dreambooth_checks import adopt_base, base_of, check_base, check_folders, check_used, load_base
 from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.preflight import num_processes
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
     known = isinstance(strategy, GeminiStrategy) and strategy.config.placement == "static" and not cfg.learn_token
     if not known or cfg.trainer.precision != "bf16-true" or cfg.model.get("architecture") is None:
         return None
-    world_size = train.num_processes(cfg)
+    world_size = num_processes(cfg)
     training = memory_forecast.Training(
         batch_size=cfg.data.batch_size // (world_size * cfg.trainer.accumulate_grad_batches),
         resolution=cfg.data.resolution,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sd_lightning import _conf, checkpoint, runs, train
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
+from sd_lightning.preflight import is_lightning_checkpoint
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,7 +74,7 @@ def adopt_base(cfg: DictConfig) -> None:
     """
     from omegaconf import OmegaConf
 
-    if cfg.resume is None or _is_lightning_checkpoint(cfg):
+    if cfg.resume is None or is_lightning_checkpoint(cfg.init_from):
         return
     if not _is_resumed(cfg):
         if cfg.init_from is not None:
@@ -115,7 +116,7 @@ def check_base(cfg: DictConfig) -> None:
 
 def base_of(cfg: DictConfig) -> str | None:
     """Return the name of the model that a run starts from; None if nothing names one."""
-    if _is_lightning_checkpoint(cfg):
+    if is_lightning_checkpoint(cfg.init_from):
         return str(cfg.init_from)
     base = cfg.model.get("pretrained")
     if base is None and cfg.model["_target_"] != train.LOAD_MODEL:
@@ -129,7 +130,7 @@ def load_base(cfg: DictConfig, networks: tuple[str, ...]) -> LatentDiffusion:
     Raises:
         UsageError: What is to be trained does not fit into it.
     """
-    if _is_lightning_checkpoint(cfg):  # its weights have the names of what is trained
+    if is_lightning_checkpoint(cfg.init_from):  # its weights have the names of what is trained
         trained: LatentDiffusion = train.build_module(cfg).latent_diffusion  # type: ignore[assignment]
         return trained
     model: LatentDiffusion = _conf.instantiate(cfg.model, **train.deferral(cfg, networks))
@@ -146,7 +147,3 @@ def load_base(cfg: DictConfig, networks: tuple[str, ...]) -> LatentDiffusion:
 def _is_resumed(cfg: DictConfig) -> bool:
     """Whether there is something to continue; the first checkpoint of a run waits for all of its processes."""
     return cfg.resume is not None and (cfg.resume != "auto" or bool(checkpoint.all_checkpoints(cfg.output_dir)))
-
-
-def _is_lightning_checkpoint(cfg: DictConfig) -> bool:
-    return cfg.init_from is not None and cfg.init_from.endswith(runs.LIGHTNING_SUFFIX)

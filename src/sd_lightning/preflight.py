@@ -1,0 +1,223 @@
+"""What a run refuses before data, processes or the output folder are touched."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_lightning import _conf, runs
+from sd_lightning._errors import UsageError
+from sd_lightning._launchers import check_started_processes, is_first_process
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
+
+_SECTIONS = (
+    *("model", "module", "objective", "optimizer", "lr_scheduler", "strategy", "trainer", "data", "speed", "sampling"),
+    "callbacks.checkpoint",
+)
+"""What a run cannot do without."""
+
+
+def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
+    """Refuse what cannot work before data, processes or the output folder are touched.
+
+    Returns:
+        The checkpoint to resume, if any.
+    """
+    _check_keys(cfg)
+    adopt_engine_file(cfg)
+    check_trainer(cfg)
+    if cfg.resume is not None and cfg.init_from is not None:
+        raise UsageError(
+            f"got resume={cfg.resume} and init_from={cfg.init_from}; resume continues a run, init_from starts a new "
+            "one from weights: give one of the two"
+        )
+    if cfg.overwrite and cfg.resume is not None:
+        raise UsageError(f"got overwrite=true and resume={cfg.resume}; give one of the two")
+    if is_lightning_checkpoint(cfg.init_from):
+        runs.check_lightning_checkpoint(cfg.init_from)
+    elif cfg.init_from is not None:
+        cfg.model.pretrained = str(runs.find_pipeline(cfg.init_from, who="init_from"))
+    resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
+    if resume is not None:  # as when the module is there, before time is spent on that or on class images
+        from sd_lightning.trainer_state import check_same_parts, read_trainer_state, trained_parts
+
+        check_same_parts(read_trainer_state(resume), trained_parts(**parts_of(cfg)), resume)
+    if is_first_process():
+        runs.check_output_dir(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite, reads=_reads(cfg))
+    elif cfg.resume is None and not cfg.overwrite:
+        runs.check_unused(run_dir)  # this run has no checkpoint before all its processes are in it
+    return resume
+
+
+def _reads(cfg: DictConfig) -> dict[str, str]:
+    """Return the settings that may name a file or folder which the run reads, with their values."""
+    given = {"init_from": cfg.init_from, "model.pretrained": cfg.model.pretrained}
+    given |= {f"data.{key}": value for key, value in cfg.data.items()}
+    return {key: value for key, value in given.items() if isinstance(value, str)}
+
+
+def _check_keys(cfg: DictConfig) -> None:
+    """Check what no target's signature tells: the top-level values, and that no section was removed."""
+    from omegaconf import OmegaConf
+
+    for name in _SECTIONS:
+        node = OmegaConf.select(cfg, name)
+        if not OmegaConf.is_dict(node) or "_target_" not in node:
+            given = "is missing" if node is None else f"is {node}"
+            raise UsageError(f"{name} {given}: expected a section with _target_, what to build; leave it as it was")
+    for name in ("callbacks", "logger"):
+        for key, node in (cfg.get(name) or {}).items():
+            if node is not None and not (OmegaConf.is_dict(node) and "_target_" in node):
+                raise UsageError(
+                    f"{name}.{key}={node}: expected a section with _target_, or null; write {name}.{key}=null to go "
+                    "without"
+                )
+    if not 0 <= cfg.seed < 2**63:
+        raise UsageError(f"seed={cfg.seed}: expected a whole number from 0 to 2**63 - 1; write seed=0")
+    rate = cfg.optimizer.get("lr")
+    if isinstance(rate, int | float) and rate < 0:
+        name = "learning_rate" if "learning_rate" in cfg else "optimizer.lr"
+        raise UsageError(f"{name}={rate}: expected a number of at least 0; write {name}=1e-5, for instance")
+    if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
+        raise UsageError(f"lora={cfg.lora}: expected a section; write trainable=lora lora.rank=4, or lora=null")
+
+
+def adopt_engine_file(cfg: DictConfig) -> None:
+    """Let explicit values of a user's DeepSpeed file replace defaults that the command line has left alone."""
+    import torch
+    from omegaconf import OmegaConf
+
+    source: Any = OmegaConf.to_container(cfg.strategy).get("config")  # type: ignore[union-attr]
+    if source is None:
+        return
+    from sd_lightning.strategies import deepspeed_config, deepspeed_precedence
+
+    config, _ = deepspeed_config.load(source)  # the strategy shows the warnings
+    cuda = torch.cuda.device_count() if cfg.trainer.accelerator in ("auto", "cuda", "gpu") else 0
+    changes = deepspeed_precedence.settle(
+        config,
+        OmegaConf.to_container(cfg),  # type: ignore[arg-type]
+        _conf.overridden_keys(),
+        world_size=_num_devices(cfg.trainer.devices, cuda) * cfg.trainer.num_nodes,
+        on_cuda=cuda > 0,
+        who=deepspeed_config.name_of(source),
+    )
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, merge=False)
+        log.info("%s sets %s=%s", deepspeed_config.name_of(source), key, value)
+
+
+def check_trainer(cfg: DictConfig) -> None:
+    """Check precision, devices and batch size against each other and against this machine."""
+    import torch
+
+    from sd_lightning.data.sampler import micro_batch_size
+
+    trainer = cfg.trainer
+    cuda = torch.cuda.device_count() if trainer.accelerator in ("auto", "cuda", "gpu") else 0
+    if trainer.precision == "16-mixed" and not cuda:
+        raise UsageError(
+            "trainer.precision=16-mixed needs a CUDA device, and Lightning would silently compute in bfloat16 on CPU; "
+            "write trainer.precision=bf16-mixed or 32"
+        )
+    check_speed(cfg, on_cuda=cuda > 0)
+    if trainer.accelerator in ("cuda", "gpu") and not cuda:
+        raise UsageError(f"trainer.accelerator={trainer.accelerator}: there is no CUDA device; write cpu or auto")
+    for name in ("accumulate_grad_batches", "max_steps", "num_nodes"):
+        if trainer[name] < 1:
+            given = "max_train_steps" if name == "max_steps" and "max_train_steps" in cfg else f"trainer.{name}"
+            raise UsageError(f"{given}={trainer[name]}: expected at least 1; write {given}=1")
+    for name in ("limit_train_batches", "overfit_batches", "min_steps", "min_epochs", "max_epochs"):
+        if trainer.get(name) is not None:
+            raise UsageError(
+                f"trainer.{name}={trainer[name]}: expected only trainer.max_steps to say how long a run is, over whole "
+                "epochs; write trainer.max_steps=<n> instead"
+            )
+    interval = trainer.get("val_check_interval")
+    if interval is not None and not (isinstance(interval, int) and interval >= 1) and not 0 < interval <= 1:
+        raise UsageError(
+            f"trainer.val_check_interval={interval}: expected a number of forward passes of at least 1, or a fraction "
+            "of an epoch; write trainer.val_check_interval=60, or trainer.limit_val_batches=0 for no validation"
+        )
+    if (trainer.get("gradient_clip_val") or 0) < 0:
+        raise UsageError(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val}: expected a norm of at least 0; write "
+            "trainer.gradient_clip_val=1, or null for no clipping"
+        )
+    devices = _num_devices(trainer.devices, cuda)
+    if cuda and devices > cuda:
+        raise UsageError(
+            f"trainer.devices={devices}: this machine has {cuda} CUDA device(s); write trainer.devices={cuda}"
+        )
+    cores = os.cpu_count() or 1
+    if not cuda and devices > cores:
+        raise UsageError(
+            f"trainer.devices={devices}: this machine has no CUDA device and {cores} CPU core(s); write "
+            f"trainer.devices={cores}"
+        )
+    if str(trainer.precision).startswith("16") and cfg.strategy["_target_"].endswith(".FSDPStrategy"):
+        raise UsageError(
+            f"trainer.precision={trainer.precision}: FSDP2 does not scale losses, and float16 underflows without; "
+            "write trainer.precision=bf16-mixed"
+        )
+    check_started_processes(devices, trainer.num_nodes)
+    processes = devices * trainer.num_nodes
+    if processes > 1 and cfg.strategy["_target_"].endswith(".single"):
+        raise UsageError(
+            f"strategy=single is one process, but trainer.devices={trainer.devices} trainer.num_nodes="
+            f"{trainer.num_nodes} ask for {processes}; add strategy=ddp"
+        )
+    micro_batch_size(cfg.data.batch_size, processes, trainer.accumulate_grad_batches)
+
+
+def check_speed(cfg: DictConfig, *, on_cuda: bool) -> None:
+    """Check switches against each other that libraries would refuse, or undo, at the first step."""
+    precision = str(cfg.trainer.precision)
+    if on_cuda and cfg.speed.attention in ("flash", "cudnn") and not precision.endswith("-mixed"):
+        raise UsageError(
+            f"speed.attention={cfg.speed.attention} computes in 16 bits, but trainer.precision={precision}; write "
+            "trainer.precision=bf16-mixed or speed.attention=efficient"
+        )
+    if cfg.speed.channels_last and str(cfg.optimizer["_target_"]).startswith("bitsandbytes."):
+        raise UsageError(
+            f"speed.channels_last=true: {cfg.optimizer['_target_']} works on contiguous weights only; write "
+            "speed.channels_last=false or optimizer=adamw"
+        )
+
+
+def num_processes(cfg: DictConfig) -> int:
+    """Return the number of processes that a run asks for."""
+    import torch
+
+    cuda = torch.cuda.device_count() if cfg.trainer.accelerator in ("auto", "cuda", "gpu") else 0
+    return _num_devices(cfg.trainer.devices, cuda) * cfg.trainer.num_nodes
+
+
+def _num_devices(devices: Any, cuda: int) -> int:
+    if isinstance(devices, int) and devices >= 1:
+        return devices
+    if devices in ("auto", -1, "-1"):
+        return max(cuda, 1)
+    if isinstance(devices, str) and devices.isdecimal() and int(devices) >= 1:
+        return int(devices)
+    if not isinstance(devices, (int, str)) and len(devices):
+        return len(devices)
+    raise UsageError(
+        f"trainer.devices={devices}: expected a number of at least 1, a list of indices, or auto; write "
+        "trainer.devices=1"
+    )
+
+
+def is_lightning_checkpoint(path: str | None) -> bool:
+    return path is not None and path.endswith(runs.LIGHTNING_SUFFIX)
+
+
+def parts_of(cfg: DictConfig) -> dict[str, Any]:
+    """Build what is trained beside, or in the place of, the networks' own weights."""
+    return {n: None if cfg.get(n) is None else _conf.instantiate(cfg[n]) for n in ("lora", "learned_token")}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -80,6 +81,26 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         return done
 
     return run
+
+
+@pytest.fixture
+def call_main(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Call a program's ``main`` with arguments in an empty folder; return exit code and stdout, or stderr if not 0."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+    def call(program: ModuleType, *arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *arguments])
+        capsys.readouterr()
+        try:
+            program.main()
+        except SystemExit as exit_:
+            return int(exit_.code or 0), capsys.readouterr().err
+        return 0, capsys.readouterr().out
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """`python -m sd_lightning.export`: weights bit for bit from any checkpoint, and files that plain diffusers loads."""
 
 import errno
+import functools
 import json
 import math
 import os
@@ -59,23 +60,8 @@ def small_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Call the entry point with these arguments in an empty folder; return exit code and stdout, or stderr if not 0."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["export.py", *arguments])
-        capsys.readouterr()
-        try:
-            export.main()
-        except SystemExit as exit_:
-            return int(exit_.code or 0), capsys.readouterr().err
-        return 0, capsys.readouterr().out
-
-    return call
+def cli(call_main: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, str]]:
+    return functools.partial(call_main, export)
 
 
 def newest(run: Path) -> Path:

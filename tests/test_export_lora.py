@@ -1,8 +1,8 @@
 """`python -m sd_lightning.export` of runs that trained adapters: beside the weights, or added to them; and resuming."""
 
+import functools
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,22 +51,8 @@ def resumed(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Call the entry point with these arguments in an empty folder; return exit code and stdout, or stderr if not 0."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["export.py", *arguments])
-        capsys.readouterr()
-        try:
-            export.main()
-        except SystemExit as exit_:
-            return int(exit_.code or 0), capsys.readouterr().err
-        return 0, capsys.readouterr().out
-
-    return call
+def cli(call_main: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, str]]:
+    return functools.partial(call_main, export)
 
 
 def newest(run: Path) -> Path:

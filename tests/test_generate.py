@@ -1,7 +1,7 @@
 """`python -m sd_lightning.generate`: pictures with their settings, the same in any batch, and one line per mistake."""
 
+import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Call the entry point with these arguments in an empty folder; return exit code and stdout, or stderr if not 0."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
-        capsys.readouterr()
-        try:
-            generate.main()
-        except SystemExit as exit_:
-            return int(exit_.code or 0), capsys.readouterr().err
-        return 0, capsys.readouterr().out
-
-    return call
+def cli(call_main: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, str]]:
+    return functools.partial(call_main, generate)
 
 
 def pictures(folder: Path) -> dict[str, np.ndarray]:

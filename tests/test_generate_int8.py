@@ -1,5 +1,6 @@
 """`python -m sd_lightning.generate quantization=int8 …`: pictures, figures, saved weights, and one line per mistake."""
 
+import functools
 import json
 import re
 import sys
@@ -26,22 +27,8 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Call the entry point in an empty folder; return exit code and stdout, or the last line of stderr if not 0."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
-        capsys.readouterr()
-        try:
-            generate.main()
-        except SystemExit as exit_:
-            return int(exit_.code or 0), capsys.readouterr().err.strip().splitlines()[-1]
-        return 0, capsys.readouterr().out
-
-    return call
+def cli(call_main: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, str]]:
+    return functools.partial(call_main, generate)
 
 
 def picture(folder: Path) -> np.ndarray:

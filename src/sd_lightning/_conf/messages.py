@@ -290,9 +290,11 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
     parent, _, name = key.rpartition(".")
     argument = nearest_argument(command_line.default_at(parent), name)
     elsewhere = _by_another_name(key, value, command_line)
-    if elsewhere:
+    if argument == name:
+        remedy = f"; write +{parent}.{argument}={value}"
+    elif elsewhere:
         remedy = f"; write {elsewhere}"
-    elif argument == name or (argument and near in (None, parent)):
+    elif argument and near in (None, parent):
         remedy = f"; write +{parent}.{argument}={value}"
     elif near and "=" in override and not isinstance(command_line.default_at(near), dict):
         remedy = f"; write {near}={value}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import resource
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,7 +98,11 @@ class Accumulation:
 def spare_bytes(memory: Memory, world_size: int) -> int:
     """Return what this process can take of its fast tier beyond the most that it has taken so far."""
     if not memory.on_accelerator:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if sys.platform == "win32":
+            return 0  # the standard library cannot tell
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return int(_USABLE * fast_tier_bytes(memory.device, world_size)) - peak
     module = torch.get_device_module(memory.device)
     free, _ = module.mem_get_info(memory.device)

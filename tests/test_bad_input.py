@@ -166,7 +166,7 @@ COMBINATIONS = [
     ),
     ("train data.prefetch_factor=2", "data.prefetch_factor=2", "no effect with data.num_workers=0", "num_workers=4"),
     ("train data.random_flip=true", "cache_latents=true", "data.random_flip=true", "data.cache_latents=false"),
-    ("train resume=auto init_from=run", "resume=auto and init_from=run", "give one of the two"),
+    ("train output_dir=run resume=auto init_from=torn", "resume=auto and init_from=torn", "give one of the two"),
     ("train resume=auto overwrite=true", "overwrite=true and resume=auto", "give one of the two"),
     ("train model=sd21 model.revision=main", "revision=main", "without pretrained weights", "add model.pretrained="),
     ("train sampling.scheduler=foo", "scheduler=foo", "no such scheduler", "expected ddim"),

@@ -20,7 +20,7 @@ from torch.optim import swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
 import small_training as small
-from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, runs
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, runs, train
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
 
@@ -250,6 +250,20 @@ def test_another_kind_of_scheduler_is_refused_by_name(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- init_from
+
+
+def test_the_command_that_started_a_run_from_weights_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    LatentDiffusion.build("tiny", seed=2).save_pretrained("base")
+    quick = "data.cache_latents=false trainer.limit_val_batches=0 callbacks.samples=null logger=csv output_dir=run"
+    for steps in (1, 2, 3):  # the second time, config.yaml says that the run was resumed
+        command = f"train.py init_from=base resume=auto trainer.max_steps={steps} {quick}"
+        monkeypatch.setattr(sys, "argv", command.split())
+        train.main()
+        assert json.loads(Path("run/summary.json").read_text())["steps"] == steps
+        assert ("resumed run/checkpoints" in caplog.text) is (steps > 1)
 
 
 def test_init_from_starts_a_new_run_at_step_0_with_the_exported_weights(tmp_path: Path) -> None:

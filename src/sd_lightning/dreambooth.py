@@ -15,9 +15,9 @@ from sd_lightning import _conf, class_images, runs, train
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
-from sd_lightning.dreambooth_checks import adopt_base, base_of, check_base, check_folders, check_used, load_base
+from sd_lightning.dreambooth_checks import base_of, check_base, check_folders, check_used, load_base
 from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.preflight import num_processes
+from sd_lightning.preflight import adopt_base, num_processes
 
 if TYPE_CHECKING:
     import torch

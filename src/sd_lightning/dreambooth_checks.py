@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sd_lightning import _conf, checkpoint, runs, train
+from sd_lightning import _conf, train
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
-from sd_lightning.preflight import is_lightning_checkpoint
+from sd_lightning.preflight import is_lightning_checkpoint, is_resumed
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -27,8 +27,6 @@ _SWITCHES = {
     ),
 }
 """Settings that nothing reads without the one they stand behind."""
-_SAME_MODEL = ("_target_", "architecture")
-_OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 
 
 def check_used(cfg: DictConfig) -> None:
@@ -67,46 +65,13 @@ def check_folders(cfg: DictConfig) -> None:
         )
 
 
-def adopt_base(cfg: DictConfig) -> None:
-    """Let a resumed run have the model that stands in its own ``config.yaml``, whether it is given again or not.
-
-    So the command that has started a run continues it with ``resume=auto``; where there is no run yet, it starts one.
-    """
-    from omegaconf import OmegaConf
-
-    if cfg.resume is None or is_lightning_checkpoint(cfg.init_from):
-        return
-    if not _is_resumed(cfg):
-        if cfg.init_from is not None:
-            cfg.resume = None
-        return
-    root = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
-    file = next((f for f in (root / "config.yaml", root.parent.parent / "config.yaml") if f.is_file()), None)
-    started: Any = OmegaConf.create() if file is None else OmegaConf.load(file)
-    model: Any = OmegaConf.select(started, "model") or {}
-    base = model.get("pretrained")
-    if base is None or any(model.get(key) != cfg.model.get(key) for key in _SAME_MODEL):
-        return
-    if cfg.init_from is not None:
-        again = str(runs.find_pipeline(cfg.init_from, who="init_from"))
-        if cfg.init_from != started.get("init_from") and Path(again).resolve() != Path(base).resolve():
-            return  # refused beside resume=
-        cfg.init_from = None
-    elif cfg.model.pretrained is not None:
-        return
-    for key in _OF_PRETRAINED:
-        if model.get(key) is not None:
-            OmegaConf.update(cfg.model, key, model[key], force_add=True)
-    log.info("resume=%s: the run started from %s", cfg.resume, base)
-
-
 def check_base(cfg: DictConfig) -> None:
     """Refuse to teach a subject to random weights.
 
     Raises:
         UsageError: No model was given to start from, and there is no run to continue.
     """
-    if base_of(cfg) is None and cfg.init_from is None and not _is_resumed(cfg):
+    if base_of(cfg) is None and cfg.init_from is None and not is_resumed(cfg):
         raise UsageError(
             f"dreambooth got model.pretrained=null and no init_from, and a subject cannot be taught to the random "
             f"weights of {cfg.model.architecture}; expected a trained model; add model.pretrained=<hub id or folder>, "
@@ -142,8 +107,3 @@ def load_base(cfg: DictConfig, networks: tuple[str, ...]) -> LatentDiffusion:
     )
     train.wrap(cfg, twin)
     return model
-
-
-def _is_resumed(cfg: DictConfig) -> bool:
-    """Whether there is something to continue; the first checkpoint of a run waits for all of its processes."""
-    return cfg.resume is not None and (cfg.resume != "auto" or bool(checkpoint.all_checkpoints(cfg.output_dir)))

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning import _conf, runs
+from sd_lightning import _conf, checkpoint, runs
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 
@@ -21,6 +21,8 @@ _SECTIONS = (
     "callbacks.checkpoint",
 )
 """What a run cannot do without."""
+_SAME_MODEL = ("_target_", "architecture")
+_OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 
 
 def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
@@ -30,6 +32,7 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
         The checkpoint to resume, if any.
     """
     _check_keys(cfg)
+    adopt_base(cfg)
     adopt_engine_file(cfg)
     check_trainer(cfg)
     if cfg.resume is not None and cfg.init_from is not None:
@@ -53,6 +56,44 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
     elif cfg.resume is None and not cfg.overwrite:
         runs.check_unused(run_dir)  # this run has no checkpoint before all its processes are in it
     return resume
+
+
+def adopt_base(cfg: DictConfig) -> None:
+    """Let a resumed run have the model that stands in its own ``config.yaml``, whether it is given again or not.
+
+    So the command that has started a run continues it with ``resume=auto``; where there is no run yet, it starts one.
+    """
+    from omegaconf import OmegaConf
+
+    if cfg.resume is None or is_lightning_checkpoint(cfg.init_from):
+        return
+    if not is_resumed(cfg):
+        if cfg.init_from is not None:
+            cfg.resume = None
+        return
+    root = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
+    file = next((f for f in (root / "config.yaml", root.parent.parent / "config.yaml") if f.is_file()), None)
+    started: Any = OmegaConf.create() if file is None else OmegaConf.load(file)
+    model: Any = OmegaConf.select(started, "model") or {}
+    base = model.get("pretrained")
+    if base is None or any(model.get(key) != cfg.model.get(key) for key in _SAME_MODEL):
+        return
+    if cfg.init_from is not None:
+        again = str(runs.find_pipeline(cfg.init_from, who="init_from"))
+        if cfg.init_from != started.get("init_from") and Path(again).resolve() != Path(base).resolve():
+            return  # refused beside resume=
+        cfg.init_from = None
+    elif cfg.model.pretrained is not None:
+        return
+    for key in _OF_PRETRAINED:
+        if model.get(key) is not None:
+            OmegaConf.update(cfg.model, key, model[key], force_add=True)
+    log.info("resume=%s: the run started from %s", cfg.resume, base)
+
+
+def is_resumed(cfg: DictConfig) -> bool:
+    """Whether there is something to continue; the first checkpoint of a run waits for all of its processes."""
+    return cfg.resume is not None and (cfg.resume != "auto" or bool(checkpoint.all_checkpoints(cfg.output_dir)))
 
 
 def _reads(cfg: DictConfig) -> dict[str, str]:

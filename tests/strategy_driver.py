@@ -30,7 +30,7 @@ from sd_lightning.speed import Speed
 from sd_lightning.state import LazyTensor, SavedParameter
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy
+from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy, Offload
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.tensor_store import ShardedTensors
@@ -61,10 +61,20 @@ DDP: dict[str, dict[str, Any]] = {
     "ddp_bf16": {"compression": "bf16"},
     "ddp_fp16": {"compression": "fp16"},
 }
+SHARD_ALL = Buckets(stage3_param_persistence_threshold=0)
+ZERO: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero2_offload": {"stage": 2, "offload": Offload("cpu", cpu_adam=False)},
+    "zero3": {"stage": 3, "buckets": SHARD_ALL},
+    "zero3_default": {"stage": 3},
+    "zero3_offload": {"stage": 3, "buckets": SHARD_ALL, "offload": Offload("cpu", "cpu", cpu_adam=False)},
+}
+"""All but ``zero3_default`` shard even the smallest parameter at stage 3."""
 
 
 def strategy_of(name: str) -> Any:
-    """Return a fresh strategy; ZeRO-3 shards even the smallest parameter."""
+    """Return a fresh strategy."""
     if name == "single":
         return "auto"
     if name == "ddp":
@@ -77,9 +87,7 @@ def strategy_of(name: str) -> Any:
         return DDPStrategy(**DDP[name])
     if name in GEMINI:
         return GeminiStrategy(**GEMINI[name])
-    if name == "zero3_default":
-        return DeepSpeedStrategy(stage=3)
-    return DeepSpeedStrategy(stage=int(name[-1]), buckets=Buckets(stage3_param_persistence_threshold=0))  # type: ignore[arg-type]
+    return DeepSpeedStrategy(**ZERO[name])
 
 
 class Losses(Callback):
@@ -140,7 +148,7 @@ class LoadEach(Callback):
                 assert isinstance(ours, Tensor)
                 theirs = torch.empty(shard.end - shard.begin)
                 store.read_into(f"{kind}/{shard.name}", theirs, shard.begin, shard.end)
-                if not torch.equal(ours.reshape(-1), theirs):
+                if not torch.equal(ours.reshape(-1).cpu(), theirs):
                     differing.append(f"{kind}/{shard.name}")
         return differing
 
@@ -179,7 +187,8 @@ def module_of(job: dict[str, Any]) -> Any:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     losses = Losses()
-    options = {"strategy": strategy_of(job["strategy"]), "devices": job["devices"]}
+    options = {"accelerator": job.get("accelerator", "cpu"), "devices": job["devices"]}
+    options["strategy"] = strategy_of(job["strategy"])
     options |= precision_options(job.get("precision", "32-true"), options["strategy"])
     if job["do"] == "save":
         checkpoint = PortableCheckpoint(job["run_dir"], every_n_steps=job["save_at"], resume=job.get("resume"))
@@ -215,13 +224,19 @@ def data_at(batches: int) -> Any:
     return datamodule
 
 
-def torchrun(world_size: int, jobs: list[dict[str, Any]], folder: Path, *, timeout: int = 420) -> list[dict[str, Any]]:
-    """Run jobs of this file on gloo processes and return what they found."""
+def torchrun(
+    world_size: int, jobs: list[dict[str, Any]], folder: Path, *, timeout: int = 420, accelerator: str = "cpu"
+) -> list[dict[str, Any]]:
+    """Run jobs of this file on gloo processes, or on nccl ones, and return what they found.
+
+    ``accelerator`` is that of all the jobs.
+    """
     job_file, result_file = folder / f"jobs-{world_size}.json", folder / f"results-{world_size}.json"
     job_file.write_text(json.dumps(jobs))
     driver = Path(__file__)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | settings
     done = subprocess.run(
         [*command, str(driver), str(job_file), str(result_file)],
         env=environment,

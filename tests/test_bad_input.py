@@ -354,6 +354,22 @@ def test_mistake_is_one_line_and_touches_nothing(
     refuse(command, words, folder, capfd)
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("objective=flow objective.snr_gamma=5", ("snr_gamma=5",)),
+        ("optimizer.betas=[0.9,2]", ("Invalid beta parameter at index 1: 2",)),
+        ("lr_scheduler.final_fraction=2", ("final_fraction=2", "expected a number in [0, 1]")),
+        ("callbacks.ema.decay=1.5", ("EMA got decay=1.5",)),
+    ],
+)
+def test_settings_are_refused_before_data_and_model_take_time(
+    setting: str, words: tuple[str, ...], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    unreachable = "data=images data.train_data_dir=nowhere model.pretrained=nowhere/at/all"
+    refuse(f"train {unreachable} {setting}", words, folder, capfd)
+
+
 class Blocker:
     """Finds no package of one name, as if it were not installed."""
 

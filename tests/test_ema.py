@@ -139,6 +139,19 @@ def test_the_average_of_half_precision_weights_is_kept_in_float32() -> None:
     assert module.layer.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_gpu_an_offloaded_average_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    kept: list[dict[str, Tensor]] = []
+    for offload in (False, True):
+        module, ema = Layer(dtype), EMA(0.9, offload=offload)
+        start = small.weights(module)
+        fit(module, 12, ema)
+        assert {average.device.type for average in ema.shadow.values()} == {"cpu"}
+        kept.append(shadow(ema))
+        assert not any(torch.equal(average, start[name].float()) for name, average in kept[-1].items())
+    assert small.same(kept[0], kept[1])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

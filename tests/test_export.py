@@ -21,6 +21,7 @@ import small_training
 from sd_lightning import LatentDiffusion, checkpoint, export, runs
 from sd_lightning.architectures import Architecture
 from sd_lightning.callbacks import EMA, PortableCheckpoint
+from sd_lightning.learned_token import WEIGHTS_NAME
 from sd_lightning.tensor_store import Entry, merge_index, write_shards
 from small_models import SMALL_SD2, SMALL_SDXL
 
@@ -130,6 +131,17 @@ def test_state_written_by_other_processes_is_read(cli: Any, run_dir: Path, tmp_p
     checkpoint.commit(tmp)
     assert cli("run=sharded", "format=non_ema", "output_dir=out")[0] == 0
     assert small_training.same(exported(tmp_path / "out"), trained("master", original))
+
+
+def test_a_learned_word_goes_along_but_for_the_weights_it_is_not_of(cli: Any, plain_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(plain_dir, run)
+    word = newest(run) / "pipeline" / WEIGHTS_NAME
+    save_file({"S*": torch.ones(1, 4)}, word)
+    for format, has_word in {"diffusers": True, "non_ema": False}.items():
+        assert cli(f"run={newest(run) / 'pipeline'}" if has_word else f"run={run}", f"format={format}")[0] == 0
+        found = tmp_path / "exported" / format / WEIGHTS_NAME
+        assert found.is_file() is has_word and (not has_word or found.read_bytes() == word.read_bytes())
 
 
 def test_non_ema_keeps_what_was_frozen_inside_a_trained_network(cli: Any, run_dir: Path, tmp_path: Path) -> None:

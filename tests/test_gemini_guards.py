@@ -442,3 +442,58 @@ def test_a_rank_that_owns_only_padding_keeps_nothing_on_disk(tmp_path: Path) -> 
     empty = memory.allocate(Tier.DISK, Kind.OPTIMIZER, 0, torch.uint8, zero=True)
     assert empty.nbytes == memory.ledger.current[Tier.DISK] == 0
     memory.free(empty)
+
+
+# ---------------------------------------------------------------------- scales of gradients
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_several_optimizers_divide_by_the_scale_of_their_backward_pass(overflows: bool) -> None:
+    def trained(growth_interval: int) -> tuple[GeminiEngine, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        network = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
+        engine = engine_of(network, compute_dtype=torch.float16, chunk_numel=64)
+        assert engine.loss_scale is not None
+        engine.loss_scale.growth_interval = growth_interval
+        engine.loss_scale.value = 64.0
+        optimizers = [engine.optimizer(torch.optim.SGD(part.parameters(), lr=0.1)) for part in network.values()]
+        x = torch.ones(2, 4, dtype=torch.float16)
+        factor = torch.tensor([65504.0 if overflows else 1.0, 1.0], dtype=torch.float16)
+        engine.backward(network["a"](x * factor[0]).mean() + network["b"](x).mean() + network["c"](x).mean())
+        for optimizer in optimizers:
+            optimizer.step()
+        engine.restore()
+        return engine, [parameter.detach().clone() for parameter in network.parameters()]
+
+    engine, weights = trained(growth_interval=1)
+    _, expected = trained(growth_interval=1000)
+    for ours, theirs in zip(weights, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert engine.loss_scale is not None
+    assert engine.loss_scale.value == (32.0 if overflows else 128.0) and engine.loss_scale.skipped == overflows
+
+
+def loss_of_large_gradients(network: nn.Module) -> torch.Tensor:
+    return (network(torch.ones(1, 4)) * 1e30).sum()  # their squares overflow
+
+
+def test_clipping_an_infinite_norm_does_what_torch_does() -> None:
+    weights = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(4, 4))
+        inner = torch.optim.SGD(network.parameters(), lr=0.1)
+        if ours:
+            engine = engine_of(network, chunk_numel=64)
+            optimizer = engine.optimizer(inner)
+            loss_of_large_gradients(network).backward()
+            assert torch.isinf(optimizer.clip_grad_norm_(1.0))
+            optimizer.step()
+            engine.restore()
+        else:
+            loss_of_large_gradients(network).backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            inner.step()
+        weights.append([p.detach().clone() for p in network.parameters()])
+    for mine, theirs in zip(*weights, strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)

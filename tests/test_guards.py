@@ -4,23 +4,27 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import Tensor
 
 import small_training as small
 from sd_lightning import SDLightningModule, UsageError
-from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, StopOnSignal
+from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
+from sd_lightning.callbacks import checkpoint as checkpoint_callback
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
+from sd_lightning.generation import SamplingOptions
 
 Run = Callable[..., CompletedProcess[str]]
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -200,6 +204,72 @@ def test_on_cuda_the_gradient_scaler_skips_a_bad_step_itself() -> None:
         options = {"accelerator": "cuda", "precision": "16-mixed", "gradient_clip_val": None}
         small.fit(module, small.data(), 3, NonFiniteLossGuard(3), weights, **options)
         assert small.same(weights.after[0], weights.after[1]) and not small.same(weights.after[1], weights.after[2])
+
+
+# ---------------------------------------------------------------------- machines that do not share output_dir
+
+
+def test_a_rank_that_does_not_see_output_dir_ends_the_run_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has written ``frozen/``; that it is not there stands for a disk of this machine's own."""
+    monkeypatch.setattr(checkpoint_callback, "_NFS_SECONDS", 0.0)
+    monkeypatch.setattr(PortableCheckpoint, "_write_frozen", lambda *_: None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    module, weights = small.module(), Weights()
+    with pytest.raises(UsageError) as caught:
+        small.fit(module, small.data(), 2, weights, PortableCheckpoint(tmp_path / "run", every_n_steps=0))
+    assert not weights.after
+    assert str(caught.value) == (
+        f"rank 0 on node7 does not see output_dir={tmp_path / 'run'}, which rank 0 has made; put it on a file system "
+        "that all machines share"
+    )
+
+
+def test_a_rank_waits_for_output_dir_to_show_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, slept = tmp_path / "run", []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            (run / "frozen").mkdir(parents=True)
+
+    monkeypatch.setattr(checkpoint_callback.time, "sleep", sleep)
+    trainer = SimpleNamespace(global_rank=5)
+    PortableCheckpoint(run)._check_shared(trainer)  # type: ignore[arg-type]
+    assert len(slept) == 3
+
+
+# ---------------------------------------------------------------------- pictures at the end
+
+
+class Drawing(SampleGrid):
+    """Counts its grids."""
+
+    def __init__(self, run_dir: Path, every_n_steps: int) -> None:
+        options = SamplingOptions(num_inference_steps=1)
+        super().__init__(run_dir, prompts=["a handwritten two"], every_n_steps=every_n_steps, options=options)
+        self.steps: list[int] = []
+
+    def draw(self, trainer: pl.Trainer, pl_module: Any) -> Path:
+        self.steps.append(trainer.global_step)
+        return super().draw(trainer, pl_module)
+
+
+@pytest.mark.parametrize("every_n_steps", [0, 1])
+def test_a_run_that_stops_early_is_complete_and_gets_its_last_pictures_once(tmp_path: Path, every_n_steps: int) -> None:
+    drawing, stopping = Drawing(tmp_path, every_n_steps), EarlyStopping("val/loss", stopping_threshold=100.0)
+    trainer = small.fit(small.module(), small.data(), 5, stopping, drawing, limit_val_batches=1, val_check_interval=2)
+    assert trainer.global_step == 2  # met by the first validation
+    assert drawing.steps == ([1, 2] if every_n_steps else [2])
+
+
+def test_a_run_that_a_signal_stops_draws_no_last_pictures_and_the_next_fit_does(tmp_path: Path) -> None:
+    stop, drawing, module = StopOnSignal(), Drawing(tmp_path, 0), small.module()
+    trainer = small.fit(module, small.data(), 4, stop, Signalled(signal.SIGTERM, 2), drawing)
+    assert (trainer.global_step, stop.stopped, drawing.steps) == (2, True, [])
+    trainer.fit(module, trainer.datamodule)  # type: ignore[attr-defined]
+    assert (trainer.global_step, stop.stopped, drawing.steps) == (4, False, [4])
 
 
 # ---------------------------------------------------------------------- the command line

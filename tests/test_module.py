@@ -21,6 +21,7 @@ from sd_lightning import LatentDiffusion, Objective, SamplingOptions, SDDataModu
 from sd_lightning._errors import UsageError
 from sd_lightning.randomness import Purpose, normal, uniform
 from sd_lightning.report import read_metrics
+from sd_lightning.strategies import registry
 from small_models import SMALL_SDXL
 
 SEED = 3  # of small_training.module
@@ -344,15 +345,22 @@ def test_ddp_on_two_processes_learns_what_one_process_learns(
         assert differences.square().mean().sqrt() <= bound, kind
 
 
-def test_importing_the_module_registers_our_strategies_beside_lightnings() -> None:
+@pytest.mark.parametrize(
+    "imports",
+    ["import lightning.pytorch as pl, sd_lightning", "from sd_lightning import SDLightningModule"],
+)
+def test_our_strategies_have_names_beside_lightnings(imports: str, run_python: Callable[..., Any]) -> None:
+    show = "from lightning.pytorch.strategies import StrategyRegistry as r; print(json.dumps(list(r)))"
+    names = set(json.loads(run_python("-c", f"import json; {imports}; {show}", check=True).stdout.splitlines()[-1]))
+    assert names >= {"ddp", "fsdp", "deepspeed", *registry.STRATEGIES}
+
+
+def test_a_name_gives_our_strategy_and_lightnings_own_stay_its() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     from sd_lightning.strategies.ddp import DDPStrategy
     from sd_lightning.strategies.fsdp import FSDPStrategy
 
-    assert {"sd_ddp", "sd_fsdp", "sd_deepspeed_zero2", "ddp", "deepspeed"} <= set(
-        StrategyRegistry.available_strategies()
-    )
     offloaded = StrategyRegistry.get("sd_fsdp_offload")
     assert isinstance(offloaded, FSDPStrategy) and offloaded.cpu_offload
     assert isinstance(StrategyRegistry.get("sd_ddp"), DDPStrategy)

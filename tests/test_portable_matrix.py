@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from sd_lightning import checkpoint
+from sd_lightning.trainer_state import read_trainer_state
 from strategy_driver import torchrun
+from test_strategies_common import rms
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
 CONFIGURATIONS = [(name, world) for world in (1, 2) for name in STRATEGIES if (name, world) != ("single", 2)]
@@ -51,23 +53,28 @@ def test_every_checkpoint_loads_bit_equal_under_every_strategy_and_world_size(tm
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_under_another_strategy_and_world_size(tmp_path: Path) -> None:
-    """Seven steps of one process against a relay of engines on one process and on two."""
+    """Eleven steps of one process against a relay of engines on one process and on two; every ZeRO stage takes over."""
     pytest.importorskip("deepspeed")
-    whole = {
-        "do": "save",
-        "strategy": "single",
-        "devices": 1,
-        "run_dir": str(tmp_path / "whole"),
-        "steps": 7,
-        "save_at": 7,
-    }
-    (reference,) = torchrun(1, [whole], tmp_path)
-    relay = str(tmp_path / "relay")
+    legs = (
+        (2, {"zero3": 2}),
+        (1, {"gemini": 3, "zero1": 4, "fsdp": 5}),
+        (2, {"zero1": 6, "gemini": 7, "zero2": 8, "ddp": 9, "zero3": 11}),
+    )
+    whole = {"do": "save", "strategy": "single", "devices": 1, "run_dir": str(tmp_path / "whole"), "save_at": 0}
+    (reference,) = torchrun(1, [whole | {"steps": 11}], tmp_path)
+    last: dict[str, Any] = {"checkpoint": None}
     losses: list[float] = []
-    resume = None
-    for strategy, world, steps in (("zero3", 2, 2), ("gemini", 1, 3), ("fsdp", 1, 4), ("gemini", 2, 5), ("ddp", 2, 7)):
-        job = {"do": "save", "strategy": strategy, "devices": world, "run_dir": relay, "steps": steps, "save_at": 0}
-        (result,) = torchrun(world, [job | {"resume": resume}], tmp_path)
-        losses += result["losses"]
-        resume = str(checkpoint.newest_valid(tmp_path / "relay"))
+    for world, ends in legs:
+        relay = whole | {"run_dir": str(tmp_path / "relay"), "devices": world}
+        jobs, resume = [], last["checkpoint"]
+        for strategy, steps in ends.items():
+            jobs.append(relay | {"strategy": strategy, "steps": steps, "resume": resume})
+            resume = str(checkpoint.checkpoint_path(tmp_path / "relay", steps))
+        for last in torchrun(world, jobs, tmp_path):
+            losses += last["losses"]
     assert losses == pytest.approx(reference["losses"], abs=2e-6)
+    for kind in ("master", "exp_avg", "ema"):
+        assert rms(last["checkpoint"], reference["checkpoint"], kind) <= 1e-6, kind
+    ours, theirs = (read_trainer_state(Path(found["checkpoint"])) for found in (last, reference))
+    assert {float(entry["scalars"]["step"]) for entry in ours["parameters"].values()} == {11.0}
+    assert ours["callbacks"] == theirs["callbacks"], "the average has counted other updates"

@@ -1,18 +1,24 @@
-"""The report of a run: image grids, metrics out of CSV files, and the page."""
+"""The report of a run: image grids, metrics out of CSV files, the page, and what loggers are given."""
 
 import base64
+import inspect
 import io
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
 
+import small_training as small
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks import SampleGrid
+from sd_lightning.generation import SamplingOptions
 from sd_lightning.report import image_grid, read_metrics, write_report
 from sd_lightning.report.metrics import smooth, wants_log_axis
 from sd_lightning.report.page import wilson_interval
@@ -288,3 +294,36 @@ def test_loss_is_drawn_on_a_log_axis_where_it_spans_more_than_a_decade(tmp_path:
 def test_report_is_the_same_text_when_written_again(tmp_path: Path) -> None:
     first = write_report(tmp_path, {"steps": 1}, full_metrics(), "a: 1").read_bytes()
     assert write_report(tmp_path, {"steps": 1}, full_metrics(), "a: 1").read_bytes() == first
+
+
+class LikeWandb(DummyLogger):
+    """Has the image method of W&B's logger, and keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[dict[str, Any]] = []
+
+    def log_image(self, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(WandbLogger.log_image).bind(self, *args, **kwargs)
+        self.given.append(bound.arguments)
+
+
+def test_sample_grids_reach_every_logger_that_takes_images(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board, csv, wandb = TensorBoardLogger(tmp_path, name="tb"), CSVLogger(tmp_path, name="csv"), LikeWandb()
+    prompts, options = ["a handwritten one", "a handwritten two"], SamplingOptions(num_inference_steps=1)
+    samples = SampleGrid(tmp_path, prompts=prompts, every_n_steps=2, columns=2, options=options)
+    small.fit(small.module(), small.data(), 3, samples, logger=[board, csv, wandb])
+    drawn = {step: Image.open(tmp_path / f"samples/step-{step:08d}.png") for step in (2, 3)}
+
+    events = EventAccumulator(board.log_dir).Reload()
+    assert events.Tags()["images"] == ["samples"]
+    for event, (step, grid) in zip(events.Images("samples"), drawn.items(), strict=True):
+        assert event.step == step and (event.width, event.height) == grid.size
+        read = Image.open(io.BytesIO(event.encoded_image_string))
+        assert read.format == "PNG" and np.array_equal(read, grid)
+
+    for given, (step, grid) in zip(wandb.given, drawn.items(), strict=True):
+        (image,) = given["images"]
+        assert (given["key"], given["step"]) == ("samples", step) and np.array_equal(image, grid)

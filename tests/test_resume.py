@@ -2,7 +2,9 @@
 
 import json
 import logging
+import math
 import os
+import pickle
 import sys
 import textwrap
 from collections.abc import Callable
@@ -14,13 +16,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch.optim import lr_scheduler as schedulers
 from torch.optim import swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
 import small_training as small
-from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, runs, train
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, checkpoint, runs, train
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
 
@@ -206,6 +208,72 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     assert "step-00000004 is not used: state/shard-00000-of-00001.safetensors" in warning
     small.assert_bitwise_equal(small.train(run, 5, save=(2, 4), resume=resume), straight)
     assert [path.name for path in all_checkpoints(run)] == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+# ---------------------------------------------------------------------- early stopping
+
+
+def _stop_early(run_dir: Path, patience: int, every: int, *, resume: Path | None = None, **options: Any) -> pl.Trainer:
+    """Train up to 12 steps with a validation after every ``every`` of them, none of which counts as better."""
+    stopping = EarlyStopping("val/loss", min_delta=10.0, patience=patience)
+    saving = PortableCheckpoint(run_dir, every_n_steps=every, keep=20, resume=resume)
+    options = {"limit_val_batches": 1, "val_check_interval": every} | options
+    return small.fit(small.module(), small.data(), 12, EMA(0.9), stopping, saving, **options)
+
+
+@pytest.mark.parametrize(
+    ("every", "patience", "options"),
+    [
+        pytest.param(2, 2, {}, id="within epochs"),
+        pytest.param(E, 1, {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}, id="after epochs"),
+    ],
+)
+def test_early_stopping_ends_a_resumed_run_where_it_would_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, patience: int, options: dict[str, Any]
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr(pickle, "Unpickler", refuse)
+    straight, end = tmp_path / "straight", every * (patience + 1)  # the first validation is the best one
+    trainer = _stop_early(straight, patience, every, **options)
+    assert trainer.global_step == end < trainer.max_steps
+    paths = all_checkpoints(straight)
+    assert [checkpoint.step_of(path) for path in paths] == list(range(every, end + 1, every))
+    key = next(c.state_key for c in trainer.callbacks if isinstance(c, EarlyStopping))  # type: ignore[attr-defined]
+    states = [small.trainer_state(path)["callbacks"][key] for path in paths]
+    assert [state["wait_count"] for state in states] == list(range(patience + 1))
+    assert len({float(state["best_score"]) for state in states}) == 1 and math.isfinite(states[0]["best_score"])
+    assert not any(checkpoint.verify(path) for path in paths)
+    resumed = _stop_early(tmp_path / "resumed", patience, every, resume=paths[-2], **options)
+    assert resumed.global_step == end
+    small.assert_bitwise_equal(checkpoint_path(tmp_path / "resumed", end), paths[-1])
+    assert sorted(os.listdir(straight / "checkpoints")) == [path.name for path in paths]  # nothing half-written stays
+
+
+def test_a_checkpoint_is_written_once_where_a_validation_teaches_no_callback_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits: list[str] = []
+    commit = checkpoint.commit
+
+    def counted(tmp: Path, **options: Any) -> Path:
+        commits.append(commit(tmp, **options).name)
+        return tmp
+
+    monkeypatch.setattr(checkpoint, "commit", counted)
+    small.train(tmp_path, 4, save=(2,), limit_val_batches=1, val_check_interval=2)
+    assert commits == ["step-00000002", "step-00000004"]
+
+
+def test_the_state_of_a_callback_that_the_run_no_longer_has_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _stop_early(tmp_path / "first", 1, 1)
+    with caplog.at_level(logging.WARNING):
+        small.train(tmp_path / "next", 3, resume=checkpoint_path(tmp_path / "first", 2))
+    assert "no callback takes the state of EarlyStopping{'monitor': 'val/loss', 'mode': 'min'}" in caplog.text
 
 
 # ---------------------------------------------------------------------- what cannot be resumed

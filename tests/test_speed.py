@@ -111,6 +111,18 @@ def test_16_mixed_is_refused_on_a_cpu_before_anything_is_built(tmp_path: Path, m
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_offload"])
+def test_16_mixed_is_refused_under_fsdp_where_there_is_a_cuda_device(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    cfg = composed(f"strategy={strategy}", "trainer.precision=16-mixed")
+    with pytest.raises(UsageError, match=r"precision=16-mixed: FSDP2 does not scale losses.*write .*=bf16-mixed"):
+        check_trainer(cfg)
+    check_trainer(composed("trainer.precision=16-mixed"))  # other strategies scale
+    check_trainer(composed(f"strategy={strategy}", "trainer.precision=bf16-mixed"))
+
+
 def test_fused_adamw_clips_after_a_scaler_has_unscaled() -> None:
     """What 16-mixed does on a GPU, step by step, with a scaler on the CPU."""
     results = []

@@ -14,7 +14,19 @@ import torch
 from sd_lightning.tensor_store import ShardedTensors
 from strategy_driver import torchrun
 
-STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "zero1", "zero2", "zero3", "gemini", "gemini_offload")
+STRATEGIES = (
+    "ddp",
+    "fsdp",
+    "fsdp_offload",
+    "zero1",
+    "zero2",
+    "zero2_offload",
+    "zero3",
+    "zero3_default",
+    "zero3_offload",
+    "gemini",
+    "gemini_offload",
+)
 EXACT_OPTIONS = ("ddp_static", "fsdp_grad_op", "gemini_kept")
 ROUNDING_OPTIONS = ("ddp_bf16", "ddp_fp16", "fsdp_bf16")
 STEPS = 20
@@ -71,7 +83,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     double["gemini_auto:sampled"] = double["gemini:sampled"] | {"strategy": "gemini_auto"}
     double |= {name: {"strategy": name, "steps": 4} for name in (*EXACT_OPTIONS, *ROUNDING_OPTIONS)}
     double["ddp:unused"]["strategy"] = "ddp_unused"
-    double["zero3:default_threshold"] = {"strategy": "zero3_default"}
     found: dict[str, dict[str, Any]] = {}
     for world, cases in ((1, single), (2, double)):
         jobs = [
@@ -86,7 +97,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             | case
             for name, case in cases.items()
         ]
-        found |= dict(zip(cases, torchrun(world, jobs, folder, timeout=900), strict=True))
+        found |= dict(zip(cases, torchrun(world, jobs, folder, timeout=1500), strict=True))
     return found
 
 
@@ -106,7 +117,7 @@ def rms(one: str, other: str, kind: str = "master") -> float:
     return math.sqrt(total / count)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -242,11 +253,3 @@ def test_gemini_places_chunks_by_itself_without_changing_a_bit(results: dict[str
     assert automatic["losses"] == fixed["losses"]
     assert rms(automatic["checkpoint"], fixed["checkpoint"]) == 0
     assert rms(automatic["checkpoint"], fixed["checkpoint"], "ema") == 0
-
-
-def test_zero3_trains_alike_with_its_default_persistence_threshold(results: dict[str, dict[str, Any]]) -> None:
-    whole, ours = results["whole"], results["zero3:default_threshold"]
-    assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-6)
-    assert rms(whole["checkpoint"], ours["checkpoint"]) <= 3 * rms(
-        whole["checkpoint"], results["two_halves"]["checkpoint"]
-    )

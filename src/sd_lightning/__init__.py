@@ -1,11 +1,14 @@
 """Train latent-diffusion models (Stable Diffusion 1.x, 2.x, XL) with PyTorch Lightning.
 
-Names load when they are used, so that ``import sd_lightning`` costs next to nothing.
+Names load when they are used, so that ``import sd_lightning`` costs next to nothing. Where Lightning is in memory, it
+knows our strategies by name from then on; else when :class:`SDLightningModule`
+is imported from here.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,7 +35,15 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'sd_lightning' has no attribute {name!r}")
     if name == "SDLightningModule":  # who trains has Lightning in memory anyway
-        from sd_lightning.strategies.registry import register_strategies
-
-        register_strategies()
+        _register_strategies()
     return getattr(importlib.import_module(f"sd_lightning.{_MODULES[name]}"), name)
+
+
+def _register_strategies() -> None:
+    from sd_lightning.strategies.registry import register_strategies
+
+    register_strategies()
+
+
+if "lightning.pytorch" in sys.modules:
+    _register_strategies()

@@ -22,6 +22,7 @@ from sd_lightning import _conf, checkpoint, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.architectures import Component
+from sd_lightning.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.lora import is_adapter, plain_names
 from sd_lightning.lora_file import LoraFile
@@ -258,6 +259,9 @@ def write_pipeline(source: Source, model: Model, folder: Path, request: Request)
         checkpoint.hard_link(model.adapters.path, folder / LORA_NAME)
     elif model.adapters is not None:
         write_streamed(folder / LORA_NAME, model.adapters.tensors, dtype=dtype, metadata=model.adapters.metadata)
+    word = source.pipeline / WORD_NAME
+    if word.is_file() and request.format != "non_ema":  # whose word is in its text encoder alone
+        checkpoint.hard_link(word, folder / WORD_NAME)
 
 
 def write_single_file(source: Source, model: Model, folder: Path, request: Request) -> None:

@@ -169,13 +169,16 @@ def _states(trained: Mapping[str, nn.Module], training: Training, gemini: Gemini
     units = tuple((layout.index,) for layout in layouts)
     device = fast_bytes(layouts, plan.chunks, Demand(0, 0, states, units, world_size))
     if gemini.offload_param_frac or world_size > 1:
-        device += gemini.gathered_budget or 0
+        whole = sum(layout.numel for layout in layouts) * training.dtype.itemsize
+        device += whole if gemini.gathered_budget is None else min(gemini.gathered_budget, whole)
     host = 0
     for layout, place, shard, moments in zip(layouts, plan.chunks, shards, states):
         if place.param_tier is Tier.SLOW:
             host += shard * training.dtype.itemsize
         if layout.is_trained and place.optim_tier is Tier.SLOW:
             host += 2 * 4 * shard + moments  # master weights and gradients
+        if layout.is_trained and place.optim_tier is Tier.DISK:
+            host += 4 * shard  # gradients wait for the step here
     return device, host
 
 

@@ -32,10 +32,10 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
         The checkpoint to resume, if any.
     """
     _check_keys(cfg)
-    adopt_base(cfg)
+    is_own = adopt_base(cfg)
     adopt_engine_file(cfg)
     check_trainer(cfg)
-    if cfg.resume is not None and cfg.init_from is not None:
+    if cfg.resume is not None and cfg.init_from is not None and not is_own:
         raise UsageError(
             f"got resume={cfg.resume} and init_from={cfg.init_from}; resume continues a run, init_from starts a new "
             "one from weights: give one of the two"
@@ -44,13 +44,14 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
         raise UsageError(f"got overwrite=true and resume={cfg.resume}; give one of the two")
     if is_lightning_checkpoint(cfg.init_from):
         runs.check_lightning_checkpoint(cfg.init_from)
-    elif cfg.init_from is not None:
+    elif cfg.init_from is not None and not is_own:
         cfg.model.pretrained = str(runs.find_pipeline(cfg.init_from, who="init_from"))
     resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
     if resume is not None:  # as when the module is there, before time is spent on that or on class images
         from sd_lightning.trainer_state import check_same_parts, read_trainer_state, trained_parts
 
         check_same_parts(read_trainer_state(resume), trained_parts(**parts_of(cfg)), resume)
+    build_small_parts(cfg)
     if is_first_process():
         runs.check_output_dir(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite, reads=_reads(cfg))
     elif cfg.resume is None and not cfg.overwrite:
@@ -58,37 +59,43 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
     return resume
 
 
-def adopt_base(cfg: DictConfig) -> None:
+def adopt_base(cfg: DictConfig) -> bool:
     """Let a resumed run have the model that stands in its own ``config.yaml``, whether it is given again or not.
 
     So the command that has started a run continues it with ``resume=auto``; where there is no run yet, it starts one.
+
+    Returns:
+        Whether ``init_from`` is given, and is what the run that is resumed was started from.
     """
     from omegaconf import OmegaConf
 
-    if cfg.resume is None or is_lightning_checkpoint(cfg.init_from):
-        return
+    if cfg.resume is None:
+        return False
     if not is_resumed(cfg):
         if cfg.init_from is not None:
             cfg.resume = None
-        return
+        return False
     root = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
     file = next((f for f in (root / "config.yaml", root.parent.parent / "config.yaml") if f.is_file()), None)
     started: Any = OmegaConf.create() if file is None else OmegaConf.load(file)
+    is_same = cfg.init_from is not None and cfg.init_from == started.get("init_from")
     model: Any = OmegaConf.select(started, "model") or {}
     base = model.get("pretrained")
-    if base is None or any(model.get(key) != cfg.model.get(key) for key in _SAME_MODEL):
-        return
-    if cfg.init_from is not None:
-        again = str(runs.find_pipeline(cfg.init_from, who="init_from"))
-        if cfg.init_from != started.get("init_from") and Path(again).resolve() != Path(base).resolve():
-            return  # refused beside resume=
-        cfg.init_from = None
-    elif cfg.model.pretrained is not None:
-        return
+    if is_lightning_checkpoint(cfg.init_from) or base is None:
+        return is_same
+    if any(model.get(key) != cfg.model.get(key) for key in _SAME_MODEL):
+        return False
+    if cfg.init_from is not None and not is_same:
+        again = runs.find_pipeline(cfg.init_from, who="init_from")
+        if again.resolve() != Path(base).resolve():
+            return False
+    elif cfg.init_from is None and cfg.model.pretrained is not None:
+        return False
     for key in _OF_PRETRAINED:
         if model.get(key) is not None:
             OmegaConf.update(cfg.model, key, model[key], force_add=True)
     log.info("resume=%s: the run started from %s", cfg.resume, base)
+    return cfg.init_from is not None
 
 
 def is_resumed(cfg: DictConfig) -> bool:
@@ -257,6 +264,24 @@ def _num_devices(devices: Any, cuda: int) -> int:
 
 def is_lightning_checkpoint(path: str | None) -> bool:
     return path is not None and path.endswith(runs.LIGHTNING_SUFFIX)
+
+
+def build_small_parts(cfg: DictConfig) -> None:
+    """Build what needs neither model nor data, and forget it: its complaints come before those take their time.
+
+    Raises:
+        UsageError: Settings of the objective, the optimizer, the schedule or the speed switches cannot work.
+    """
+    import torch
+
+    _conf.instantiate(cfg.objective)
+    _conf.instantiate(cfg.speed)
+    target = str(cfg.optimizer["_target_"])
+    if not target.startswith(("torch.optim.", "bitsandbytes.optim.")):
+        return  # it may want parameters of other shapes
+    optimizer = _conf.instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(2, 2))])
+    if str(cfg.lr_scheduler["_target_"]).startswith(("torch.optim.", "sd_lightning.")):
+        _conf.instantiate(cfg.lr_scheduler)(optimizer)
 
 
 def parts_of(cfg: DictConfig) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class PortableCheckpoint(Checkpoint):
         self.loss: float | None = None
         """Training loss of the step that the newest checkpoint is of, the mean over all processes."""
         self._fingerprints: dict[str, str] = {}
+        self._saved_callbacks: str | None = None
         self._clock = 0.0
         self._last_step = 0
 
@@ -84,7 +85,7 @@ class PortableCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.perf_counter()
-        self.last_saved = None
+        self.last_saved = self._saved_callbacks = None
         resumed = self.resume
         self.restore(trainer, pl_module)
         self._refuse_unsavable(trainer)
@@ -106,6 +107,12 @@ class PortableCheckpoint(Checkpoint):
         at_end = trainer.should_stop or step == trainer.max_steps
         if at_end or (self.every_n_steps and step % self.every_n_steps == 0):
             self.save(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._amend(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._amend(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.last_saved is None or checkpoint.step_of(self.last_saved) != trainer.global_step:
@@ -159,10 +166,44 @@ class PortableCheckpoint(Checkpoint):
                 error = caught
         self._agree(trainer, tmp, step, error)
         self.last_saved = checkpoint.checkpoint_path(self.run_dir, step)
+        self._saved_callbacks = typed_json.dumps(_callback_states(trainer))
         if trainer.is_global_zero:
             checkpoint.prune(self.run_dir, self.keep, trusted=self.last_saved)
             log.info("saved %s", self.last_saved)
         return self.last_saved
+
+    def _amend(self, trainer: pl.Trainer) -> None:
+        """Add to the checkpoint just written what callbacks learn from its step's validation, as EarlyStopping does.
+
+        The validation comes after the save, and a resumed run does not repeat it.
+        """
+        step = trainer.global_step
+        if self.last_saved is None or self._saved_callbacks is None or checkpoint.step_of(self.last_saved) != step:
+            return
+        callbacks = _callback_states(trainer)
+        text = typed_json.dumps(callbacks)
+        if trainer.strategy.reduce_boolean_decision(text != self._saved_callbacks, all=False):
+            with paused(trainer, "saving"):
+                self._replace_callbacks(trainer, callbacks)
+            self._saved_callbacks = text
+
+    def _replace_callbacks(self, trainer: pl.Trainer, callbacks: dict[str, Any]) -> None:
+        """Write the newest checkpoint again with other states of callbacks; what stays the same is hard-linked."""
+        assert self.last_saved is not None
+        tmp: Path | None = None
+        error: Exception | None = None
+        if trainer.is_global_zero:
+            try:
+                tmp = checkpoint.begin(self.run_dir, trainer.global_step)
+                checkpoint.hard_link_tree(self.last_saved, tmp)
+                for name in ("trainer.json", checkpoint.MANIFEST_NAME):
+                    (tmp / name).unlink()  # writing into them would change the checkpoint that is to be replaced
+                saved = read_trainer_state(self.last_saved) | {"callbacks": callbacks}
+                (tmp / "trainer.json").write_text(typed_json.dumps(saved))
+                checkpoint.commit(tmp)
+            except Exception as caught:
+                error = caught
+        self._agree(trainer, tmp, trainer.global_step, error)
 
     def _agree(self, trainer: pl.Trainer, tmp: Path | None, step: int, error: Exception | None) -> None:
         """Let all ranks fail together: remove what was written and raise if saving failed on any."""
@@ -302,9 +343,13 @@ class PortableCheckpoint(Checkpoint):
         for config, scheduler in zip(configs, schedulers):
             load_scheduler_state(config.scheduler, scheduler)
         trainer.precision_plugin.load_state_dict(saved["precision"])
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
             if callback.state_key in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][callback.state_key])
+        unused = saved["callbacks"].keys() - {callback.state_key for callback in callbacks}
+        if unused:
+            log.warning("resume=%s: no callback takes the state of %s", self.resume, ", ".join(sorted(unused)))
         self.train_seconds = saved["train_seconds"]
         self.loss = saved.get("loss")  # checkpoints of an earlier release have none
         self.last_saved = self.resume

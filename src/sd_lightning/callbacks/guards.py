@@ -39,6 +39,7 @@ class StopOnSignal(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # After Lightning has put its own handler in place: that one broadcasts inside the signal handler.
         self._last_step = trainer.global_step
+        self.received, self.stopped = None, False  # an earlier fit may have been stopped
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -74,6 +75,11 @@ class StopOnSignal(Callback):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+
+
+def stopped_by_signal(trainer: pl.Trainer) -> bool:
+    """Whether a signal has ended the fit: other ends, as of EarlyStopping, leave a run that is complete."""
+    return any(isinstance(c, StopOnSignal) and c.stopped for c in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 class NonFiniteLossGuard(Callback):

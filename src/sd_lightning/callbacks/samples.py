@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import inference_weights
+from sd_lightning.callbacks.guards import stopped_by_signal
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.generation import SamplingOptions
 from sd_lightning.report import image_grid
@@ -69,9 +70,11 @@ class SampleGrid(Callback):
         self.prompted_accuracy: float | None = None
         self.last_grid: Path | None = None
         self._last_step = 0
+        self._drawn_step = -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
+        self._drawn_step = -1
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -85,9 +88,10 @@ class SampleGrid(Callback):
             self.draw(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.should_stop and trainer.global_step < trainer.max_steps:
-            return  # asked to stop: save and leave
-        self.draw(trainer, pl_module)
+        if stopped_by_signal(trainer):
+            return  # save and leave
+        if self._drawn_step != trainer.global_step:
+            self.draw(trainer, pl_module)
         judge = _judge(trainer)
         if judge is not None and self.accuracy_samples:
             self.prompted_accuracy = self._measure(trainer, pl_module, judge)
@@ -103,7 +107,7 @@ class SampleGrid(Callback):
             grid.save(path)
             for logger in trainer.loggers:
                 _log_image(logger, grid, trainer.global_step)
-        self.last_grid = path
+        self.last_grid, self._drawn_step = path, trainer.global_step
         return path
 
     def _measure(self, trainer: pl.Trainer, pl_module: Any, judge: Any) -> float:

@@ -167,7 +167,7 @@ class GeminiEngine:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to go backward from: multiplied by the loss scale in float16, itself otherwise."""
-        return loss if self.loss_scale is None else loss * self.loss_scale.value
+        return loss if self.loss_scale is None else self.loss_scale.scale(loss)
 
     def backward(self, loss: Tensor) -> None:
         """Compute and reduce the gradients of a loss, scaled in float16."""
@@ -196,6 +196,7 @@ class GeminiEngine:
         # What leaves the fast tier makes room for what comes.
         for chunk, placement in sorted(moving, key=lambda pair: pair[1].fast_parts - pair[0].placement.fast_parts):
             chunk.place(placement)
+        self.memory.release_unused()
         self.plan, self.runtime.budget = plan, plan.gathered_budget
         self.num_moves += 1
 

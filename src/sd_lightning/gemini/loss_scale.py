@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass
 class LossScale:
@@ -21,15 +23,31 @@ class LossScale:
     """Steps since the last change."""
     skipped: int = 0
     """Optimizer steps left out because of an overflow."""
+    used: float = 2.0**16
+    """The scale of the gradients that there are: several optimizers may step after one backward pass."""
+    has_succeeded: bool = False
+    has_overflowed: bool = False
+    """What these optimizers found; the scale changes once for all of them."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to go backward from."""
+        self.used, self.has_succeeded, self.has_overflowed = self.value, False, False
+        return loss * self.value
 
     def overflowed(self) -> None:
-        """Note that gradients were not finite."""
-        self.value *= self.backoff_factor
-        self.good_steps = 0
+        """Note that an optimizer's gradients were not finite."""
         self.skipped += 1
+        if self.has_overflowed:
+            return
+        self.has_overflowed = True
+        self.value = self.used * self.backoff_factor
+        self.good_steps = 0
 
     def succeeded(self) -> None:
-        """Note a step with finite gradients."""
+        """Note an optimizer's step with finite gradients."""
+        if self.has_succeeded or self.has_overflowed:
+            return
+        self.has_succeeded = True
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
             self.value *= self.growth_factor

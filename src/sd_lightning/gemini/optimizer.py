@@ -113,7 +113,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self._forget()
             scaler.overflowed()
             return loss
-        self._apply((1.0 if scaler is None else scaler.value) / self._clip)
+        self._apply((1.0 if scaler is None else scaler.used) / self._clip if self._clip else math.inf)
         if scaler is not None:
             scaler.succeeded()
         self._forget()
@@ -153,14 +153,14 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._agree(with_norm=True)
         assert self._norm is not None
         scaler = self._engine.loss_scale
-        return torch.tensor(self._norm / (1.0 if scaler is None else scaler.value))
+        return torch.tensor(self._norm / (1.0 if scaler is None else scaler.used))
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``."""
         self._engine.check_can_step()
         scaler = self._engine.loss_scale
-        bound = float(clip_value) * (1.0 if scaler is None else scaler.value)
+        bound = float(clip_value) * (1.0 if scaler is None else scaler.used)
         for tensor in self._own_gradients():
             tensor.clamp_(-bound, bound)
         self._norm = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections import Counter
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 class Tier(StrEnum):
@@ -158,6 +161,7 @@ class Memory:
         if self.on_accelerator:
             self._module = torch.get_device_module(device)
             self._to_fast, self._to_slow = self._module.Stream(device), self._module.Stream(device)
+            _pin_as_much_as_is_asked_for()
 
     def device_of(self, tier: Tier) -> torch.device:
         """Return the device that computes on a tier's buffers."""
@@ -238,6 +242,14 @@ class Memory:
             for stream in (self._to_fast, self._to_slow, self._module.current_stream(self.device)):
                 stream.synchronize()
 
+    def release_unused(self) -> None:
+        """Give host memory back that is kept to be used again, as when chunks have moved for good."""
+        self.wait_for_copies()
+        self._pinned.clear()
+        empty = getattr(torch._C, "_host_emptyCache", None)  # of builds with an accelerator
+        if empty is not None and self.on_accelerator:
+            empty()
+
     def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
         pool = self._pinned.get(numel * dtype.itemsize, [])
         for position, (tensor, last_use) in enumerate(pool):
@@ -261,3 +273,18 @@ class Memory:
                     f"({error}); give a folder on a larger disk, or a smaller disk_optim_frac"
                 ) from error
             return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+
+
+def _pin_as_much_as_is_asked_for() -> None:
+    """Keep torch from rounding pinned memory up to powers of two, which would take up to twice as much."""
+    name = "pinned_max_round_threshold_mb"
+    try:
+        given = torch._C._accelerator_getAllocatorSettings()
+        if name not in given:
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, f"{name}:1"])))
+    except (AttributeError, RuntimeError, ValueError) as error:  # of an earlier torch
+        log.warning(
+            "Gemini: this torch rounds pinned host memory up to powers of two (%s); what is offloaded may take twice "
+            "the host memory that is counted",
+            error,
+        )

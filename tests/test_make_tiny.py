@@ -1,0 +1,53 @@
+"""The script that made the shipped files of the `tiny` model still makes them.
+
+The whole training of the VAE would give the shipped weights, up to the order of sums; here it is cut short, as it takes
+longer than a test should.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd_lightning.assets import make_tiny
+from sd_lightning.data.digits import Digits
+from sd_lightning.data.transform import place, to_model_range
+
+SHIPPED = Path(make_tiny.__file__).parent / "tiny"
+
+
+@pytest.mark.slow
+def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers import AutoencoderKL
+
+    monkeypatch.setattr(make_tiny, "_STEPS", 50)
+    make_tiny.main(tmp_path)
+    names = sorted(path.relative_to(SHIPPED) for path in SHIPPED.rglob("*.*"))
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")) == names
+    tokenizer = ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
+    assert [_json(tmp_path / name) for name in tokenizer] == [_json(SHIPPED / name) for name in tokenizer]
+    configs = [_json(folder / "vae/config.json") for folder in (tmp_path, SHIPPED)]
+    assert configs[0] | {"scaling_factor": configs[1]["scaling_factor"]} == configs[1]
+
+    made, shipped = (AutoencoderKL.from_pretrained(folder / "vae") for folder in (tmp_path, SHIPPED))
+    shapes = [{name: tensor.shape for name, tensor in vae.state_dict().items()} for vae in (made, shipped)]
+    assert shapes[0] == shapes[1]
+    digits = Digits("train")
+    pixels = [torch.from_numpy(place(digits.image(i), 32).pixels.copy()) for i in range(256)]
+    images = to_model_range(torch.stack(pixels))
+    for vae, share in ((made, 0.2), (shipped, 0.02)):
+        with torch.no_grad():
+            posterior = vae.encode(images).latent_dist
+            latents = posterior.sample(generator=torch.Generator().manual_seed(0)) * vae.config.scaling_factor
+            error = (vae.decode(posterior.mean).sample - images).square().mean()
+        assert error < share * images.var()
+        assert latents.square().mean().sqrt() == pytest.approx(1.0, abs=0.03)  # what scaling_factor is for
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

@@ -163,11 +163,6 @@ BAD = [
         *("no word that tells the subject from", "'a handwritten digit'", "instance_prompt=a handwritten sks digit"),
     ),
     ("class_prompts=[]", "with_prior_preservation=true without a class prompt", "write 'class_prompt="),
-    (
-        "with_prior_preservation=false",
-        *("class_prompts=[a handwritten digit,a handwritten two]", "class_data_dir=pictures", "num_class_images=4"),
-        *("nothing uses without with_prior_preservation", "add with_prior_preservation=true", "leave class_prompts, "),
-    ),
     ("placeholder_token=dog", "placeholder_token=dog", "nothing uses without learn_token", "add learn_token=true, or"),
     ("initializer_token=dog", "initializer_token=dog", "nothing uses without learn_token", "add learn_token=true, or"),
     ("init_from=null", "model.pretrained=null", "random weights of tiny", "expected a trained", "add model.pretrained"),
@@ -244,6 +239,13 @@ def test_what_does_not_fit_into_the_model_is_refused_before_class_images_are_dra
 ) -> None:
     prior = f"{PRIOR.replace('=pictures', '=never')} num_class_images=4"
     refuse(f"{DREAMBOOTH} {prior} output_dir=bad init_from=base {options}", words, folder, capfd)
+
+
+def test_class_images_without_the_switch_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = "dreambooth model=tiny init_from=base instance_data_dir=photos 'instance_prompt=a handwritten sks digit'"
+    words = ("class_prompt=a handwritten digit num_class_images=4", "nothing uses without with_prior_preservation")
+    remedy = ("add with_prior_preservation=true", "leave class_prompt, num_class_images out")
+    refuse(f"{command} 'class_prompt=a handwritten digit' num_class_images=4", words + remedy, folder, capfd)
 
 
 def test_what_only_a_preset_says_of_class_images_is_not_refused_without_them(

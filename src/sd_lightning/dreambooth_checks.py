@@ -30,7 +30,7 @@ _SWITCHES = {
 
 
 def check_used(cfg: DictConfig) -> None:
-    """Refuse settings of the command line that nothing reads; a preset's are just not read.
+    """Refuse settings of the command line that nothing reads, as their switch was forgotten.
 
     Raises:
         UsageError: There are some.
@@ -41,7 +41,7 @@ def check_used(cfg: DictConfig) -> None:
     assert isinstance(values, dict)
     for switch, names in _SWITCHES.items():
         unused = [name for name in names if name in given and values[name]]
-        if unused and not cfg[switch]:
+        if unused and not cfg[switch] and switch not in given:  # switched off by hand, they are meant to rest
             shown = " ".join(f"{name}={as_override(values[name])}" for name in unused)
             raise UsageError(
                 f"dreambooth got {shown}, which nothing uses without {switch}; add {switch}=true, or leave "

@@ -1,8 +1,7 @@
 """Train latent-diffusion models (Stable Diffusion 1.x, 2.x, XL) with PyTorch Lightning.
 
 Names load when they are used, so that ``import sd_lightning`` costs next to nothing. Where Lightning is in memory, it
-knows our strategies by name from then on; else when :class:`SDLightningModule`
-is imported from here.
+knows our strategies by name from then on; else from when :class:`SDLightningModule` is imported from here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from sd_lightning.latent_diffusion import LatentDiffusion
-
-log = logging.getLogger(__name__)
 
 _SWITCHES = {
     "learn_token": ("placeholder_token", "initializer_token"),

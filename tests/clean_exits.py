@@ -27,7 +27,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from small_training import data, fit, module  # noqa: E402
 from strategy_driver import strategy_of  # noqa: E402
 
-STRATEGIES = ("ddp", "fsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "gemini")
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
 
 
 def train(strategy: str, *, leave: bool) -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--without-teardown", action="store_true", help="leave the process group to the destructors")
     parser.add_argument("strategies", nargs="*", default=list(STRATEGIES))
     arguments = parser.parse_args()
-    if any(name.startswith("deepspeed") for name in arguments.strategies):
+    if any(name.startswith("zero") for name in arguments.strategies):
         import deepspeed  # noqa: F401
     seen: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in arguments.strategies}
     seconds: dict[str, list[float]] = {name: [] for name in arguments.strategies}

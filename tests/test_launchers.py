@@ -373,7 +373,7 @@ CLEAN_EXITS = "SD_LIGHTNING_CLEAN_EXITS"
 def test_processes_end_cleanly_again_and_again() -> None:
     """Three pairs of each; SD_LIGHTNING_CLEAN_EXITS=50 tries that often, and every strategy, which takes a while."""
     pytest.importorskip("deepspeed")
-    few = ["ddp", "fsdp", "deepspeed_zero3", "gemini"]
+    few = ["ddp", "fsdp", "zero3", "gemini"]
     runs = int(os.environ.get(CLEAN_EXITS, "3"))
     command = [sys.executable, str(TESTS / "clean_exits.py"), "--runs", str(runs)]
     done = subprocess.run(command + ([] if CLEAN_EXITS in os.environ else few), capture_output=True, text=True)

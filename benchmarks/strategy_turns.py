@@ -48,9 +48,14 @@ PAIRS: dict[str, Pair] = {
         lambda: FSDPStrategy(reshard_after_forward=False),
         partial(hand_written.fsdp2, reshard_after_forward=False),
     ),
+    "fsdp_offload": (lambda: FSDPStrategy(cpu_offload=True), partial(hand_written.fsdp2, offload=True)),
     "deepspeed_zero1": (lambda: deepspeed(stage=1), partial(hand_written.deepspeed, stage=1)),
     "deepspeed_zero2": (lambda: deepspeed(stage=2), partial(hand_written.deepspeed, stage=2)),
     "deepspeed_zero3": (lambda: deepspeed(stage=3), partial(hand_written.deepspeed, stage=3)),
+    "deepspeed_zero1_offload": (
+        lambda: deepspeed(stage=1, offload_optimizer="cpu"),
+        partial(hand_written.deepspeed, stage=1, offload=True),
+    ),
     "deepspeed_zero2_offload": (
         lambda: deepspeed(stage=2, offload_optimizer="cpu"),
         partial(hand_written.deepspeed, stage=2, offload=True),

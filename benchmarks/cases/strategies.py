@@ -10,9 +10,11 @@ STRATEGIES = (
     "ddp",
     "fsdp",
     "fsdp_grad_op",
+    "fsdp_offload",
     "deepspeed_zero1",
     "deepspeed_zero2",
     "deepspeed_zero3",
+    "deepspeed_zero1_offload",
     "deepspeed_zero2_offload",
     "deepspeed_zero3_offload",
 )
@@ -21,7 +23,7 @@ BARS = {f"{name}_ratio": "<= 1.05" for name in STRATEGIES}
 WORLD_SIZE = 2
 
 
-def measure(rounds: int = 12, warm_up: int = 2) -> dict[str, float]:
+def measure(rounds: int = 24, warm_up: int = 2) -> dict[str, float]:
     """Medians over the steps of every strategy.
 
     Args:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.engine import Reader
 
@@ -37,7 +38,7 @@ class Job:
     engine: str = "gemini"
     """``gemini``, ``ddp``, or ``torch``: one process with the whole batch."""
     network: str = "blocks"
-    """``blocks``, ``pair`` of two networks, ``lora`` with frozen weights below trained ones, ``unet``."""
+    """``blocks``, ``pair`` of two networks, ``lora`` with frozen weights below trained ones, ``twins``, ``unet``."""
     config: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
     steps: int = 20
@@ -121,6 +122,20 @@ class Pair(nn.Module):
         return self.blocks(x + self.encoder(x))
 
 
+class Twins(nn.Module):
+    """Layers of one size, called in an order that can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(CLASSES, CLASSES) for _ in range(4))
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = x + self.blocks[index](x).tanh()
+        return x
+
+
 class LowRank(nn.Module):
     """A frozen layer and a trained correction of rank 2 (Hu et al. 2021, equation 3)."""
 
@@ -146,6 +161,8 @@ def build(job: Job) -> nn.Module:
         network.train()
     elif job.network == "pair":
         network = Pair()
+    elif job.network == "twins":
+        network = Twins()
     elif job.network == "lora":
         network = Blocks().requires_grad_(False)
         for block in network.blocks:
@@ -275,7 +292,7 @@ class Training:
     def _blocks(self) -> list[nn.Module] | None:
         if self.job.network != "unet":
             return None
-        from sd_lightning.latent_diffusion import repeated_blocks
+        from sd_lightning.blocks import repeated_blocks
 
         return list(repeated_blocks(self.network).values())
 
@@ -366,9 +383,25 @@ def _act(training: Training, step: int) -> None:
         engine.state.swap_out()
     if job.act in ("raise", "refit") and step % 4 == 2:
         _fail_in_backward(training, step)
+    if job.act == "reorder" and step == 2:
+        _call_in_another_order(training)
     if job.act == "accumulate_then_raise" and step % 4 == 2:
         training.micro_step(500)
         _fail_in_backward(training, step)
+
+
+def _call_in_another_order(training: Training) -> None:
+    """Try a step in which the last rank calls two layers of one size the other way round."""
+    assert training.engine is not None
+    if training.rank == training.world_size - 1:
+        training.network.order = [0, 2, 1, 3]
+    try:
+        training.micro_step(700)
+        training.optimizers[0].step()
+    except UsageError as error:
+        training.notes["refused"] = str(error)
+    training.engine.abort()
+    training.network.order = [0, 1, 2, 3]
 
 
 def _fail_in_backward(training: Training, step: int) -> None:

@@ -124,7 +124,7 @@ class Measured(PortableCheckpoint):
         self.found["own"] = sum(4 * (shard.end - shard.begin) for shard in shards)
         engine = getattr(trainer.strategy, "engine", None)
         chunks = [] if engine is None else engine.chunks
-        self.found["shard"] = sum(4 * chunk.shard_numel for chunk in chunks) or self.found["own"]  # with padding
+        self.found["shard"] = sum(4 * chunk.bounds.numel for chunk in chunks) or self.found["own"]  # with padding
         self.found["differing"] = [shard.name for shard in shards if not _is_as_written(shard)]
         super().on_fit_start(trainer, pl_module)
 

@@ -6,6 +6,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
+from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.data.datamodule import dreambooth_data
 from sd_lightning.generation import SamplingOptions
 from sd_lightning.learned_token import LearnedToken
@@ -54,6 +55,7 @@ FSDP: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "fsdp_offload": {"cpu_offload": True},
     "fsdp_grad_op": {"reshard_after_forward": False, "forward_prefetch": 1},
+    "hsdp": {"replicas": 2},
     "fsdp_bf16": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
 }
 DDP: dict[str, dict[str, Any]] = {
@@ -164,6 +166,17 @@ class StopAt(Callback):
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.global_rank == 0, all=False)
 
 
+class Signal(Callback):
+    """The last rank gets a SIGTERM during a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step - 1 and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def module_of(job: dict[str, Any]) -> Any:
     """Return the module of a job, with the parts that it freezes, adds or recomputes."""
     optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
@@ -192,7 +205,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     options |= precision_options(job.get("precision", "32-true"), options["strategy"])
     if job["do"] == "save":
         checkpoint = PortableCheckpoint(job["run_dir"], every_n_steps=job["save_at"], resume=job.get("resume"))
-        callbacks: list[Callback] = [EMA(0.9), losses, checkpoint]
+        callbacks: list[Callback] = [EMA(0.9, offload=job.get("ema_offload", False)), losses, checkpoint]
         if job.get("sample_every"):
             sampling = SamplingOptions(num_inference_steps=2, batch_size=2)
             prompts = ["a handwritten one", "a handwritten two", "a handwritten six"]
@@ -201,6 +214,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             )
         if job.get("stop_at"):
             callbacks.append(StopAt(job["stop_at"]))
+        if job.get("signal_at"):
+            callbacks += [StopOnSignal(), Signal(job["signal_at"])]
         pl_module = module_of(job)
         datamodule = dreambooth_data(**job["dreambooth"]) if job.get("dreambooth") else data()
         trainer = trainer_of(job["steps"], *callbacks, **options, **job.get("trainer", {}))

@@ -74,7 +74,7 @@ def adapted(folder: Path) -> Path:
     return folder / "lora"
 
 
-def test_class_images_are_kept_and_topped_up(full: Path, folder: Path) -> None:
+def test_class_images_are_kept_and_topped_up(full: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = {path: path.stat().st_mtime_ns for path in (folder / "pictures").rglob("*.png")}
     assert len(first) == 4
     with Image.open(min(first)) as image:
@@ -85,7 +85,9 @@ def test_class_images_are_kept_and_topped_up(full: Path, folder: Path) -> None:
         (expected,) = generate(model, ["a handwritten digit"], seeds=[0], options=options, device=torch.device("cpu"))
         assert np.abs(np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)).max() <= 1
     options = f"{PRIOR} num_class_images=6 max_train_steps=1 init_from=base output_dir=more validation_prompt=two"
+    capfd.readouterr()
     assert call(f"{DREAMBOOTH} {options}") == 0
+    assert "validation_prompt='two' has none of the words for the subject (sks)" in capfd.readouterr().err
     second = {path: path.stat().st_mtime_ns for path in (folder / "pictures").rglob("*.png")}
     assert len(second) == 6 and second.items() >= first.items()
     assert not list((folder / "pictures").rglob(".tmp*"))
@@ -206,6 +208,15 @@ BAD = [
     ("learning_rate=fast", "learning_rate=fast", "expected float", "write learning_rate="),
     ("instance_promt=x", "instance_promt=x", "no key", "write instance_prompt=x"),
 ]
+
+
+def test_class_images_beside_an_output_that_cannot_be_written_are_not_drawn(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    words = ("got output_dir=file/x, and file/x-class-images cannot be written", "choose another output_dir=<folder>")
+    options = "with_prior_preservation=true 'class_prompts=[a handwritten digit]' init_from=base output_dir=file/x"
+    refuse(f"{DREAMBOOTH} {options}", words, folder, capfd)
 
 
 @pytest.mark.parametrize(("options", "words"), [(c, tuple(w)) for c, *w in BAD], ids=[c for c, *_ in BAD])

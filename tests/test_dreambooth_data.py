@@ -179,3 +179,18 @@ def test_other_processes_wait_until_all_class_images_are_there(tmp_path: Path, m
     monkeypatch.setattr(class_images.time, "sleep", sleep)
     class_images.wait_for(tmp_path, [DOG], 3)
     assert len(waited) == 3
+
+
+def test_other_processes_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 400 * seconds
+        if now[0] == 1200:
+            save(class_folder(tmp_path, DOG, [DOG]) / "class-00000.png")
+
+    monkeypatch.setattr(class_images.time, "sleep", sleep)
+    monkeypatch.setattr(class_images.time, "monotonic", lambda: now[0])
+    with pytest.raises(UsageError, match="2 class images are missing .*rank 0.*has added none for 1800 s; see what"):
+        class_images.wait_for(tmp_path, [DOG], 3)
+    assert now[0] == 1200 + 2000, "a picture starts the time again"

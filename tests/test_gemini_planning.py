@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gemini_driver import Blocks
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.layout import ALIGNMENT, ChunkLayout, ParameterSpec, align, pack, search_chunk_numel
+from sd_lightning.gemini.layout import ALIGNMENT, ChunkLayout, ParameterSpec, Shard, align, pack, search_chunk_numel
 from sd_lightning.gemini.placement import (
     Demand,
     Plan,
@@ -69,10 +67,8 @@ def test_the_shards_of_all_ranks_are_every_parameter_once(
     specs: list[ParameterSpec], chunk_numel: int, world_size: int
 ) -> None:
     for chunk in pack(specs, chunk_numel, world_size):
-        shard = chunk.numel // world_size
         for slot in chunk.slots:
-            ranks: list[Any] = [SimpleNamespace(begin=r * shard, end=(r + 1) * shard) for r in range(world_size)]
-            owned = [Chunk.owned(rank, slot) for rank in ranks]
+            owned = [Shard(chunk, rank, world_size).owned(slot) for rank in range(world_size)]
             parts = [(begin, end) for begin, end in owned if begin < end]
             ends = [0, *(end for _, end in parts)]
             assert [begin for begin, _ in parts] == ends[:-1] and ends[-1] == slot.numel

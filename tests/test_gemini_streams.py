@@ -207,7 +207,7 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
         device.use(device.compute, chunk.full, is_write=True)
         chunk.full.untyped_storage().resize_(nbytes)
 
-    def collective(collectives: Collectives, buffer: Tensor) -> Pending:
+    def collective(collectives: Collectives, buffer: Tensor, chunk: int) -> Pending:
         return Pending([Work(buffer)] if with_network else [])  # type: ignore[list-item]
 
     with pytest.MonkeyPatch.context() as patch, Watch(device):

@@ -50,6 +50,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 AUTO = PLACEMENTS["auto_some"]
 ROOM = {"placement": "auto", "memory_cap": "1MiB", "reduce_once": "auto"}
+TWINS = {"chunk_numel": 64, "prefetch": 0}
+"""One layer in each chunk."""
 BUDGETED = {"offload_optim_frac": 0.5, "offload_param_frac": 0.3, "gathered_budget": 16_000}
 
 
@@ -86,6 +88,8 @@ def jobs_of_ranks() -> list[Job]:
         Job("act/raise_kept_gathered", config={"shard_param_frac": 0.0}, act="accumulate_then_raise"),
         Job("act/refit", config=BUDGETED, act="refit"),
         Job("act/refit_kept_gathered", config={"shard_param_frac": 0.0}, act="refit"),
+        Job("act/reorder", network="twins", config=TWINS, act="reorder", steps=6),
+        Job("twins", network="twins", config=TWINS, steps=6),
         Job("meta", config=BUDGETED, meta=True),
         Job("auto/sample", config=AUTO, act="sample"),
         Job("auto/swap", config=AUTO, act="swap"),
@@ -320,6 +324,13 @@ def test_a_fit_after_an_exception_begins_with_new_optimizers(two_ranks: list[dic
     assert two_ranks[0][name].notes["failed"] == 5
     assert_as_plain_torch(two_ranks[0][name], {"act": "refit"})
     assert two_ranks[0][name].digest == two_ranks[0]["act/refit"].digest != two_ranks[0]["place/sharded"].digest
+
+
+def test_ranks_that_call_blocks_in_different_orders_step_nothing(two_ranks: list[dict[str, Findings]]) -> None:
+    for rank in two_ranks:
+        assert "the ranks called the blocks of a network in different orders" in rank["act/reorder"].notes["refused"]
+        assert rank["act/reorder"].losses == rank["twins"].losses
+        assert rank["act/reorder"].digest == rank["twins"].digest
 
 
 # ---------------------------------------------------------------------- placement=auto

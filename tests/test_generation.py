@@ -15,7 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.encoder import LatentEncoder
 from sd_lightning.generation import generate
-from sd_lightning.latent_diffusion import scheduler_class
+from sd_lightning.sampling_schedulers import scheduler_class
 from small_models import SMALL_SDXL
 
 PROMPTS = ["a handwritten three", "a handwritten one", "the digit 7"]

@@ -15,8 +15,10 @@ from torch import nn
 from sd_lightning import LatentDiffusion, assets
 from sd_lightning._errors import UsageError
 from sd_lightning.architectures import Component
-from sd_lightning.latent_diffusion import load_model, repeated_blocks, scheduler_class
+from sd_lightning.blocks import repeated_blocks
+from sd_lightning.latent_diffusion import load_model
 from sd_lightning.pipeline_folder import load_network
+from sd_lightning.sampling_schedulers import scheduler_class
 from small_models import SMALL_SDXL
 
 ARCHITECTURES = {"sd": "tiny", "sdxl": SMALL_SDXL}

@@ -121,8 +121,12 @@ def draw(pipeline: Any, prompt: str = "a handwritten S* digit") -> np.ndarray:
 
 
 def test_words_that_cannot_be_learned_are_refused() -> None:
-    with pytest.raises(UsageError, match="placeholder_token=sks: the tokenizer has this word; expected a new one"):
+    with pytest.raises(UsageError, match=r"=sks: the tokenizer has this word; .* write placeholder_token=S\*, or"):
         LearnedToken("sks").apply_(LatentDiffusion.build("tiny"))
+    taught = LatentDiffusion.build("tiny")
+    LearnedToken("S*").apply_(taught)
+    with pytest.raises(UsageError, match=r"=S\*: the tokenizer has this word; .* write placeholder_token=S1\*, or"):
+        LearnedToken("S*").apply_(taught)
     with pytest.raises(UsageError, match="initializer_token=extraordinary: .* tokens; expected a single"):
         LearnedToken(initializer_token="extraordinary").apply_(LatentDiffusion.build("tiny"))
     cut = LatentDiffusion.build("tiny")

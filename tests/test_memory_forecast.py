@@ -1,8 +1,10 @@
 """What a run will take of memory: the trace against torch's own tracker, the forms against the engine, the presets."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 
@@ -61,6 +63,8 @@ def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: 
     assert small.weights_and_states < 2.2 * GB and small.host_states < 0.1 * GB
     many = predicted(compose, tmp_path, "sdxl_lora_12gb", "sample_batch_size=4")
     assert many.device == many.class_images + DEVICE_ALLOWANCE > 12 * GB, "four class images at a time are too many"
+    eight = predicted(compose, tmp_path, "8gb", "use_8bit_adam=true")
+    assert eight.host < base.host - 3 * GB and eight.weights_and_states < base.weights_and_states - 0.5 * GB
     made = predicted(compose, tmp_path, "8gb", "trainable=lora", "model.pretrained=null")
     networks = LatentDiffusion.build("sd15", device="meta").networks.values()
     whole = sum(4 * parameter.numel() for network in networks for parameter in network.parameters())
@@ -69,18 +73,29 @@ def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: 
     assert dreambooth.predict_memory(cfg) is None, "nothing is said of settings without a form"
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_states_are_what_the_engine_keeps_in_a_step(fraction: float) -> None:
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "optimizer"),
+    [
+        *((fraction, ADAMW) for fraction in (0.0, 0.5, 1.0)),
+        (0.5, partial(torch.optim.SGD, lr=1e-3, momentum=0.9)),
+        (1.0, partial(torch.optim.SGD, lr=1e-3)),
+        (0.5, partial(bitsandbytes.optim.AdamW8bit, lr=1e-3)),
+    ],
+)
+def test_states_are_what_the_engine_keeps_in_a_step(fraction: float, optimizer: Any) -> None:
     network: Any = LatentDiffusion.build("tiny", seed=1).unet.requires_grad_(True)
     config = GeminiConfig(offload_optim_frac=fraction, compute_dtype=torch.bfloat16, chunk_numel=2**17)
     engine = GeminiEngine({"unet": network}, config, device=torch.device("cpu"))
-    optimizer = engine.optimizer(torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True))
+    stepping = engine.optimizer(optimizer(list(network.parameters())))
     latents = torch.randn(1, 4, 8, 8, dtype=torch.bfloat16)
     hidden = torch.randn(1, 8, 64, dtype=torch.bfloat16)
     network(latents, torch.tensor([3]), encoder_hidden_states=hidden).sample.square().mean().backward()
-    optimizer.step()
+    stepping.step()
     found = engine.statistics()
-    expected = forecast("tiny", Training(batch_size=1, resolution=32), config)
+    expected = forecast("tiny", Training(batch_size=1, resolution=32, optimizer=optimizer), config)
     assert expected.host_states == found.get("peak_bytes/slow", 0)
     in_flight = 6 * 4 * config.chunk_numel  # type: ignore[operator]
     assert 0 <= expected.weights_and_states - found["peak_bytes/fast"] <= in_flight, "gradients that are being reduced"

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, _conf
 from sd_lightning import train as cli
+from sd_lightning.blocks import repeated_blocks
 from sd_lightning.callbacks import EMA
 from sd_lightning.checkpoint import checkpoint_path
-from sd_lightning.latent_diffusion import repeated_blocks
 from sd_lightning.preflight import check_trainer
 from sd_lightning.speed import Speed, use_attention_kernel
+from sd_lightning.strategies.gemini import GeminiStrategy
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +293,9 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled() -
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     losses = []
-    for compiled in (False, True):
+    offloaded = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 0}
+    strategies = ((False, "auto"), (True, "auto"), (True, GeminiStrategy(**offloaded)))
+    for compiled, strategy in strategies:
         torch._dynamo.reset()
         model = LatentDiffusion.build("tiny")
         config = dict(model.components["unet"].config)
@@ -304,7 +307,7 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled() -
         sgd = partial(torch.optim.SGD, lr=0.1)  # Adam makes much of small differences
         module, watch, begin = SDLightningModule(model, optimizer=sgd), Watch(), graphs()
         Speed(compile_blocks=compiled).apply_(module.trained_networks().values())
-        small.fit(module, small.data(), 3, EMA(0.9), watch)
+        small.fit(module, small.data(), 3, EMA(0.9), watch, strategy=strategy)
         trained = graphs() - begin
         # Equal blocks share a graph; without the switch there is none.
         assert 0 < trained < len(repeated_blocks(module.unet)) if compiled else trained == 0
@@ -312,6 +315,7 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled() -
         assert graphs() - begin == trained
         losses.append(watch.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[1], abs=1e-6), "under Gemini as without"
 
 
 # ---------------------------------------------------------------------- optimizers

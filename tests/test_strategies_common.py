@@ -29,6 +29,10 @@ STRATEGIES = (
 )
 EXACT_OPTIONS = ("ddp_static", "fsdp_grad_op", "gemini_kept")
 ROUNDING_OPTIONS = ("ddp_bf16", "ddp_fp16", "fsdp_bf16")
+OF_FOUR = ("hsdp", "zero2", "gemini")
+"""What is trained on four processes, too; HSDP shards over two of them, twice."""
+SOME = ("ddp", "fsdp", "zero3", "gemini")
+"""One of each engine, for what depends on no more than that."""
 STEPS = 20
 VARIATIONS: dict[str, dict[str, Any]] = {
     "two_groups": {"module": {"text_encoder_lr": 1e-4}},
@@ -80,11 +84,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             f"{name}:resumed": {"strategy": name, "steps": 8, "ckpt_path": str(folder / f"2-{name}:stopped")},
             **{f"{name}:{key}": {"strategy": name, "steps": 4} | options for key, options in VARIATIONS.items()},
         }
+    for name in SOME:
+        double[f"{name}:signalled"] = {"strategy": name, "steps": 8, "signal_at": 3}
+        double[f"{name}:ema_on_host"] = {"strategy": name, "steps": 8, "ema_offload": True}
+    four: dict[str, dict[str, Any]] = {}
+    for name in OF_FOUR:
+        four |= {
+            f"{name}:four": {"strategy": name, "steps": 8},
+            f"{name}:four_stopped": {"strategy": name, "steps": 8, "stop_at": 3},
+            f"{name}:four_resumed": {"strategy": name, "steps": 8, "ckpt_path": str(folder / f"4-{name}:four_stopped")},
+        }
+    double["ddp:resumed_from_four"] = {"strategy": "ddp", "steps": 8, "ckpt_path": str(folder / "4-hsdp:four_stopped")}
     double["gemini_auto:sampled"] = double["gemini:sampled"] | {"strategy": "gemini_auto"}
     double |= {name: {"strategy": name, "steps": 4} for name in (*EXACT_OPTIONS, *ROUNDING_OPTIONS)}
     double["ddp:unused"]["strategy"] = "ddp_unused"
     found: dict[str, dict[str, Any]] = {}
-    for world, cases in ((1, single), (2, double)):
+    for world, cases in ((1, single), (4, four), (2, double)):
         jobs = [
             {
                 "do": "save",
@@ -214,6 +229,34 @@ def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(
     assert stopped["losses"] + resumed["losses"] == plain["losses"]
     assert rms(resumed["checkpoint"], plain["checkpoint"]) == 0
     assert rms(resumed["checkpoint"], plain["checkpoint"], "ema") == 0
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(results: dict[str, dict[str, Any]], name: str) -> None:
+    signalled, plain = results[f"{name}:signalled"], results[f"{name}:not_sampled"]
+    assert signalled["checkpoint"].endswith("step-00000003")
+    assert signalled["losses"] == plain["losses"][:3]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_an_average_in_host_memory_is_the_same(results: dict[str, dict[str, Any]], name: str) -> None:
+    on_host, plain = results[f"{name}:ema_on_host"], results[f"{name}:not_sampled"]
+    assert on_host["losses"] == plain["losses"]
+    assert rms(on_host["checkpoint"], plain["checkpoint"], "ema") == 0
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_four_processes_train_and_go_on_as_one(results: dict[str, dict[str, Any]], name: str) -> None:
+    plain, stopped, resumed = (results[f"{name}:{job}"] for job in ("four", "four_stopped", "four_resumed"))
+    assert plain["losses"] == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
+    assert stopped["losses"] + resumed["losses"] == plain["losses"]
+    for kind in ("master", "exp_avg", "exp_avg_sq", "ema"):
+        assert rms(resumed["checkpoint"], plain["checkpoint"], kind) == 0
+
+
+def test_two_processes_go_on_from_a_checkpoint_of_four(results: dict[str, dict[str, Any]]) -> None:
+    ours = results["hsdp:four_stopped"]["losses"] + results["ddp:resumed_from_four"]["losses"]
+    assert ours == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -136,8 +136,8 @@ def _autocast(architecture: str, device: str) -> Any:
 
 
 def _gemini(architecture: str, device: str, settings: dict[str, Any]) -> Any:
+    from sd_lightning.blocks import repeated_blocks
     from sd_lightning.gemini import GeminiConfig, GeminiEngine
-    from sd_lightning.latent_diffusion import repeated_blocks
 
     network = _network(architecture)
     config = GeminiConfig(compute_dtype=torch.bfloat16, **settings)

@@ -28,6 +28,9 @@ from sd_lightning.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 1800.0
+"""How long other processes wait for a picture: loading a model, or some pictures on a CPU, takes minutes."""
+
 
 @dataclass(frozen=True)
 class Missing:
@@ -112,12 +115,26 @@ def draw(
 
 
 def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
-    """Wait until another process has drawn what was missing."""
-    began = told = time.monotonic()
-    while missing := missing_pictures(folder, prompts, count, seed=0):
-        if time.monotonic() - told > 60:
-            told = time.monotonic()
-            log.warning("waiting for %d class images of rank 0 since %.0f s", len(missing), told - began)
+    """Wait until another process has drawn what was missing.
+
+    Raises:
+        UsageError: It has drawn nothing for ``PATIENCE_SECONDS``.
+    """
+    told = came = time.monotonic()
+    last = None
+    while missing := len(missing_pictures(folder, prompts, count, seed=0)):
+        now = time.monotonic()
+        if missing != last:
+            last, came = missing, now
+        if now - came > PATIENCE_SECONDS:
+            raise UsageError(
+                f"dreambooth: {missing} class images are missing in {folder}, and rank 0, which draws them, has added "
+                f"none for {PATIENCE_SECONDS:.0f} s; see what rank 0 says, and check that {folder} is on a file system "
+                "that all nodes share; or draw them first, in a run with trainer.devices=1 trainer.num_nodes=1"
+            )
+        if now - told > 60:
+            told = now
+            log.warning("waiting for %d class images of rank 0, the last of which came %.0f s ago", missing, now - came)
         time.sleep(1)
 
 

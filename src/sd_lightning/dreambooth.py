@@ -70,6 +70,7 @@ def run(cfg: DictConfig) -> int:
     if cfg.learn_token:
         learn_token(cfg, captions)
     if cfg.validation_prompt is not None and cfg.callbacks.samples is not None:
+        warn_of_validation(cfg, captions)
         cfg.callbacks.samples.prompts = [cfg.validation_prompt] * 4
     if cfg.use_8bit_adam:
         use_8bit_adam(cfg)
@@ -112,6 +113,7 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
         resolution=cfg.data.resolution,
         train_text_encoder=cfg.module.train_text_encoder,
         lora=None if cfg.lora is None else _conf.instantiate(cfg.lora),
+        optimizer=_conf.instantiate(cfg.optimizer),
         gradient_checkpointing=cfg.speed.gradient_checkpointing,
         encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
         averages=cfg.callbacks.get("ema") is not None,
@@ -170,6 +172,19 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
     return prompts
 
 
+def warn_of_validation(cfg: DictConfig, captions: Sequence[str]) -> None:
+    """Warn of a ``validation_prompt`` without a word for the subject: its pictures would not show it."""
+    classes = set[str]().union(*map(_words, cfg.data.class_prompts))
+    subject = set[str]().union(*map(_words, captions)) - classes
+    if cfg.data.class_prompts and not subject & _words(cfg.validation_prompt):
+        log.warning(
+            "validation_prompt=%r has none of the words for the subject (%s), so the pictures drawn during the run "
+            "will show its class; write the word into it",
+            cfg.validation_prompt,
+            ", ".join(sorted(subject)),
+        )
+
+
 def learn_token(cfg: DictConfig, captions: Sequence[str]) -> None:
     """Let the module learn a new word, which every caption has to contain.
 
@@ -199,12 +214,15 @@ def check_before_drawing(cfg: DictConfig) -> None:
     _conf.instantiate(cfg.data, class_prompts=None)
     for node in filter(None, (cfg.lora, cfg.sampling)):
         _conf.instantiate(node)
+    if not cfg.with_prior_preservation:
+        return
     try:
         runs.check_writable(Path(cfg.class_data_dir))
     except OSError as error:
+        name = "class_data_dir" if "class_data_dir" in _conf.overridden_keys() else "output_dir"
         raise UsageError(
-            f"dreambooth got class_data_dir={cfg.class_data_dir}, which cannot be written ({error.strerror}); choose "
-            "another class_data_dir=<folder>"
+            f"dreambooth got {name}={cfg[name]}, and {cfg.class_data_dir} cannot be written ({error.strerror}); choose "
+            f"another {name}=<folder>"
         ) from error
 
 

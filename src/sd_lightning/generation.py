@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.latent_diffusion import LatentDiffusion, scheduler_class
+from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.sampling_schedulers import scheduler_class
 
 if TYPE_CHECKING:
     from PIL import Image

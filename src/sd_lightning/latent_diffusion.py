@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -38,6 +37,7 @@ from sd_lightning.pipeline_folder import (
 from sd_lightning.quantization.folder import load_int8_network, stored_int8
 from sd_lightning.quantization.model import int8_config, int8_record
 from sd_lightning.safetensors_file import write_tensors
+from sd_lightning.sampling_schedulers import samples_stable_diffusion, scheduler_class
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -53,7 +53,6 @@ _PARTS = {
     "StableDiffusionPipeline": ("unet", "vae", "text_encoder", "tokenizer"),
     "StableDiffusionXLPipeline": ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
 }
-_BLOCK_CLASSES = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
 # Written by save_pretrained beside the networks, never trained: what a pipeline's model_index names as absent.
 _ABSENT = {"StableDiffusionPipeline": ("safety_checker", "feature_extractor", "image_encoder")}
 # Arguments of the pipeline that are not parts. Captions are dropped to "" in training, so that is what a model built
@@ -342,7 +341,7 @@ class LatentDiffusion:
             scheduler = getattr(diffusers, class_name).from_config(dict(component.config))
         except (ImportError, TypeError, ValueError, KeyError) as error:  # a missing package, arguments of its own
             raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
-        if not _samples_stable_diffusion(scheduler):
+        if not samples_stable_diffusion(scheduler):
             raise UsageError(
                 f"scheduler={name or class_name}: Stable Diffusion pipelines cannot sample with it; choose another, "
                 "such as DDIMScheduler"
@@ -462,77 +461,6 @@ def load_model(
             "add model.pretrained=<hub id or folder>"
         )
     return LatentDiffusion.build(architecture, seed=seed)
-
-
-# ---------------------------------------------------------------------- names inside a model
-
-
-def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated units of a network by name: resnet and transformer blocks, encoder layers.
-
-    These are the units that engines shard, checkpoint and compile; this is the one place that knows them.
-    """
-    # By the name of any base class: engines wrap a block's class in a subclass of another name.
-    return {
-        name: module
-        for name, module in network.named_modules()
-        if any(base.__name__ in _BLOCK_CLASSES for base in type(module).__mro__)
-    }
-
-
-def execution_position(name: str) -> tuple[int, ...]:
-    """Return a sort key that brings parts of a UNet, by name, into the order in which they run.
-
-    They are registered in another: up before mid blocks, and attention before the resnets that it follows. Names in
-    other networks have one key, so that a stable sort leaves them as they are.
-    """
-    stages = {"conv_in": 1, "down_blocks": 2, "mid_block": 3, "up_blocks": 4, "conv_norm_out": 5, "conv_out": 6}
-    stage, *inner = name.split(".")
-    if stage not in ("down_blocks", "mid_block", "up_blocks"):
-        return (stages.get(stage, 0),)
-    block = 0 if stage == "mid_block" else int(inner.pop(0))
-    kinds = ("resnets", "attentions")
-    if len(inner) < 2 or inner[0] not in kinds:
-        return stages[stage], block, 1000  # the samplers, after all layers
-    return stages[stage], block, int(inner[1]), kinds.index(inner[0])
-
-
-def scheduler_class(name: str) -> str:
-    """Return the diffusers class of a scheduler given by class name or short name.
-
-    Raises:
-        UsageError: diffusers has no such scheduler.
-    """
-    import diffusers
-
-    known = {n for n in dir(diffusers) if n.endswith("Scheduler") and not n.startswith("Flax")}
-    short = {
-        "ddim": "DDIMScheduler",
-        "ddpm": "DDPMScheduler",
-        "pndm": "PNDMScheduler",
-        "lms": "LMSDiscreteScheduler",
-        "euler": "EulerDiscreteScheduler",
-        "euler_a": "EulerAncestralDiscreteScheduler",
-        "heun": "HeunDiscreteScheduler",
-        "dpmsolver++": "DPMSolverMultistepScheduler",
-        "unipc": "UniPCMultistepScheduler",
-        "deis": "DEISMultistepScheduler",
-    }
-    chosen = short.get(name.lower(), name)
-    if chosen not in known:
-        raise UsageError(
-            f"scheduler={name}: diffusers has no such scheduler; expected {', '.join(short)} or a class name such as "
-            "DDIMScheduler"
-        )
-    return chosen
-
-
-def _samples_stable_diffusion(scheduler: Any) -> bool:
-    """Tell whether a scheduler has what the pipelines call: ``step(noise_pred, t, latents, …)`` and its company."""
-    if not all(hasattr(scheduler, name) for name in ("step", "scale_model_input", "init_noise_sigma", "order")):
-        return False
-    parameters = list(inspect.signature(scheduler.step).parameters.values())
-    return len(parameters) >= 3 and all(p.default is not p.empty for p in parameters[3:] if p.kind != p.VAR_KEYWORD)
 
 
 def _check_pipeline_class(name: str, who: str) -> None:

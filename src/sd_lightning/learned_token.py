@@ -73,10 +73,11 @@ class LearnedToken:
                 f"SDLightningModule got learned_token= and a model with deferred weights of {name}, which get a row "
                 "more; leave it out of deferred="
             )
-        if len(tokenizer(self.placeholder_token, add_special_tokens=False).input_ids) == 1:
+        if _is_known(self.placeholder_token, tokenizer):
+            free = next(word for word in map("S{}*".format, ("", *range(1, 1000))) if not _is_known(word, tokenizer))
             raise UsageError(
-                f"placeholder_token={self.placeholder_token}: the tokenizer has this word; expected a new one, e.g. "
-                "placeholder_token=S*"
+                f"placeholder_token={self.placeholder_token}: the tokenizer has this word; expected a new one; write "
+                f"placeholder_token={free}, or learn_token=false to go on with what the word means"
             )
         rows = model.networks[name].get_input_embeddings().num_embeddings  # type: ignore[operator]
         if rows != len(tokenizer):
@@ -124,3 +125,7 @@ class LearnedToken:
                 "word, e.g. initializer_token=dog, or null"
             )
         return int(ids[0])
+
+
+def _is_known(word: str, tokenizer: Any) -> bool:
+    return len(tokenizer(word, add_special_tokens=False).input_ids) == 1

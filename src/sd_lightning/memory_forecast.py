@@ -6,8 +6,9 @@ traced on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from sd_lightning.conditioning import map_conditioning
 from sd_lightning.gemini.config import GeminiConfig
-from sd_lightning.gemini.layout import ParameterSpec, default_search, pack, search_chunk_numel
+from sd_lightning.gemini.layout import ParameterSpec, Shard, default_search, pack, search_chunk_numel
 from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
 from sd_lightning.gemini.tiers import Tier
+from sd_lightning.gemini.updates import update_of
 from sd_lightning.latent_diffusion import LatentDiffusion
 from sd_lightning.lora import Lora
 from sd_lightning.memory_trace import peak_bytes
@@ -30,7 +32,6 @@ HOST_ALLOWANCE = int(2.0 * GB)
 """Python, torch and CUDA's libraries in host memory. Not measured here: an allowance."""
 _TRACE_MARGIN = 1.1
 """Traces of checkpointed passes came out 6 % below torch's own memory tracker."""
-_MOMENTS_BYTES = 8
 _FLOAT_BYTES = 4
 _SLICE_BYTES = 3 * 16 * 2**20
 """Buffers through which a checkpoint is streamed to disk."""
@@ -46,6 +47,8 @@ class Training:
     """Side of the images, pixels."""
     train_text_encoder: bool = False
     lora: Lora | None = None
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-5)
+    """Makes the optimizer of some parameters; one that Gemini can step."""
     gradient_checkpointing: bool = False
     dtype: torch.dtype = torch.bfloat16
     """What trained networks compute in, throughout."""
@@ -164,22 +167,31 @@ def _states(trained: Mapping[str, nn.Module], training: Training, gemini: Gemini
         size = search_chunk_numel(specs, gemini.chunk_search or default_search(specs), world_size)
     layouts = pack(specs, size, world_size)
     plan = plan_static(layouts, gemini)
-    shards = [layout.numel // world_size for layout in layouts]
-    states = tuple(_MOMENTS_BYTES * shard * layout.is_trained for shard, layout in zip(shards, layouts))
+    shards = [Shard(layout, 0, world_size) for layout in layouts]
+    states = _state_bytes(shards, training)
     units = tuple((layout.index,) for layout in layouts)
     device = fast_bytes(layouts, plan.chunks, Demand(0, 0, states, units, world_size))
     if gemini.offload_param_frac or world_size > 1:
         whole = sum(layout.numel for layout in layouts) * training.dtype.itemsize
         device += whole if gemini.gathered_budget is None else min(gemini.gathered_budget, whole)
     host = 0
-    for layout, place, shard, moments in zip(layouts, plan.chunks, shards, states):
+    for shard, place, moments in zip(shards, plan.chunks, states):
         if place.param_tier is Tier.SLOW:
-            host += shard * training.dtype.itemsize
-        if layout.is_trained and place.optim_tier is Tier.SLOW:
-            host += 2 * 4 * shard + moments  # master weights and gradients
-        if layout.is_trained and place.optim_tier is Tier.DISK:
-            host += 4 * shard  # gradients wait for the step here
+            host += shard.numel * training.dtype.itemsize
+        if shard.layout.is_trained and place.optim_tier is Tier.SLOW:
+            host += 2 * _FLOAT_BYTES * shard.numel + moments  # master weights and gradients
+        if shard.layout.is_trained and place.optim_tier is Tier.DISK:
+            host += _FLOAT_BYTES * shard.numel  # gradients wait for the step here
     return device, host
+
+
+def _state_bytes(shards: Sequence[Shard], training: Training) -> tuple[int, ...]:
+    """Return the bytes of the optimizer's states of each shard."""
+    optimizer = training.optimizer([nn.Parameter(torch.empty(1))])
+    update, (group,) = update_of(optimizer), optimizer.param_groups
+    count = len(update.states(group))
+    sizes = [update.size(shard) if shard.layout.is_trained else (0, torch.uint8) for shard in shards]
+    return tuple(count * numel * dtype.itemsize for numel, dtype in sizes)
 
 
 def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], training: Training) -> int:

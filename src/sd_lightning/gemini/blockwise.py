@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.layout import Slot, align
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.layout import Shard, Slot, align
 
 _BLOCK = 256
 _SIGNED = {"state1": True, "state2": False}
@@ -50,16 +47,16 @@ class BlockwiseUpdate:
     def scalars(self, step: int) -> dict[str, Any]:
         return {"step": step}
 
-    def size(self, chunk: Chunk) -> tuple[int, torch.dtype]:
-        return sum(self._nbytes(chunk, slot) for slot in chunk.layout.slots), torch.uint8
+    def size(self, shard: Shard) -> tuple[int, torch.dtype]:
+        return sum(self._nbytes(shard, slot) for slot in shard.layout.slots), torch.uint8
 
-    def part(self, chunk: Chunk, slot: Slot, flat: Tensor) -> Tensor:
+    def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
         begin = 0
-        for other in chunk.layout.slots:
+        for other in shard.layout.slots:
             if other.name == slot.name:
                 break
-            begin += self._nbytes(chunk, other)
-        part = flat[begin : begin + self._nbytes(chunk, slot)]
+            begin += self._nbytes(shard, other)
+        part = flat[begin : begin + self._nbytes(shard, slot)]
         return part if slot.numel >= self._least_numel else part.view(torch.float32)
 
     def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
@@ -105,8 +102,8 @@ class BlockwiseUpdate:
                 scales2, decay, gnorm_scale=1 / divisor,
             )  # fmt: skip
 
-    def _nbytes(self, chunk: Chunk, slot: Slot) -> int:
-        begin, end = chunk.owned(slot)
+    def _nbytes(self, shard: Shard, slot: Slot) -> int:
+        begin, end = shard.owned(slot)
         numel = end - begin
         is_quantised = slot.numel >= self._least_numel
         return align(numel) + align(4 * -(-numel // _BLOCK)) if is_quantised else align(4 * numel)

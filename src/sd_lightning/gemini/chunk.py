@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.gemini.collectives import Collectives, Pending
-from sd_lightning.gemini.layout import ChunkLayout, Slot
+from sd_lightning.gemini.layout import ChunkLayout, Shard, Slot
 from sd_lightning.gemini.placement import ChunkPlacement
 from sd_lightning.gemini.tiers import Arrival, Buffer, Kind, Memory, Tier
 
@@ -57,10 +57,8 @@ class Chunk:
         self.placement = placement
         self.memory = memory
         self.collectives = collectives
-        self.shard_numel = layout.numel // collectives.world_size
-        self.begin = self.shard_numel * collectives.rank
-        self.end = self.begin + self.shard_numel
-        self.master_dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
+        self.bounds = Shard(layout, collectives.rank, collectives.world_size)
+        """What this rank owns of it."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.slots: dict[nn.Parameter, Slot] = {}
         self.states: dict[str, Buffer] = {}
@@ -90,10 +88,10 @@ class Chunk:
             memory.ledger.add(Tier.FAST, Kind.WEIGHTS, layout.nbytes)
         else:
             memory.ledger.add(Tier.FAST, Kind.GATHERED, layout.nbytes)
-            self._shard = memory.allocate(self.placement.param_tier, Kind.WEIGHTS, self.shard_numel, layout.dtype)
+            self._shard = memory.allocate(self.placement.param_tier, Kind.WEIGHTS, self.bounds.numel, layout.dtype)
         if layout.is_trained and not self.is_aliased:
             self._master = memory.allocate(
-                self.placement.optim_tier, Kind.OPTIMIZER, self.shard_numel, self.master_dtype
+                self.placement.optim_tier, Kind.OPTIMIZER, self.bounds.numel, self.bounds.master_dtype
             )
 
     @property
@@ -114,7 +112,7 @@ class Chunk:
     def is_aliased(self) -> bool:
         """Whether the optimizer's weights are the compute weights themselves."""
         place = self.placement
-        return self.layout.dtype == self.master_dtype and place.param_tier == place.optim_tier
+        return self.layout.dtype == self.bounds.master_dtype and place.param_tier == place.optim_tier
 
     @property
     def shard(self) -> Tensor:
@@ -152,14 +150,6 @@ class Chunk:
             self.memory.copy(self.shard, values, Tier.SLOW, Tier.SLOW)
         self.invalidate()
 
-    def view_of(self, slot: Slot, flat: Tensor) -> Tensor:
-        """Return what a flat tensor like this rank's shard holds of one parameter."""
-        begin, end = self.owned(slot)
-        if begin == end:
-            return flat[:0]
-        offset = slot.begin - self.begin
-        return flat[offset + begin : offset + end]
-
     # ---------------------------------------------------------------- weights
 
     def gather(self) -> None:
@@ -174,7 +164,7 @@ class Chunk:
             self._refreshed.join()  # new weights may still be on their way to a shard on the slow tier
             assert self._shard is not None
             self.memory.copy(self.collectives.shard(self.full), self._shard.tensor, self._shard.tier, Tier.FAST)
-            self._pending = self.collectives.all_gather(self.full)
+            self._pending = self.collectives.all_gather(self.full, self.index)
 
     def wait(self) -> None:
         """Let the computation see the gathered weights."""
@@ -214,7 +204,7 @@ class Chunk:
         if self.collectives.world_size > 1 or not self.is_aliased:
             self._go(ChunkState.GATHERING)
             with self.memory.copying(Tier.FAST) as self._gathered:
-                self._pending = self.collectives.all_gather(self.full)
+                self._pending = self.collectives.all_gather(self.full, self.index)
 
     def refresh(self) -> None:
         """Bring the optimizer's new weights to the compute weights, beside whatever is computed next."""
@@ -253,7 +243,7 @@ class Chunk:
             return self.gradients.tensor
         if keep or self.is_resident:
             alone = self.collectives.world_size == 1 and self.placement.step_tier is Tier.FAST
-            dtype = self.master_dtype if keep or alone else self.layout.dtype
+            dtype = self.bounds.master_dtype if keep or alone else self.layout.dtype
             self.gradients = self.memory.allocate(Tier.FAST, Kind.GRADIENTS, self.layout.numel, dtype)
             return self.gradients.tensor
         if self.state is ChunkState.RELEASED:
@@ -273,7 +263,7 @@ class Chunk:
         for begin, end in self.layout.gaps():
             slots[begin:end].zero_()
         self.filled.clear()
-        pending = self.collectives.reduce_scatter(slots)
+        pending = self.collectives.reduce_scatter(slots, self.index)
         if self.placement.step_tier is Tier.SLOW and not self.collectives.wait_on_host:
             self._offload(pending)
         return pending
@@ -297,7 +287,9 @@ class Chunk:
             self.memory.ledger.add(Tier.FAST, Kind.GRADIENTS, -whole.nbytes)
             self.memory.ledger.add(Tier.FAST, Kind.ACCUMULATED, whole.nbytes)
         elif self.accumulator is None:
-            self.accumulator = self.memory.allocate(Tier.FAST, Kind.ACCUMULATED, self.shard_numel, self.master_dtype)
+            self.accumulator = self.memory.allocate(
+                Tier.FAST, Kind.ACCUMULATED, self.bounds.numel, self.bounds.master_dtype
+            )
             self.accumulator.tensor.copy_(self._reduced)
         else:
             self.accumulator.tensor.add_(self._reduced)
@@ -308,10 +300,10 @@ class Chunk:
 
     def _offload(self, pending: Pending) -> None:
         """Let the reduced gradients go to the slow tier as soon as they are there, beside the computation."""
-        dtype = self.master_dtype if self.accumulator is None else self._reduced.dtype
+        dtype = self.bounds.master_dtype if self.accumulator is None else self._reduced.dtype
         with self.memory.copying(Tier.SLOW) as arrival:
             pending.wait()
-            buffer = self.memory.allocate(Tier.SLOW, Kind.ACCUMULATED, self.shard_numel, dtype)
+            buffer = self.memory.allocate(Tier.SLOW, Kind.ACCUMULATED, self.bounds.numel, dtype)
             self.memory.copy(buffer.tensor, self._reduced, Tier.FAST, Tier.SLOW)
         self._offloaded = buffer, arrival
 
@@ -345,7 +337,7 @@ class Chunk:
 
     def _can_adopt(self, gradients: Buffer) -> bool:
         """With one rank the whole gradients are the reduced ones."""
-        same = gradients.tensor.dtype == self.master_dtype and self.placement.step_tier is Tier.FAST
+        same = gradients.tensor.dtype == self.bounds.master_dtype and self.placement.step_tier is Tier.FAST
         return self.collectives.world_size == 1 and same
 
     def _free_gradients(self) -> None:
@@ -361,15 +353,14 @@ class Chunk:
         """Compute with other weights; each is the part of a parameter that this rank owns."""
         if self.is_aliased:
             # The compute weights are the only copy of the trained ones.
-            self._stash = self.memory.allocate(Tier.SLOW, Kind.SWAPPED, self.shard_numel, self.master_dtype)
+            self._stash = self.memory.allocate(Tier.SLOW, Kind.SWAPPED, self.bounds.numel, self.bounds.master_dtype)
             self.memory.copy(self._stash.tensor, self.shard, self.placement.param_tier, Tier.SLOW)
             self.memory.wait_for_copies()
         self._is_swapped = True
         self.wait()
         for slot in self.layout.slots:
-            begin, end = self.owned(slot)
-            if begin < end:
-                target = self.shard[slot.begin + begin - self.begin : slot.begin + end - self.begin]
+            target = self.bounds.view_of(slot, self.shard)
+            if target.numel():
                 target.copy_(weights[slot.name].reshape(-1))
         self.invalidate()
 
@@ -404,13 +395,13 @@ class Chunk:
         if not self.is_trained:
             return None, None
         own = self._stash or self._master
-        is_aliased = self.layout.dtype == self.master_dtype and placement.param_tier == placement.optim_tier
+        is_aliased = self.layout.dtype == self.bounds.master_dtype and placement.param_tier == placement.optim_tier
         if is_aliased and not self._is_swapped:
             if own is not None:
                 memory.free(own)  # the compute weights are the same values
             return None, None
         tier, kind = (Tier.SLOW, Kind.SWAPPED) if is_aliased else (placement.optim_tier, Kind.OPTIMIZER)
-        new = memory.allocate(tier, kind, self.shard_numel, self.master_dtype)
+        new = memory.allocate(tier, kind, self.bounds.numel, self.bounds.master_dtype)
         memory.copy(new.tensor, self.master, self.placement.param_tier if own is None else own.tier, tier)
         memory.wait_for_copies()
         if own is not None:
@@ -427,7 +418,7 @@ class Chunk:
             self._shard = memory.moved(self._shard, placement.param_tier)
         elif was_resident:
             self.wait()
-            self._shard = memory.allocate(placement.param_tier, Kind.WEIGHTS, self.shard_numel, self.layout.dtype)
+            self._shard = memory.allocate(placement.param_tier, Kind.WEIGHTS, self.bounds.numel, self.layout.dtype)
             memory.copy(self._shard.tensor, shard, old.param_tier, placement.param_tier)
             memory.wait_for_copies()
             memory.ledger.add(Tier.FAST, Kind.WEIGHTS, -self.layout.nbytes)
@@ -445,12 +436,6 @@ class Chunk:
             self._shard = None
 
     # ---------------------------------------------------------------- inner
-
-    def owned(self, slot: Slot) -> tuple[int, int]:
-        """Return the range of a parameter's elements that this rank owns, possibly empty."""
-        begin = min(max(self.begin - slot.begin, 0), slot.numel)
-        end = min(max(self.end - slot.begin, 0), slot.numel)
-        return (begin, end) if begin < end else (0, 0)
 
     def _go(self, state: ChunkState) -> None:
         if state not in _TRANSITIONS[self.state]:

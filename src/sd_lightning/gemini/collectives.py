@@ -69,16 +69,16 @@ class Collectives:
 
     @property
     def sequence_hash(self) -> str:
-        """What was called so far, in which order and with which sizes; the same on every rank."""
+        """What was called so far, in which order and of which chunks; the same on every rank."""
         return self._sequence.hexdigest()
 
     def shard(self, buffer: Tensor) -> Tensor:
         """Return this rank's part of a flat buffer."""
         return self._part(buffer, self.rank)
 
-    def all_gather(self, buffer: Tensor) -> Pending:
-        """Fill a flat buffer, in place, with every rank's shard of it."""
-        self._record("all_gather", buffer)
+    def all_gather(self, buffer: Tensor, chunk: int) -> Pending:
+        """Fill the flat buffer of a chunk, in place, with every rank's shard of it."""
+        self._record("all_gather", buffer, chunk)
         if self.world_size == 1:
             return Pending([])
         self.gathered_bytes += self._crossing(buffer)
@@ -92,9 +92,11 @@ class Collectives:
             works += self._exchange(own, target, self._part(buffer, source), source)
         return Pending(works)
 
-    def reduce_scatter(self, buffer: Tensor) -> Pending:
-        """Leave in this rank's shard of a flat buffer the sum over the ranks; the rest of it becomes undefined."""
-        self._record("reduce_scatter", buffer)
+    def reduce_scatter(self, buffer: Tensor, chunk: int) -> Pending:
+        """Leave in this rank's shard of the flat buffer of a chunk the sum over the ranks; the rest of it becomes
+        undefined.
+        """
+        self._record("reduce_scatter", buffer, chunk)
         if self.world_size == 1:
             return Pending([])
         self.reduced_bytes += self._crossing(buffer)
@@ -141,6 +143,27 @@ class Collectives:
                 f"rank; rank {self.rank} has {description[:300]}"
             )
 
+    def sum_with_order(self, values: Tensor) -> Tensor:
+        """Sum a few float64 values over the ranks, and check in the same message that all ranks did the same before.
+
+        A rank that called blocks in another order has gathered and reduced chunks of the same size in the place of
+        others. The sums of a number and of its square tell whether it was the same everywhere (Cauchy-Schwarz).
+
+        Raises:
+            UsageError: They did not; on every rank.
+        """
+        mark = int.from_bytes(self._sequence.digest()[:4], "big") >> 12  # 20 bits: exact in float64, also squared
+        summed = self.all_reduce(torch.cat([values, values.new_tensor([mark, mark**2])]))
+        total, squares = (int(value) for value in summed[-2:].tolist())
+        if total**2 != squares * self.world_size:
+            self._sequence = hashlib.sha256()  # after abort() the ranks may begin again
+            raise UsageError(
+                "Gemini: the ranks called the blocks of a network in different orders, and so mixed up their weights "
+                "and gradients; nothing was stepped; expected the same blocks in the same order on every rank; let "
+                "nothing that differs between ranks (data, their own random numbers) choose which block comes next"
+            )
+        return summed[:-2]
+
     def _part(self, buffer: Tensor, rank: int) -> Tensor:
         numel = buffer.numel() // self.world_size
         return buffer.narrow(0, rank * numel, numel)
@@ -168,6 +191,6 @@ class Collectives:
             total = total + part
         own.copy_(total)
 
-    def _record(self, name: str, buffer: Tensor) -> None:
+    def _record(self, name: str, buffer: Tensor, chunk: int = -1) -> None:
         self.count += 1
-        self._sequence.update(f"{name}:{buffer.numel()}:{buffer.dtype};".encode())
+        self._sequence.update(f"{name}:{chunk}:{buffer.numel()}:{buffer.dtype};".encode())

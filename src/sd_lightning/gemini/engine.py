@@ -112,15 +112,14 @@ class GeminiEngine:
     ) -> None:
         """Allocate a chunk, fill what this rank owns of it, and make its parameters views of it."""
         chunk = Chunk(layout, placement, self.memory, self.collectives)
-        values = torch.zeros(chunk.shard_numel, dtype=chunk.master_dtype)
+        values = torch.zeros(chunk.bounds.numel, dtype=chunk.bounds.master_dtype)
         for slot in layout.slots:
-            begin, end = chunk.owned(slot)
+            begin, end = chunk.bounds.owned(slot)
             if begin < end:
                 source = parameters[slot.name].detach().reshape(-1)[begin:end] if reader is None else None
                 source = reader(slot.name, begin, end) if source is None and reader is not None else source
                 assert source is not None
-                offset = slot.begin - chunk.begin
-                values[offset + begin : offset + end] = source.reshape(-1)
+                chunk.bounds.view_of(slot, values).copy_(source.reshape(-1))
         for slot in layout.slots:
             chunk.add(slot, parameters[slot.name])
             self.chunk_of[parameters[slot.name]] = chunk
@@ -230,7 +229,7 @@ class GeminiEngine:
         whole = torch.empty(chunk.layout.numel, dtype=source.dtype, device=self.memory.device)
         chunk.wait()
         self.collectives.shard(whole).copy_(source)
-        self.collectives.all_gather(whole).wait()
+        self.collectives.all_gather(whole, chunk.index).wait()
         return whole
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 ALIGNMENT = 16
 """Parameters and shards begin at multiples of this many elements, for vector instructions and quantised blocks."""
@@ -61,6 +62,51 @@ class ChunkLayout:
         ends = [0, *(slot.end for slot in self.slots)]
         begins = [*(slot.begin for slot in self.slots), self.numel]
         return [(end, begin) for end, begin in zip(ends, begins) if begin > end]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a chunk that one rank owns."""
+
+    layout: ChunkLayout
+    rank: int
+    world_size: int
+
+    @property
+    def numel(self) -> int:
+        """The same on every rank."""
+        return self.layout.numel // self.world_size
+
+    @property
+    def begin(self) -> int:
+        """Where it begins in the chunk."""
+        return self.numel * self.rank
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.numel
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Type of the optimizer's weights."""
+        return torch.float64 if self.layout.dtype == torch.float64 else torch.float32
+
+    def owned(self, slot: Slot) -> tuple[int, int]:
+        """Return the range of a parameter's elements that the rank owns, possibly empty."""
+        begin = min(max(self.begin - slot.begin, 0), slot.numel)
+        end = min(max(self.end - slot.begin, 0), slot.numel)
+        return (begin, end) if begin < end else (0, 0)
+
+    def range_of(self, slot: Slot) -> tuple[int, int]:
+        """Return where the owned part of a parameter lies in the shard."""
+        begin, end = self.owned(slot)
+        offset = slot.begin - self.begin
+        return (offset + begin, offset + end) if begin < end else (0, 0)
+
+    def view_of(self, slot: Slot, flat: Tensor) -> Tensor:
+        """Return what a flat tensor like the shard holds of one parameter."""
+        begin, end = self.range_of(slot)
+        return flat[begin:end]
 
 
 def align(numel: int, multiple: int = ALIGNMENT) -> int:

@@ -84,7 +84,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         for name in self.update.states(group):
             if name not in chunk.states:
                 chunk.states[name] = chunk.memory.allocate(
-                    chunk.placement.optim_tier, Kind.OPTIMIZER, *self.update.size(chunk), zero=True
+                    chunk.placement.optim_tier, Kind.OPTIMIZER, *self.update.size(chunk.bounds), zero=True
                 )
 
     # ---------------------------------------------------------------- torch.optim.Optimizer
@@ -183,7 +183,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             squares = [t.square().sum(dtype=torch.float32).double().cpu() for t in self._own_gradients()]
             values[0] = torch.stack(squares).sum() if squares else 0.0
         values[1:] = torch.tensor([p in runtime.touched for p in trained], dtype=torch.float64)
-        values = self._engine.collectives.all_reduce(values)
+        values = self._engine.collectives.sum_with_order(values)
         # From here on all ranks know the same, also of parameters of other optimizers.
         runtime.touched = {p for p, count in zip(trained, values[1:].tolist(), strict=True) if count}
         self._touched = runtime.touched.intersection(self._group_of)
@@ -237,7 +237,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         flat = chunk.states[name].tensor
         if self.update.joins_parameters:
             return _slices(flat, [(run.begin, run.end) for run in runs])
-        return [self.update.part(chunk, run.slot, flat) for run in runs]
+        return [self.update.part(chunk.bounds, run.slot, flat) for run in runs]
 
     def _runs(self, parameters: Iterable[nn.Parameter]) -> list[Run]:
         """Join what this rank owns of parameters to the longest ranges of one chunk, group and step count."""
@@ -247,17 +247,16 @@ class GeminiOptimizer(torch.optim.Optimizer):
             previous: Run | None = None
             for slot in chunk.layout.slots:
                 parameter = chunk.parameters[slot.name]
-                begin, end = chunk.owned(slot)
-                if parameter not in chosen or begin == end:
+                first, last = chunk.bounds.range_of(slot)
+                if parameter not in chosen or first == last:
                     previous = None
                     continue
                 group, step = self._group_of[parameter], self.steps.get(parameter, 0) + 1
-                first = slot.begin + begin - chunk.begin
                 is_next = previous is not None and (previous.group, previous.step) == (group, step)
                 if previous is not None and is_next and self.update.joins_parameters:
                     runs.pop()
                     first = previous.begin
-                previous = Run(chunk, slot, group, step, first, slot.begin + end - chunk.begin)
+                previous = Run(chunk, slot, group, step, first, last)
                 runs.append(previous)
         return runs
 

@@ -62,7 +62,7 @@ class EngineState:
         """Return the ranges of trained parameters that this rank owns; over all ranks they are everything, once."""
         owned = []
         for chunk, slot, parameter in self._slots():
-            begin, end = chunk.owned(slot)
+            begin, end = chunk.bounds.owned(slot)
             if begin == end and slot.numel > 0:
                 continue
             optimizer, step = self._optimizer_of(parameter)
@@ -70,10 +70,10 @@ class EngineState:
             scalars: dict[str, Any] = {}
             if optimizer is not None and step:
                 for kind in optimizer.state_kinds(parameter):
-                    part = optimizer.update.part(chunk, slot, chunk.states[kind].tensor)
+                    part = optimizer.update.part(chunk.bounds, slot, chunk.states[kind].tensor)
                     states[kind] = optimizer.update.values(kind, part, end - begin)
                 scalars = optimizer.update.scalars(step)
-            master = chunk.view_of(slot, chunk.master)
+            master = chunk.bounds.view_of(slot, chunk.master)
             owned.append(OwnedRange(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
         return owned
 
@@ -91,9 +91,9 @@ class EngineState:
         self._check_not_swapped("load")
         self._engine.synchronize()
         for chunk, slot, parameter in self._slots():
-            begin, end = chunk.owned(slot)
+            begin, end = chunk.bounds.owned(slot)
             if begin < end:
-                read("master", slot.name, chunk.view_of(slot, chunk.master), begin, end)
+                read("master", slot.name, chunk.bounds.view_of(slot, chunk.master), begin, end)
             if saved is not None:
                 self._load_states(chunk, slot, parameter, saved[slot.name], read)
         for chunk in self._trained_chunks():
@@ -112,9 +112,9 @@ class EngineState:
                 "the checkpoint, or start a new run from its weights with init_from="
             )
         optimizer.steps[parameter] = int(saved.scalars.get("step", 1)) if has_states else 0
-        begin, end = chunk.owned(slot)
+        begin, end = chunk.bounds.owned(slot)
         for kind in kinds:
-            part = optimizer.update.part(chunk, slot, chunk.states[kind].tensor)
+            part = optimizer.update.part(chunk.bounds, slot, chunk.states[kind].tensor)
             if not has_states or begin == end:
                 part.zero_()
                 continue
@@ -133,7 +133,7 @@ class EngineState:
         self._engine.release()
         self._engine.synchronize()
         for chunk in self._trained_chunks():
-            chunk.swap_in({slot.name: weights[slot.name, chunk.owned(slot)[0]] for slot in _nonempty(chunk)})
+            chunk.swap_in({slot.name: weights[slot.name, chunk.bounds.owned(slot)[0]] for slot in _nonempty(chunk)})
         self.is_swapped = True
 
     @torch.no_grad()
@@ -167,4 +167,4 @@ class EngineState:
 
 
 def _nonempty(chunk: Chunk) -> list[Slot]:
-    return [slot for slot in chunk.layout.slots if chunk.owned(slot)[0] < chunk.owned(slot)[1]]
+    return [slot for slot in chunk.layout.slots if chunk.bounds.owned(slot)[0] < chunk.bounds.owned(slot)[1]]

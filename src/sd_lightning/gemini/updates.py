@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.blockwise import BlockwiseUpdate
-from sd_lightning.gemini.layout import Slot
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.layout import Shard, Slot
 
 
 class Update(Protocol):
@@ -32,11 +29,11 @@ class Update(Protocol):
         """Return what torch's optimizer keeps once per parameter after so many steps."""
         ...
 
-    def size(self, chunk: Chunk) -> tuple[int, torch.dtype]:
+    def size(self, shard: Shard) -> tuple[int, torch.dtype]:
         """Return elements and type of one state of this rank's shard of a chunk."""
         ...
 
-    def part(self, chunk: Chunk, slot: Slot, flat: Tensor) -> Tensor:
+    def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
         """Return what a state of a shard holds of one parameter."""
         ...
 
@@ -75,11 +72,11 @@ class Elementwise:
 
     joins_parameters = True
 
-    def size(self, chunk: Chunk) -> tuple[int, torch.dtype]:
-        return chunk.shard_numel, chunk.master_dtype
+    def size(self, shard: Shard) -> tuple[int, torch.dtype]:
+        return shard.numel, shard.master_dtype
 
-    def part(self, chunk: Chunk, slot: Slot, flat: Tensor) -> Tensor:
-        return chunk.view_of(slot, flat)
+    def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
+        return shard.view_of(slot, flat)
 
     def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
         return part

@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.latent_diffusion import repeated_blocks
+from sd_lightning.blocks import repeated_blocks
 from sd_lightning.state import ReplicatedState
 from sd_lightning.strategies.checkpoint_folders import TakesCheckpointFolders
 from sd_lightning.strategies.processes import WatchedProcesses

@@ -80,6 +80,7 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
         self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None
         self._skips_update = False
+        self._linear = torch.nn.functional.linear
         timeout = timedelta(seconds=timeout_seconds)
         super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
 
@@ -158,6 +159,7 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
         if trainer.state.fn == TrainerFn.FITTING:
             self.check(trainer, self.lightning_module)
             self._build_extensions()
+        self._linear = torch.nn.functional.linear
         super().setup(trainer)
         if self.zero_stage_3:
             self._register_external_parameters()
@@ -237,6 +239,7 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
     @override
     def teardown(self) -> None:
         super().teardown()
+        torch.nn.functional.linear = self._linear  # ZeRO-3's would compute whatever this process trains next
         self._state = None
         if self._swap_folder is not None:
             self._swap_folder.remove()

@@ -62,8 +62,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     double: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES:
         double |= {
-            f"{name}:parity": {"strategy": name},
-            f"{name}:fifty": {"strategy": name, "steps": 50},
+            f"{name}:fifty": {"strategy": name, "steps": 50, "save_at": STEPS},
             f"{name}:sampled": {"strategy": name, "sample_every": 3, "steps": 8, "trainer": _VALIDATING},
             f"{name}:not_sampled": {"strategy": name, "steps": 8},
             f"{name}:clipped": {
@@ -87,13 +86,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for name in SOME:
         double[f"{name}:signalled"] = {"strategy": name, "steps": 8, "signal_at": 3}
         double[f"{name}:ema_on_host"] = {"strategy": name, "steps": 8, "ema_offload": True}
-    four: dict[str, dict[str, Any]] = {}
-    for name in OF_FOUR:
-        four |= {
-            f"{name}:four": {"strategy": name, "steps": 8},
-            f"{name}:four_stopped": {"strategy": name, "steps": 8, "stop_at": 3},
-            f"{name}:four_resumed": {"strategy": name, "steps": 8, "ckpt_path": str(folder / f"4-{name}:four_stopped")},
-        }
+    four = {f"{name}:four": {"strategy": name, "steps": 8} for name in OF_FOUR}
+    stopped_of_four = {"strategy": "hsdp", "steps": 8, "ckpt_path": str(folder / "4-hsdp:four_stopped")}
+    four |= {"hsdp:four_stopped": {"strategy": "hsdp", "steps": 8, "stop_at": 3}, "hsdp:four_resumed": stopped_of_four}
     double["ddp:resumed_from_four"] = {"strategy": "ddp", "steps": 8, "ckpt_path": str(folder / "4-hsdp:four_stopped")}
     double["gemini_auto:sampled"] = double["gemini:sampled"] | {"strategy": "gemini_auto"}
     double |= {name: {"strategy": name, "steps": 4} for name in (*EXACT_OPTIONS, *ROUNDING_OPTIONS)}
@@ -113,6 +108,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             for name, case in cases.items()
         ]
         found |= dict(zip(cases, torchrun(world, jobs, folder, timeout=1500), strict=True))
+    for name in STRATEGIES:
+        fifty = found[f"{name}:fifty"]
+        early = Path(fifty["checkpoint"]).with_name(f"step-{STEPS:08d}")
+        found[f"{name}:parity"] = {"losses": fifty["losses"][:STEPS], "checkpoint": str(early)}
     return found
 
 
@@ -246,9 +245,12 @@ def test_an_average_in_host_memory_is_the_same(results: dict[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("name", OF_FOUR)
-def test_four_processes_train_and_go_on_as_one(results: dict[str, dict[str, Any]], name: str) -> None:
-    plain, stopped, resumed = (results[f"{name}:{job}"] for job in ("four", "four_stopped", "four_resumed"))
-    assert plain["losses"] == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
+def test_four_processes_train_as_one(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[f"{name}:four"]["losses"] == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
+
+
+def test_replicas_of_shards_go_on_where_they_were_stopped(results: dict[str, dict[str, Any]]) -> None:
+    plain, stopped, resumed = (results[f"hsdp:{job}"] for job in ("four", "four_stopped", "four_resumed"))
     assert stopped["losses"] + resumed["losses"] == plain["losses"]
     for kind in ("master", "exp_avg", "exp_avg_sq", "ema"):
         assert rms(resumed["checkpoint"], plain["checkpoint"], kind) == 0

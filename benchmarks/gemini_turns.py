@@ -66,8 +66,10 @@ class Taken:
     reduced_over_form: float | None = None
     """Bytes of gradients reduced in a step over those of all weights, Gemini only: 1."""
     gathered_over_form: float | None = None
-    """Bytes of weights gathered in a step over their closed form: all once where they are kept; otherwise all forward,
-    and backward all but what the budget still holds."""
+    """Bytes of weights gathered in a step over the least that is possible: all once where they are kept, otherwise
+    :func:`least_bytes`."""
+    gathered_over_continuous: float | None = None
+    """The same over twice the weights less the budget, as if parts of chunks could be kept."""
 
 
 class Racer:
@@ -113,8 +115,31 @@ class Racer:
         budget = engine.plan.gathered_budget
         crossing = (world_size - 1) / world_size
         self.taken.reduced_over_form = (counts.reduced_bytes - reduced) / (crossing * weights)
-        form = weights if budget is None else 2 * weights - budget
-        self.taken.gathered_over_form = (counts.gathered_bytes - gathered) / (crossing * form)
+        ours = (counts.gathered_bytes - gathered) / crossing
+        self.taken.gathered_over_form = ours / (weights if budget is None else least_bytes(engine, budget))
+        if budget is not None:
+            self.taken.gathered_over_continuous = ours / (2 * weights - budget)
+
+
+def least_bytes(engine: GeminiEngine, budget: int) -> int:
+    """Return the fewest bytes of whole chunks that a step can gather: what is used furthest ahead makes room (Belady
+    1966), and what is not used again has gone.
+    """
+    runtime = engine.runtime
+    sizes = [layout.nbytes for layout in engine.layouts]
+    used = [{engine.chunk_of[p].index for p in runtime.units[unit].parameters} for unit in runtime.tracer.order]
+    gathered, held = 0, set[int]()
+    for position, chunks in enumerate(used):
+
+        def next_use(chunk: int, after: int = position) -> int:
+            return next((later for later in range(after + 1, len(used)) if chunk in used[later]), len(used))
+
+        missing = chunks - held
+        while sum(sizes[chunk] for chunk in held | missing) > budget and held - chunks:
+            held.remove(max(held - chunks, key=next_use))
+        gathered += sum(sizes[chunk] for chunk in missing)
+        held = {chunk for chunk in held | missing if next_use(chunk) < len(used)}
+    return gathered
 
 
 def main() -> None:

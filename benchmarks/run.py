@@ -24,7 +24,7 @@ from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "lightning", "diffusers", "transformers", "bitsandbytes", "deepspeed")
-COMPARE = {"<=": operator.le, ">=": operator.ge}
+COMPARE = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
 def case_names() -> list[str]:

@@ -63,7 +63,7 @@ def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: 
     assert small.weights_and_states < 2.2 * GB and small.host_states < 0.1 * GB
     many = predicted(compose, tmp_path, "sdxl_lora_12gb", "sample_batch_size=4")
     assert many.device == many.class_images + DEVICE_ALLOWANCE > 12 * GB, "four class images at a time are too many"
-    eight = predicted(compose, tmp_path, "8gb", "use_8bit_adam=true")
+    eight = predicted(compose, tmp_path, "8gb", "optimizer=adamw8bit")
     assert eight.host < base.host - 3 * GB and eight.weights_and_states < base.weights_and_states - 0.5 * GB
     made = predicted(compose, tmp_path, "8gb", "trainable=lora", "model.pretrained=null")
     networks = LatentDiffusion.build("sd15", device="meta").networks.values()

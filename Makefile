@@ -69,6 +69,9 @@ format: $(STAMP)
 
 # Without WHEELS, the virtual environment. With it, GPU_PYTHON as it is on a machine that has CUDA, torch and lightning
 # but no network; what is missing there comes from that folder of wheels.
+# Everything runs, whatever fails before it. GPU_CASES= leaves the benchmarks out, PYTEST_ARGS chooses among the tests, and
+# GPU_RESULTS=folder takes the figures where they outlive a borrowed machine.
+GPU_RESULTS ?= benchmarks/results
 GPU_CASES := $(notdir $(basename $(wildcard benchmarks/cases/*_gpu.py)))
 GPU_PYTHON ?= python3
 ifdef WHEELS
@@ -80,8 +83,9 @@ GPU_RUN := $(RUN)
 gpu-check: $(STAMP)
 endif
 	@$(GPU_RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-check: torch sees no CUDA device; run it on a machine with one")'
-	$(GPU_RUN) -m pytest -m gpu $(PYTEST_ARGS)
-	$(if $(GPU_CASES),$(GPU_RUN) benchmarks/run.py $(GPU_CASES),@echo "no GPU benchmark cases yet")
+	@status=0; \
+	$(GPU_RUN) -m pytest -m gpu $(PYTEST_ARGS) || status=$$?; \
+	$(if $(GPU_CASES),$(GPU_RUN) benchmarks/run.py $(GPU_CASES) --results "$(GPU_RESULTS)" || status=$$?;) exit $$status
 
 gpu-wheels:
 	@echo "==> installing the wheels of $(WHEELS) into $(GPU_SITE)"

@@ -104,7 +104,10 @@ def commit() -> str:
     """The checkout's commit, with `-dirty` when tracked files differ from it, or `unknown`."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True)
+        try:
+            done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True)
+        except OSError:  # no git on this machine
+            return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
     head = git("rev-parse", "HEAD")

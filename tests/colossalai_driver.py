@@ -205,7 +205,7 @@ def torchrun(
     job_file.write_text(
         json.dumps([{"devices": world_size, "run_dir": str(folder / name)} | job for name, job in jobs.items()])
     )
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     done = subprocess.run(
         [*command, f"--nproc-per-node={world_size}", __file__, str(job_file), str(result_file), accelerator],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -223,6 +223,9 @@ def main() -> None:
     if ACCELERATOR == "cpu":
         fake_colossalai.install()
         colossalai_probe.require_engine = lambda **_: None  # what it looks for is what the fake stands in for
+    else:  # let kernels add in one order, where they can
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     found = []
     for job in json.loads(Path(sys.argv[1]).read_text()):
         try:

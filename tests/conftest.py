@@ -20,6 +20,7 @@ os.environ.update(
     MPLBACKEND="Agg",
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="disabled",
+    CUBLAS_WORKSPACE_CONFIG=":4096:8",  # with which cuBLAS computes the same bits again
 )
 # Threads that wait by spinning slow each other down a hundredfold where processes outnumber cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -53,6 +54,23 @@ def no_trace_of_a_launcher() -> Iterator[None]:
     yield
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def same_bits_on_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let kernels of `gpu` tests add in one order, where they can: two runs are compared."""
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    import torch
+
+    cudnn = torch.backends.cudnn.deterministic
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = cudnn
 
 
 @pytest.fixture(scope="session")

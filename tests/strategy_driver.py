@@ -249,7 +249,14 @@ def torchrun(
     job_file, result_file = folder / f"jobs-{world_size}.json", folder / f"results-{world_size}.json"
     job_file.write_text(json.dumps(jobs))
     driver = Path(__file__)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={world_size}",
+    ]
     settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "TOKENIZERS_PARALLELISM": "false"}
     environment = os.environ | settings
     done = subprocess.run(
@@ -270,6 +277,9 @@ def torchrun(
 if __name__ == "__main__":
     jobs = json.loads(Path(sys.argv[1]).read_text())
     results = []
+    if any(job.get("accelerator") == "cuda" for job in jobs):  # let kernels add in one order, where they can
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     for each in jobs:
         try:
             results.append(run(each))

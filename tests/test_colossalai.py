@@ -555,6 +555,7 @@ def test_two_ranks_over_a_fake_accelerator_shard_what_one_holds(two_ranks: Resul
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(1200)
 def test_the_trial_step_of_the_probe_trains_on_cuda() -> None:
     if not IS_INSTALLED:
         pytest.skip(NOT_INSTALLED)

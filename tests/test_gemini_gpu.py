@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from sd_lightning.gemini import GeminiConfig, GeminiEngine
 pytestmark = pytest.mark.gpu
 WIDTH, DEPTH, BATCH, MIB = 512, 8, 256, 2**20
 OFFLOADED = {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 4 * MIB}
-AUTO = {"placement": "auto", "memory_cap": "48MiB"}
+CAP = 40 * MIB
+"""A little more than weights and states take."""
 
 
 def network_of() -> nn.Module:
@@ -53,23 +55,34 @@ def _optimizer(network: nn.Module, quantised: bool) -> torch.optim.Optimizer:
     return AdamW8bit(network.parameters(), lr=1e-3)
 
 
+def automatic() -> tuple[dict[str, Any], int]:
+    """Return settings with a cap, and the bytes below it that are not the engine's.
+
+    Those are the workspaces of cuBLAS, which stay once a thread has computed: 32 MiB each on a Hopper GPU.
+    """
+    train(None)
+    gc.collect()
+    base = torch.cuda.memory_allocated()
+    return {"placement": "auto", "memory_cap": f"{base + CAP}B"}, base
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{}, OFFLOADED, {"offload_optim_frac": 1.0}, {"offload_param_frac": 1.0}, AUTO],
+    [{}, OFFLOADED, {"offload_optim_frac": 1.0}, {"offload_param_frac": 1.0}, None],
     ids=["fast", "offloaded", "optimizer", "weights", "auto"],
 )
-def test_every_placement_trains_as_plain_torch(settings: dict[str, Any]) -> None:
-    losses, engine, _ = train(settings)
+def test_every_placement_trains_as_plain_torch(settings: dict[str, Any] | None) -> None:
+    losses, engine, _ = train(automatic()[0] if settings is None else settings)
     assert losses == pytest.approx(train(None)[0], rel=1e-4)
     assert losses[-1] < losses[0]
     engine.restore()
 
 
 def test_an_automatic_placement_stays_under_its_cap() -> None:
-    base = torch.cuda.memory_allocated()
-    _, engine, peak = train(AUTO)
-    assert engine.num_moves >= 1 and 0 < engine.auto.non_model_bytes < 48 * MIB
-    assert peak - base <= 48 * MIB
+    settings, base = automatic()
+    _, engine, peak = train(settings)
+    assert engine.num_moves >= 1 and 0 < engine.auto.non_model_bytes - base < CAP
+    assert peak - base <= CAP
     assert any(place.optim_tier == "slow" for place in engine.plan.chunks), "nothing had to leave"
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -181,6 +182,18 @@ def test_caption_gap_of_a_model_that_ignores_its_prompt_is_zero() -> None:
 
 
 # ---------------------------------------------------------------------- optimization
+
+
+def test_what_an_engine_does_not_move_comes_to_the_device_beside_it() -> None:
+    """FSDP2 with offloading and ZeRO-3 from files keep weights elsewhere and never call ``Module.to()``."""
+    module = small_training.module(train_text_encoder=True)
+    device = torch.device("meta")  # any other one than the CPU
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=device))  # type: ignore[assignment]
+    module.on_fit_start()
+    assert module.device == device == module.encoder.device
+    assert {buffer.device for buffer in module.buffers()} == {device}
+    assert module.schedule.alphas_cumprod.device == device
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
 
 
 def test_text_encoder_has_its_own_learning_rate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,11 +43,13 @@ def measure(
             command += ["instance_prompt=a photo of sks dog", f"max_train_steps={steps}", f"output_dir={preset}"]
             subprocess.run(command, check=True, stdout=sys.stderr, cwd=folder)
             summary = json.loads((folder / preset / "summary.json").read_text())
+            shutil.rmtree(folder / preset)
             metrics[f"{preset}_peak_gb"] = summary["peak_memory_gib"] * 2**30 / 1e9
             metrics[f"{preset}_images_per_second"] = summary["images_per_second"]
             forecast = forecast_of(*options)
             if forecast is not None:
                 metrics[f"{preset}_predicted_gb"] = forecast.device / 1e9
+            print({key: value for key, value in metrics.items() if key.startswith(preset)}, file=sys.stderr, flush=True)
     return metrics
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import sys
 import time
 from typing import Any
 
@@ -55,6 +56,7 @@ def measure(
             except torch.cuda.OutOfMemoryError:
                 found = {"fits": 0.0}
             metrics |= {f"{run}_{key}": value for key, value in found.items()}
+            print(run, found, file=sys.stderr, flush=True)
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()

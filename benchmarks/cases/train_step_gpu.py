@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from functools import partial
 
 import torch
@@ -24,9 +26,12 @@ def measure(*, architecture: str = "sd15", batch_size: int = 8, steps: int = 30,
     metrics: dict[str, float] = {}
     for name, checkpointing in (("plain", False), ("checkpointed", True)):
         if torch.cuda.is_available():
+            gc.collect()  # what the run before this one held in cycles
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         summary = _train(architecture, batch_size, steps, precision, gradient_checkpointing=checkpointing)
         metrics |= {f"{name}_{key}": value for key, value in summary.items()}
+        print(name, summary, file=sys.stderr, flush=True)
     return metrics
 
 

@@ -99,6 +99,8 @@ def generate(
     Raises:
         UsageError: The number of seeds differs, or the model cannot be sampled with these options.
     """
+    from torch.distributed.tensor import DTensor
+
     options = options or SamplingOptions()
     if len(seeds) != len(prompts):
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
@@ -107,7 +109,8 @@ def generate(
     pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())
     for network in networks:
-        network.to(device)
+        if not any(isinstance(p, DTensor) for p in network.parameters()):  # FSDP places them itself
+            network.to(device)
     images: list[Image.Image] = []
     vae = latent_diffusion.vae
     with (

@@ -164,6 +164,15 @@ class SDLightningModule(pl.LightningModule):
         self._to_device()
 
     def _to_device(self) -> None:
+        """Bring to the strategy's device what the strategy does not know of, or has not moved."""
+        device = self.trainer.strategy.root_device
+        if device.type != "cpu" and device != self.device:
+            # Engines that place weights themselves (FSDP2 with offloading, ZeRO-3 from files) never call Module.to(),
+            # which would move the weights as well.
+            self._device = device
+            for module in self.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(device)
         self.encoder.to(self.device)
         self.schedule = self.schedule.to(self.device)
 

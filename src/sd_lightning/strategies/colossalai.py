@@ -126,6 +126,7 @@ class ColossalAIStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDDPS
     def _require_engine(self) -> None:
         """Compile the extensions on one process per machine, while the others wait."""
         error: UsageError | None = None
+        probe.choose_architecture()
         try:
             if self.local_rank == 0:
                 probe.require_engine(timeout_seconds=self._build_timeout)

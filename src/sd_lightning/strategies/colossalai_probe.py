@@ -172,12 +172,18 @@ def check_trial_step(timeout_seconds: float) -> Row:
 # ---------------------------------------------------------------------- processes
 
 
+def choose_architecture() -> None:
+    """Let extensions be compiled for this GPU alone, by the probe and by the run alike: else torch compiles them twice,
+    and for every architecture that it knows, also those that this nvcc has dropped.
+    """
+    if torch.cuda.is_available():
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _capability())
+
+
 def run_python(code: str, timeout_seconds: float) -> str:
     """Run code in an interpreter of its own; return why it failed, or an empty string."""
+    choose_architecture()
     environment = os.environ | {"PATH": _search_path()}
-    if torch.cuda.is_available():
-        # Else every architecture that torch knows is compiled, also those that this nvcc has dropped.
-        environment["TORCH_CUDA_ARCH_LIST"] = _capability()
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         env=environment,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -180,7 +181,9 @@ def run(job: Job) -> dict[str, Any]:
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     strategy = deepspeed(**job.strategy) if job.strategy else "auto"
     options = {"strategy": strategy, "devices": world_size, **job.trainer}
-    with broken_layout() if job.breaks_layout else contextlib.nullcontext():
+    moved = AssertionError("on CUDA, parameters would no longer be views of the engine's weights")
+    stays = mock.patch.object(type(module), "cpu", side_effect=moved) if job.strategy else contextlib.nullcontext()
+    with broken_layout() if job.breaks_layout else contextlib.nullcontext(), stays:
         small.fit(module, small.data(), job.steps, *callbacks, **options)
     assert torch.nn.functional.linear is torch._C._nn.linear, "what DeepSpeed replaces is put back"
     from deepspeed.ops.op_builder.builder import OpBuilder

@@ -56,7 +56,7 @@ class EMA(Callback):
         self._module: pl.LightningModule | None = None
         self._live: list[LazyTensor] = []
         self._average: list[Tensor] = []
-        self._num_moves = 0
+        self._moves = False
         self._last_step = 0
         self._swapped = False
         self._stream: torch.cuda.Stream | None = None
@@ -75,8 +75,8 @@ class EMA(Callback):
             self._shadow, self.num_updates, self._swapped = {}, 0, False  # the average of the other module ends here
         self._module, self._state = pl_module, training_state(trainer)
         shards = self._state.parameter_shards()
-        self._live = [shard.master for shard in shards]
-        self._num_moves = getattr(self._state, "num_moves", 0)
+        self._moves = getattr(self._state, "moves", False)  # Gemini with placement=auto
+        self._live = [] if self._moves else [shard.master for shard in shards]
         self._shadow = {shard.key: self._average_of(shard) for shard in shards}
         self._average = list(self._shadow.values())
 
@@ -117,9 +117,11 @@ class EMA(Callback):
     def _follow(self, weight: float) -> None:
         """Move the average to the weights by a fraction of the way."""
         assert self._state is not None
-        if getattr(self._state, "num_moves", 0) != self._num_moves:  # Gemini with placement=auto
-            self._num_moves = getattr(self._state, "num_moves", 0)
+        if self._moves:  # nothing reads weights, or keeps their memory, when the next pass moves them
             self._live = [shard.master for shard in self._state.parameter_shards()]
+            self._move(weight)
+            self._live = []
+            return
         device = self._average[0].device if self._average else torch.device("cpu")
         if device.type != "cuda":
             self._move(weight)

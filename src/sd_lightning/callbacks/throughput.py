@@ -164,6 +164,7 @@ class Throughput(Callback, PauseListener):
         self._device = torch.device("cpu")
         self._flops_per_sample: int | None = None
         self._peak_flops = 0.0
+        self._peak: int | None = None
 
     @property
     def images_per_second(self) -> float | None:
@@ -194,6 +195,7 @@ class Throughput(Callback, PauseListener):
             return
         self._step = trainer.global_step
         self._samples += _global_batch_size(trainer, batch)
+        self._note_peak()
         logging_step = self._step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
         if logging_step or not self._marks:
             self._synchronize()
@@ -271,10 +273,15 @@ class Throughput(Callback, PauseListener):
             values["data_wait"] = (end.data_wait - begin.data_wait) / (end.seconds - begin.seconds)
             if self._flops_per_sample is not None:
                 values["mfu"] = values["images_per_second"] * self._flops_per_sample / self._peak_flops
-        peak = peak_memory_bytes(self._device)
-        if peak is not None:
-            values["peak_memory_gib"] = peak / _GIB
+        self._note_peak()
+        if self._peak is not None:
+            values["peak_memory_gib"] = self._peak / _GIB
         return values
+
+    def _note_peak(self) -> None:
+        """Keep the largest peak: a strategy that places by measurement resets torch's figure."""
+        peak = peak_memory_bytes(self._device)
+        self._peak = peak if self._peak is None or peak is None else max(self._peak, peak)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -450,7 +450,8 @@ class Chunk:
     def _resize_storage(self, nbytes: int) -> None:
         if not self.full.untyped_storage().resizable():
             # numpy() was called on a weight: that memory is freed when the array is, and the chunk gets another.
-            self.full = torch.empty_like(self.full)
+            with torch.inference_mode(False):
+                self.full = torch.empty_like(self.full)
             for index, (parameter, _, absent) in enumerate(self._faces):
                 slot = self.slots[parameter]
                 self._faces[index] = parameter, self.full[slot.begin : slot.end].view(parameter.shape), absent

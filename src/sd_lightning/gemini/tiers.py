@@ -167,6 +167,8 @@ class Memory:
         """Return the device that computes on a tier's buffers."""
         return self.device if tier is Tier.FAST else torch.device("cpu")
 
+    @torch.inference_mode(False)  # what is allocated in a validation may be used again in training
+    @torch.no_grad()
     def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:
         """Return a new flat buffer."""
         self.ledger.add(tier, kind, numel * dtype.itemsize)

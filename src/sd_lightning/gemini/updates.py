@@ -108,7 +108,7 @@ class AdamUpdate(Elementwise):
     ) -> None:
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        count = torch.tensor(float(step), device=weights[0].device)
+        count = torch.full((), float(step), device=weights[0].device)  # torch.tensor would wait for the device
         kernel(
             list(weights),
             list(gradients),
@@ -163,7 +163,7 @@ class SGDUpdate(Elementwise):
 
 
 def _scale(divisor: float, device: torch.device) -> Tensor | None:
-    return None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
+    return None if divisor == 1.0 else torch.full((), divisor, dtype=torch.float32, device=device)
 
 
 def update_of(optimizer: torch.optim.Optimizer) -> Update:

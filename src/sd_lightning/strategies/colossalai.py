@@ -192,11 +192,7 @@ class ColossalAIStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDDPS
     @override
     def teardown(self) -> None:
         # The weights stay in their chunks: Lightning would copy tensors to host memory that hold nothing.
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        self.teardown_beside_the_module()
 
 
 class ColossalAIPrecision(Precision):

@@ -238,7 +238,8 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
 
     @override
     def teardown(self) -> None:
-        super().teardown()
+        # Lightning would move the module to the host, and parameters would no longer be views of the engine's weights.
+        self.teardown_beside_the_module()
         torch.nn.functional.linear = self._linear  # ZeRO-3's would compute whatever this process trains next
         self._state = None
         if self._swap_folder is not None:

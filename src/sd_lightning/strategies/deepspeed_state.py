@@ -411,6 +411,8 @@ class Zero3State(DeepSpeedState):
         """Free gathered copies: they would be used instead of what is written to the partitions."""
         self.zero.parameter_offload.partition_all_parameters()
 
+    @torch.inference_mode(False)  # what is gathered for a validation may be trained with next
+    @torch.no_grad()
     def _gather_persistent(self) -> None:
         persistent = self.zero.persistent_parameters
         if persistent:

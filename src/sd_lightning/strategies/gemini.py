@@ -153,13 +153,10 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
     @override
     def teardown(self) -> None:
         # Lightning would move module and optimizers to the host: chunks stay where they are, for what comes after fit.
-        assert self.cluster_environment is not None
         engine = _engines.get(self.lightning_module) if self.lightning_module is not None else None
         if engine is not None:
             engine.release()
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.checkpoint_io.teardown()
+        self.teardown_beside_the_module()
         self._state = None
 
     # ------------------------------------------------------------------ training state

@@ -25,9 +25,9 @@ class GeminiState:
         self._names = {parameter: name for name, parameter in engine.trained.items()}
 
     @property
-    def num_moves(self) -> int:
-        """How often chunks moved to other tiers: live tensors from before a move are dead after it."""
-        return self._engine.num_moves
+    def moves(self) -> bool:
+        """Whether chunks may move to other tiers: who keeps live tensors would keep the memory that they leave."""
+        return self._engine.auto is not None
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return what this rank owns, as live tensors."""

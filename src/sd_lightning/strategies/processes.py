@@ -40,6 +40,16 @@ class WatchedProcesses(ParallelStrategy):
 
     _timeout: timedelta | None
 
+    def teardown_beside_the_module(self) -> None:
+        """Tear down as Lightning does, but leave the module where it is: its engine holds the weights, and the average
+        comes to them after it.
+        """
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
     @contextmanager
     def joining(self) -> Iterator[None]:
         """Name who waited where for how long if the processes do not come together; then start to watch them.

@@ -66,7 +66,7 @@ class Taken:
     reduced_over_form: float | None = None
     """Bytes of gradients reduced in a step over those of all weights, Gemini only: 1."""
     gathered_over_form: float | None = None
-    """Bytes of weights gathered in a step over the least that is possible: all once where they are kept, otherwise
+    """Bytes of weights gathered in a step over their closed form: all once where they are kept, otherwise
     :func:`least_bytes`."""
     gathered_over_continuous: float | None = None
     """The same over twice the weights less the budget, as if parts of chunks could be kept."""
@@ -122,8 +122,9 @@ class Racer:
 
 
 def least_bytes(engine: GeminiEngine, budget: int) -> int:
-    """Return the fewest bytes of whole chunks that a step can gather: what is used furthest ahead makes room (Belady
-    1966), and what is not used again has gone.
+    """Return the bytes of whole chunks that a step has to gather if what is used furthest ahead makes room.
+
+    They are the fewest where chunks are of one size (Belady 1966).
     """
     runtime = engine.runtime
     sizes = [layout.nbytes for layout in engine.layouts]

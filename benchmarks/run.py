@@ -4,7 +4,7 @@
     python benchmarks/run.py import_time      run some; --check ends with 1 when a bar is missed
 
 A case is a file `cases/NAME.py` with a docstring, `measure() -> dict[str, float]` (its metrics; a comparison is a
-named ratio) and `BARS`: metric -> the bar it has to meet, written `"<= 1.1"` or `">= 1.3"`. A case that needs
+named ratio) and `BARS`: metric -> the bar it has to meet, written `"<= 1.1"`, `">= 1.3"` or `"== 1"`. A case that needs
 something from outside says so in `NEEDS`: environment variable -> what it has to hold; without it the case is skipped.
 """
 

@@ -6,9 +6,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import small_training
+from sd_lightning.callbacks import EMA
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.processes import leave_process_group
 
@@ -72,6 +75,24 @@ def losses(strategy: Any, precision: Any = "32-true") -> list[float]:
     leave_process_group()
     assert trainer.global_step == 10
     return module.losses
+
+
+def test_an_average_keeps_nothing_of_weights_that_may_move() -> None:
+    strategy, ema = GeminiStrategy(placement="auto", memory_cap="24MiB"), EMA(0.9)
+    kept: list[int] = []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            kept.append(len(ema._live))
+
+    small_training.fit(small_training.module(), small_training.data(), 4, ema, Watch(), strategy=strategy)
+    leave_process_group()
+    assert strategy.engine.num_moves >= 1 and kept == [0] * 4, "or a move frees no memory"
+    plain = EMA(0.9)
+    small_training.fit(small_training.module(), small_training.data(), 4, plain)
+    for (name, _), average in plain.shadow.items():
+        parts = [part for (other, begin), part in sorted(ema.shadow.items()) if other == name]
+        assert torch.allclose(torch.cat(parts), average.flatten(), atol=1e-5), name
 
 
 @pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["fast", "offloaded"])

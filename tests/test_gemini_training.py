@@ -50,7 +50,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 AUTO = PLACEMENTS["auto_some"]
 ROOM = {"placement": "auto", "memory_cap": "1MiB", "reduce_once": "auto"}
-TWINS = {"chunk_numel": 64, "prefetch": 0}
+TWINS = {"chunk_numel": 64}
 """One layer in each chunk."""
 BUDGETED = {"offload_optim_frac": 0.5, "offload_param_frac": 0.3, "gathered_budget": 16_000}
 

@@ -114,6 +114,18 @@ def test_speed_and_data_wait_are_logged_at_the_logging_interval(tmp_path: Path, 
     assert speed.summary()["images_per_second"] == pytest.approx(1.0)
 
 
+def test_the_peak_is_that_of_the_whole_fit_though_an_engine_resets_the_devices(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed, gib = Throughput(), 2**30
+    peaks = iter([3 * gib, 8 * gib])
+    monkeypatch.setattr(throughput, "peak_memory_bytes", lambda device: next(peaks, 2 * gib))
+    trainer(tmp_path / "first", speed).fit(Model(clock), loader(clock, read_seconds=0.75))
+    assert read_metrics(tmp_path / "first")["perf/peak_memory_gib"] == [(step, 8.0) for step in (3, 7, 11)]
+    trainer(tmp_path / "second", speed).fit(Model(clock), loader(clock, read_seconds=0.75))
+    assert speed.summary()["peak_memory_gib"] == 2.0
+
+
 class Sampling(Callback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("sd_lightning.dreambooth")  # __name__ is "__main__" under python -m
 
 _NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
+_COMMON_WORDS = set("a an the of in on at with photo photos picture image portrait drawing painting".split())
+"""What captions say beside the subject."""
 _ADAMW_8BIT = "bitsandbytes.optim.AdamW8bit"
 HINTS = {
     **train.HINTS,
@@ -175,8 +177,8 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
 def warn_of_validation(cfg: DictConfig, captions: Sequence[str]) -> None:
     """Warn of a ``validation_prompt`` without a word for the subject: its pictures would not show it."""
     classes = set[str]().union(*map(_words, cfg.data.class_prompts))
-    subject = set[str]().union(*map(_words, captions)) - classes
-    if cfg.data.class_prompts and not subject & _words(cfg.validation_prompt):
+    subject = set[str]().union(*map(_words, captions)) - classes - _COMMON_WORDS
+    if cfg.data.class_prompts and subject and is_first_process() and not subject & _words(cfg.validation_prompt):
         log.warning(
             "validation_prompt=%r has none of the words for the subject (%s), so the pictures drawn during the run "
             "will show its class; write the word into it",
@@ -219,7 +221,7 @@ def check_before_drawing(cfg: DictConfig) -> None:
     try:
         runs.check_writable(Path(cfg.class_data_dir))
     except OSError as error:
-        name = "class_data_dir" if "class_data_dir" in _conf.overridden_keys() else "output_dir"
+        name = "output_dir" if cfg.class_data_dir == f"{cfg.output_dir}-class-images" else "class_data_dir"
         raise UsageError(
             f"dreambooth got {name}={cfg[name]}, and {cfg.class_data_dir} cannot be written ({error.strerror}); choose "
             f"another {name}=<folder>"

@@ -196,7 +196,8 @@ def catch_up(trainer: pl.Trainer, module: pl.LightningModule, datamodule: Any) -
 
     if datamodule.source_val is not None and trainer.limit_val_batches:
         trainer.validate(module, datamodule, verbose=False)
-    module.to(trainer.strategy.root_device)  # Lightning leaves it in host memory
+    if module.device != trainer.strategy.root_device:  # some strategies leave it in host memory
+        module.to(trainer.strategy.root_device)
     samples = _callback(trainer, SampleGrid)
     if samples is not None:
         samples.on_train_end(trainer, module)

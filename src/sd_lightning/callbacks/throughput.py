@@ -182,7 +182,7 @@ class Throughput(Callback, PauseListener):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device = trainer.strategy.root_device
         self._marks.clear()
-        self._warm, self._data_wait, self._samples = None, 0.0, 0
+        self._warm, self._data_wait, self._samples, self._peak = None, 0.0, 0, None
         self._step = trainer.global_step
         self._clock = _TrainingClock(time.perf_counter)
         trainer.profiler = _ProfilerTap(trainer.profiler, self._on_action)  # type: ignore[attr-defined]

@@ -209,6 +209,8 @@ class GeminiEngine:
     def abort(self) -> None:
         """Forget an unfinished backward pass and all gradients."""
         self.runtime.abort()
+        for optimizer in self.optimizers:
+            optimizer.forget_agreement()
 
     # ---------------------------------------------------------------- state
 

@@ -274,6 +274,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
             for run in self._runs(self._parameters):
                 if run.chunk is chunk and chunk.accumulator is not None:
                     chunk.accumulator.tensor[run.begin : run.end].zero_()
+        self.forget_agreement()
+
+    def forget_agreement(self) -> None:
+        """Forget what the ranks found out together about gradients that are there no more."""
         self._touched, self._norm, self._clip = None, None, 1.0
 
 

@@ -292,7 +292,7 @@ class Runtime:
             chunk.drop_gradients()
             chunk.release()
         self.touched.clear()
-        self.tracer.discard()
+        self.tracer.forget()
         if self.monitor is not None:
             self.monitor.abort()
         self.statistics["aborted"] += 1

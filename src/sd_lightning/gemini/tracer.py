@@ -76,10 +76,12 @@ class Tracer:
         self._current = []
         self._is_known = True
 
-    def discard(self) -> None:
-        """Forget an unfinished pass."""
+    def forget(self) -> None:
+        """Foretell nothing until a pass has been seen: after a failure ranks may have recorded different ones."""
+        self._expected_of = {True: [], False: []}
+        self._uses_of = {True: {}, False: {}}
         self._current = []
-        self._is_known = bool(self._expected)
+        self._is_known = False
 
     def next_use(self, chunk: int) -> int:
         """Return the position at which a chunk is used next, ``NEVER`` if it is not or nothing is known."""

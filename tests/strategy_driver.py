@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.data.datamodule import dreambooth_data
-from sd_lightning.generation import SamplingOptions
+from sd_lightning.generation import SamplingOptions, generate
 from sd_lightning.learned_token import LearnedToken
 from sd_lightning.lora import Lora
 from sd_lightning.lr_schedules import cosine
@@ -201,8 +202,16 @@ def module_of(job: dict[str, Any]) -> Any:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job; validations run in inference mode, as with nccl: under gloo Lightning takes ``no_grad`` instead."""
-    with mock.patch("lightning.pytorch.loops.utilities._distributed_is_initialized", return_value=False):
+    inference = mock.patch("lightning.pytorch.loops.utilities._distributed_is_initialized", return_value=False)
+    with inference, mock.patch("sd_lightning.module.generate", _draw):
         return _run(job)
+
+
+def _draw(*args: Any, **kwargs: Any) -> Any:
+    """Draw, and fail if shards are moved: on CUDA, FSDP2 gives offloaded ones other memory, unknown to the average."""
+    moved = AssertionError("drawing moved the shards of FSDP2")
+    with mock.patch.object(FSDPModule, "_apply", side_effect=moved):
+        return generate(*args, **kwargs)
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:

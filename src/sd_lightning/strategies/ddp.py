@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
@@ -54,6 +55,16 @@ class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
     def setup_environment(self) -> None:
         with self.joining():
             super().setup_environment()
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        hook = self._ddp_comm_hook
+        if hook is None or self.root_device.type == "cuda":
+            super()._register_ddp_hooks()
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        # Lightning ignores hooks elsewhere, without a word; and torch refuses that for bfloat16 by its name.
+        self.model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 
 def compression_hook(name: Compression) -> Callable[..., Any] | None:

@@ -500,3 +500,21 @@ def test_clipping_an_infinite_norm_does_what_torch_does() -> None:
         weights.append([p.detach().clone() for p in network.parameters()])
     for mine, theirs in zip(*weights, strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_an_abort_forgets_the_norm_and_the_clipping_of_the_step_that_failed() -> None:
+    def trained(*, fails: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        network = Blocks()
+        engine = engine_of(network, chunk_numel=1500)
+        optimizer = engine.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+        if fails:
+            loss_of(network, inputs(7, Job("abort")), torch.float32).backward()
+            optimizer.clip_grad_norm_(1e-3)
+            engine.abort()
+        loss_of(network, inputs(0, Job("abort")), torch.float32).backward()
+        optimizer.step()
+        return {name: engine.full_parameter(name) for name, _ in network.named_parameters()}
+
+    plain, aborted = trained(fails=False), trained(fails=True)
+    assert all(torch.equal(plain[name], weight) for name, weight in aborted.items())

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.engine import Reader
+from sd_lightning.gemini.chunked import Reader
 
 BATCH, WIDTH, CLASSES = 8, 24, 6
 

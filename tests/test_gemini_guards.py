@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gemini_driver import BATCH, Blocks, Job, inputs, loss_of
+from gemini_driver import BATCH, Blocks, Job, _Fails, inputs, loss_of
 from sd_lightning._errors import UsageError
 from sd_lightning.blocks import execution_position, repeated_blocks
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, SavedStates
@@ -502,7 +502,8 @@ def test_clipping_an_infinite_norm_does_what_torch_does() -> None:
         torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
-def test_an_abort_forgets_the_norm_and_the_clipping_of_the_step_that_failed() -> None:
+@pytest.mark.parametrize("how", ["an exception in the next backward pass", "abort()"])
+def test_the_norm_and_the_clipping_of_a_step_that_failed_are_forgotten(how: str) -> None:
     def trained(*, fails: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         network = Blocks()
@@ -511,10 +512,36 @@ def test_an_abort_forgets_the_norm_and_the_clipping_of_the_step_that_failed() ->
         if fails:
             loss_of(network, inputs(7, Job("abort")), torch.float32).backward()
             optimizer.clip_grad_norm_(1e-3)
-            engine.abort()
+            if how == "abort()":
+                engine.abort()
+            else:
+                handle = network.blocks[0].register_forward_hook(lambda module, args, output: _Fails.apply(output))
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(network, inputs(8, Job("abort")), torch.float32).backward()
+                handle.remove()
         loss_of(network, inputs(0, Job("abort")), torch.float32).backward()
         optimizer.step()
         return {name: engine.full_parameter(name) for name, _ in network.named_parameters()}
 
     plain, aborted = trained(fails=False), trained(fails=True)
     assert all(torch.equal(plain[name], weight) for name, weight in aborted.items())
+
+
+def test_norms_that_are_watched_between_micro_batches_change_nothing() -> None:
+    def trained(*, watches: bool) -> tuple[float, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        network = Blocks()
+        engine = engine_of(network, chunk_numel=1500)
+        optimizer = engine.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+        for index in range(2):
+            network.with_extra = index == 1  # some parameters get their first gradients in the second micro-batch
+            loss_of(network, inputs(index, Job("watch")), torch.float32).backward()
+            if watches:
+                optimizer.grad_norm()
+        norm = float(optimizer.clip_grad_norm_(1.0))
+        optimizer.step()
+        return norm, {name: engine.full_parameter(name) for name, _ in network.named_parameters()}
+
+    (norm, plain), (watched_norm, watched) = trained(watches=False), trained(watches=True)
+    assert watched_norm == norm > 1
+    assert all(torch.equal(plain[name], weight) for name, weight in watched.items())

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gemini_driver import Blocks, Job, _Fails, inputs, loss_of
-from sd_lightning.gemini import GeminiConfig, engine
+from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunked
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.placement import plan_static
@@ -211,7 +211,7 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
         return Pending([Work(buffer)] if with_network else [])  # type: ignore[list-item]
 
     with pytest.MonkeyPatch.context() as patch, Watch(device):
-        patch.setattr(engine, "Memory", WatchedMemory)
+        patch.setattr(chunked, "Memory", WatchedMemory)
         patch.setattr(torch, "empty", lambda *args, pin_memory=False, **settings: empty(*args, **settings))
         patch.setattr(Chunk, "_allocate", allocate_known)
         patch.setattr(Chunk, "_resize_storage", resize)
@@ -227,7 +227,7 @@ def train(name: str, act: str, *, with_network: bool) -> Device:
     network, job = Blocks(3 if act == "fail" else 2), Job("streams")
     with pretended_accelerator(with_network=with_network) as device:
         config = GeminiConfig(chunk_numel=1500, compute_dtype=dtype, **SETTINGS[name])
-        made = engine.GeminiEngine({"": network}, config)
+        made = GeminiEngine({"": network}, config)
         parameters = list(network.parameters())
         parts = [parameters[::2], parameters[1::2]] if act == "two optimizers" else [parameters]
         optimizers = [made.optimizer(torch.optim.AdamW(part, lr=1e-2)) for part in parts]
@@ -250,7 +250,7 @@ def train(name: str, act: str, *, with_network: bool) -> Device:
     return device
 
 
-def _act(made: engine.GeminiEngine, act: str, step: int, backward: Callable[[int], None]) -> None:
+def _act(made: GeminiEngine, act: str, step: int, backward: Callable[[int], None]) -> None:
     if act == "move":
         optim, param = [(0, 0), (1, 0), (1, 1)][step]
         made.move(plan_static(made.layouts, GeminiConfig(offload_optim_frac=optim, offload_param_frac=param)))
@@ -289,7 +289,7 @@ def test_copies_in_both_directions_go_on_beside_the_computation() -> None:
     with pretended_accelerator(with_network=True) as device:
         network = Blocks()
         config = GeminiConfig(chunk_numel=1500, offload_optim_frac=1.0, offload_param_frac=1.0)
-        made = engine.GeminiEngine({"": network}, config)
+        made = GeminiEngine({"": network}, config)
         optimizer = made.optimizer(torch.optim.AdamW(network.parameters()))
 
         def observe(phase: str, unit: int) -> None:
@@ -306,7 +306,7 @@ def test_copies_in_both_directions_go_on_beside_the_computation() -> None:
 
 def test_host_memory_is_used_again_only_after_copies_to_it() -> None:
     with pretended_accelerator(with_network=False):
-        memory = engine.Memory(torch.device("cpu"))
+        memory = chunked.Memory(torch.device("cpu"))
         target, source = (memory.allocate(tier, Kind.WEIGHTS, 8, torch.float32) for tier in (Tier.SLOW, Tier.FAST))
         with memory.copying(Tier.SLOW):
             memory.copy(target.tensor, source.tensor, Tier.FAST, Tier.SLOW)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from sd_lightning.gemini.auto import fast_tier_bytes
+from sd_lightning.gemini.auto import AutoPlacement, fast_tier_bytes
+from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.placement import Plan, whole_gradient_bytes
 from sd_lightning.gemini.tiers import Memory
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +29,12 @@ class Accumulation:
 
     Args:
         engine: Whose gradients.
+        auto: Places its chunks, with ``placement=auto``.
     """
 
-    def __init__(self, engine: GeminiEngine) -> None:
+    def __init__(self, engine: ChunkedNetworks, auto: AutoPlacement | None) -> None:
         self._engine = engine
+        self._auto = auto
         self._whole_bytes = whole_gradient_bytes(engine.layouts)
         self._keeps: bool | None = None
         """In the step under way."""
@@ -72,7 +71,7 @@ class Accumulation:
         spare = self._spare_bytes()
         if spare is None:
             return False
-        keeps = self._whole_bytes <= spare if engine.auto is None else engine.plan.keeps_gradients
+        keeps = self._whole_bytes <= spare if self._auto is None else engine.plan.keeps_gradients
         once = f"micro-batches are reduced once, in float32: {whole} of the {_mib(spare)} to spare"
         each = f"each micro-batch is reduced: whole gradients take {whole}, and {_mib(max(spare, 0))} are to spare"
         return self._tell(keeps, once if keeps else each)
@@ -80,8 +79,8 @@ class Accumulation:
     def _spare_bytes(self) -> int | None:
         """Return what is left of the fast tier on the rank with the least, None if nothing has been measured yet."""
         engine = self._engine
-        if engine.auto is not None:
-            return engine.auto.spare_bytes
+        if self._auto is not None:
+            return self._auto.spare_bytes
         if self._measured is None and self._has_stepped:
             own = spare_bytes(engine.memory, engine.collectives.world_size)
             least = engine.collectives.all_reduce(torch.tensor([own], dtype=torch.int64), dist.ReduceOp.MIN)

@@ -6,18 +6,16 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.placement import Demand, Plan, fast_bytes, plan_auto, plan_trace
 from sd_lightning.gemini.probe import AllocatorProbe, Probe, SavedTensorsProbe
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class AutoPlacement:
         UsageError: The largest unit alone does not fit under ``memory_cap``.
     """
 
-    def __init__(self, engine: GeminiEngine) -> None:
+    def __init__(self, engine: ChunkedNetworks) -> None:
         self._engine = engine
         memory = engine.memory
         cap = engine.config.memory_cap_bytes(fast_tier_bytes(memory.device, engine.collectives.world_size))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.accumulation import Accumulation
 from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
+from sd_lightning.gemini.loss_scale import LossScale
 from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.gemini.updates import Update, update_of
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,27 @@ class GeminiOptimizer(torch.optim.Optimizer):
     Args:
         inner: ``AdamW``, ``Adam`` or ``SGD`` over trained parameters of the engine.
         engine: Owns the chunks.
+        accumulation: Is told of steps.
+        loss_scale: What the gradients are multiplied by, in float16.
 
     Raises:
         UsageError: The optimizer's update is not elementwise, or it steps parameters that the engine does not train.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: GeminiEngine) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        engine: ChunkedNetworks,
+        accumulation: Accumulation,
+        loss_scale: LossScale | None,
+    ) -> None:
         self.inner = inner
         self.update: Update = update_of(inner)
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self._engine = engine
+        self._accumulation = accumulation
+        self._scaler = loss_scale
         self.steps: dict[nn.Parameter, int] = {}
         self._group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         self._parameters = [p for p in engine.trained.values() if p in self._group_of]
@@ -66,9 +76,12 @@ class GeminiOptimizer(torch.optim.Optimizer):
             )
         chunk_of = engine.chunk_of
         self.chunks = sorted({chunk_of[p] for p in self._parameters}, key=lambda chunk: chunk.index)
+        # What the ranks found out together about the gradients of this version.
+        self._agreed_version = -1
         self._touched: set[nn.Parameter] | None = None
         self._norm: float | None = None
         self._clip = 1.0
+        self._aborts_before_clip = 0
         for parameter in self._parameters:
             self._allocate_states(chunk_of[parameter], self.param_groups[self._group_of[parameter]])
 
@@ -106,14 +119,15 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made with it
         self._engine.check_can_step()
-        scaler = self._engine.loss_scale
+        scaler = self._scaler
         self._agree(with_norm=scaler is not None)
-        self._engine.accumulation.end_step()
+        self._accumulation.end_step()
         if scaler is not None and not self._is_finite():
             self._forget()
             scaler.overflowed()
             return loss
-        self._apply((1.0 if scaler is None else scaler.used) / self._clip if self._clip else math.inf)
+        clip = self._clip if self._aborts_before_clip == self._engine.runtime.statistics["aborted"] else 1.0
+        self._apply((1.0 if scaler is None else scaler.used) / clip if clip else math.inf)
         if scaler is not None:
             scaler.succeeded()
         self._forget()
@@ -144,6 +158,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         norm = self.grad_norm()
         coefficient = float(max_norm) / (float(norm) + 1e-6)
         self._clip = min(coefficient, 1.0) if math.isfinite(coefficient) else coefficient
+        self._aborts_before_clip = self._engine.runtime.statistics["aborted"]
         return norm
 
     @torch.no_grad()
@@ -152,14 +167,14 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._engine.check_can_step()
         self._agree(with_norm=True)
         assert self._norm is not None
-        scaler = self._engine.loss_scale
+        scaler = self._scaler
         return torch.tensor(self._norm / (1.0 if scaler is None else scaler.used))
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``."""
         self._engine.check_can_step()
-        scaler = self._engine.loss_scale
+        scaler = self._scaler
         bound = float(clip_value) * (1.0 if scaler is None else scaler.used)
         for tensor in self._own_gradients():
             tensor.clamp_(-bound, bound)
@@ -174,9 +189,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _agree(self, *, with_norm: bool) -> None:
         """Find out, with one small collective, which parameters have gradients on any rank, and the norm."""
-        if self._touched is not None and (self._norm is not None or not with_norm):
-            return
         runtime, trained = self._engine.runtime, list(self._engine.trained.values())
+        is_agreed = self._touched is not None and self._agreed_version == runtime.gradients_version
+        if is_agreed and (self._norm is not None or not with_norm):
+            return
         runtime.flush()
         values = torch.zeros(len(trained) + 1, dtype=torch.float64)
         if with_norm:
@@ -186,6 +202,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         values = self._engine.collectives.sum_with_order(values)
         # From here on all ranks know the same, also of parameters of other optimizers.
         runtime.touched = {p for p, count in zip(trained, values[1:].tolist(), strict=True) if count}
+        self._agreed_version = runtime.gradients_version
         self._touched = runtime.touched.intersection(self._group_of)
         self._norm = float(values[0].sqrt()) if with_norm else None
 
@@ -274,10 +291,6 @@ class GeminiOptimizer(torch.optim.Optimizer):
             for run in self._runs(self._parameters):
                 if run.chunk is chunk and chunk.accumulator is not None:
                     chunk.accumulator.tensor[run.begin : run.end].zero_()
-        self.forget_agreement()
-
-    def forget_agreement(self) -> None:
-        """Forget what the ranks found out together about gradients that are there no more."""
         self._touched, self._norm, self._clip = None, None, 1.0
 
 

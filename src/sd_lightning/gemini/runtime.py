@@ -75,6 +75,8 @@ class Runtime:
         self.statistics: Counter[str] = Counter()
         self.touched: set[nn.Parameter] = set()
         """Parameters with gradients on this rank since the last optimizer step."""
+        self.gradients_version = 0
+        """Changes when gradients do: a backward pass begins, or all of them are forgotten."""
         self.keeps_gradients = False
         """Inside ``no_sync`` with memory for whole gradients."""
         self.observer: Observer | None = None
@@ -212,6 +214,7 @@ class Runtime:
         if self._task is not None:
             self.abort()
         self._task = task
+        self.gradients_version += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _close(self, index: int) -> None:
@@ -292,6 +295,7 @@ class Runtime:
             chunk.drop_gradients()
             chunk.release()
         self.touched.clear()
+        self.gradients_version += 1
         self.tracer.forget()
         if self.monitor is not None:
             self.monitor.abort()

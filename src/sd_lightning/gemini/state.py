@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
-
-if TYPE_CHECKING:
-    from sd_lightning.gemini.engine import GeminiEngine
-    from sd_lightning.gemini.optimizer import GeminiOptimizer
+from sd_lightning.gemini.optimizer import GeminiOptimizer
 
 
 @dataclass
@@ -51,12 +49,13 @@ class EngineState:
 
     Args:
         engine: The engine.
+        optimizers: Those of the engine at any time.
     """
 
-    def __init__(self, engine: GeminiEngine) -> None:
+    def __init__(self, engine: ChunkedNetworks, optimizers: Sequence[GeminiOptimizer]) -> None:
         self._engine = engine
+        self._optimizers = optimizers
         self._shapes = {name: tuple(parameter.shape) for name, parameter in engine.trained.items()}
-        self.is_swapped = False
 
     def shards(self) -> list[OwnedRange]:
         """Return the ranges of trained parameters that this rank owns; over all ranks they are everything, once."""
@@ -134,21 +133,21 @@ class EngineState:
         self._engine.synchronize()
         for chunk in self._trained_chunks():
             chunk.swap_in({slot.name: weights[slot.name, chunk.bounds.owned(slot)[0]] for slot in _nonempty(chunk)})
-        self.is_swapped = True
+        self._engine.is_swapped = True
 
     @torch.no_grad()
     def swap_out(self) -> None:
         """Compute with the trained weights again, bit for bit."""
-        if not self.is_swapped:
+        if not self._engine.is_swapped:
             raise RuntimeError("swap_out called without swap_in")
         self._engine.release()
         self._engine.synchronize()
         for chunk in self._trained_chunks():
             chunk.swap_out()
-        self.is_swapped = False
+        self._engine.is_swapped = False
 
     def _check_not_swapped(self, what: str) -> None:
-        if self.is_swapped:
+        if self._engine.is_swapped:
             raise RuntimeError(f"{what} called between swap_in and swap_out")
 
     def _trained_chunks(self) -> Iterable[Chunk]:
@@ -160,7 +159,7 @@ class EngineState:
                 yield chunk, slot, chunk.parameters[slot.name]
 
     def _optimizer_of(self, parameter: nn.Parameter) -> tuple[GeminiOptimizer | None, int]:
-        for optimizer in self._engine.optimizers:
+        for optimizer in self._optimizers:
             if optimizer.owns(parameter):
                 return optimizer, optimizer.steps.get(parameter, 0)
         return None, 0

@@ -24,7 +24,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.blocks import execution_position, repeated_blocks
 from sd_lightning.deferred_weights import DeferredWeights
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.engine import Reader
+from sd_lightning.gemini.chunked import Reader
 from sd_lightning.strategies.gemini_precision import GeminiPrecision
 from sd_lightning.strategies.gemini_state import GeminiState
 from sd_lightning.strategies.processes import WatchedProcesses

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.quantization.linear import MATMULS
+from sd_lightning.quantization.linear import KERNELS, multiply
 
 Rows = Callable[[int, int], Tensor]
 """(begin, end) -> these rows of a weight, any floating-point dtype."""
@@ -93,13 +93,19 @@ class Int8Layer(nn.Module):
 
 
 class Int8Linear(Int8Layer, nn.Linear):
-    """A linear layer; ``kernel`` names what multiplies, see :mod:`sd_lightning.quantization.linear`."""
+    """A linear layer; ``kernel`` names what multiplies in int8, if something does.
+
+    Those kernels have no gradient: where one is wanted (LoRA), the weight is dequantised, as bitsandbytes does on CPUs.
+    """
 
     kernel: str
     threshold: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return MATMULS[self.kernel](self, x)
+        dtype = self.dtype_for(x)
+        if self.kernel in KERNELS and not (x.requires_grad and torch.is_grad_enabled()):
+            return multiply(x, dtype, self.kernel, self.weight, self.weight_scale, self.bias, self.threshold)
+        return F.linear(x.to(dtype), self.for_one_call(dtype), _cast(self.bias, dtype))
 
 
 class Int8Conv2d(Int8Layer, nn.Conv2d):

@@ -1,53 +1,52 @@
-"""What multiplies in int8 linear layers.
+"""What multiplies in int8: activations with weights.
 
-Each function takes the layer and its input (…, I) and returns (…, O). They read the same int8 weight and scales, so
-that a saved model does not depend on the choice. The kernels for int8 activations have no gradient: where one is
-wanted (LoRA), the weight is dequantised, as bitsandbytes does on CPUs.
+The kernels read the same int8 weight and scales, so that a saved model does not depend on the choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sd_lightning._imports import require
 
-if TYPE_CHECKING:
-    from sd_lightning.quantization.layers import Int8Linear
 
+def multiply(
+    x: Tensor, dtype: torch.dtype, kernel: str, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float
+) -> Tensor:
+    """Multiply in int8: by :data:`KERNELS`, which have no gradient.
 
-def weight_only(layer: Int8Linear, x: Tensor) -> Tensor:
-    """Dequantise the weight, then multiply in floating point."""
-    dtype = layer.dtype_for(x)
-    bias = None if layer.bias is None else layer.bias.to(dtype)
-    return F.linear(x.to(dtype), layer.for_one_call(dtype), bias)
+    Args:
+        x: (…, I).
+        dtype: Of the result.
+        kernel: A name in ``KERNELS``.
+        weight: (O, I), int8.
+        scale: (O,), float32.
+        bias: (O,).
+        threshold: Columns of activations with a magnitude as large as this are multiplied apart; 0 for none.
 
-
-def bitsandbytes(layer: Int8Linear, x: Tensor) -> Tensor:
-    """LLM.int8(), arXiv 2208.07339: activations in int8 row by row, columns of outliers apart."""
-    threshold = layer.threshold
-    return _by_rows(layer, x, lambda *arguments: _llm_int8(*arguments, threshold))
-
-
-def torchao(layer: Int8Linear, x: Tensor) -> Tensor:
-    """Activations in int8 row by row, multiplied by torchao's kernel."""
-    return _by_rows(layer, x, _torchao_int8)
-
-
-def _by_rows(layer: Int8Linear, x: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
-    """Multiply (N, I) by a kernel that has no gradient."""
-    if x.requires_grad and torch.is_grad_enabled():
-        return weight_only(layer, x)
-    shape = (*x.shape[:-1], layer.out_features)
+    Returns:
+        (…, O).
+    """
+    shape = (*x.shape[:-1], len(weight))
     if x.is_meta:  # a trace of memory: what is alive in a kernel is the int8 input, int32 products and the output
         _quantized, _products = x.to(torch.int8), x.new_empty(shape, dtype=torch.int32)
         return x.new_empty(shape)
-    rows = x.to(layer.dtype_for(x)).reshape(-1, x.shape[-1]).contiguous()  # the CUDA kernels do not look at strides
-    return multiply(rows, layer.weight, layer.weight_scale, layer.bias).view(shape)
+    rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()  # the CUDA kernels do not look at strides
+    return KERNELS[kernel](rows, weight, scale, bias, threshold).view(shape)
+
+
+def bitsandbytes(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
+    """LLM.int8(), arXiv 2208.07339: activations in int8 row by row, columns of outliers apart."""
+    return _llm_int8(rows, weight, scale, bias, threshold)
+
+
+def torchao(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
+    """Activations in int8 row by row, multiplied by torchao's kernel; it has no threshold."""
+    return _torchao_int8(rows, weight, scale, bias)
 
 
 # Both kernels are operators of their own for torch.compile, which can trace neither: the number of outliers is not
@@ -109,11 +108,11 @@ def _(rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0])
 
 
-MATMULS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]] = {
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,
-    "weight_only": weight_only,
 }
+"""(rows (N, I), weight (O, I), scale (O,), bias (O,), threshold) -> (N, O)."""
 
 
 def load_kernels(name: str) -> None:
@@ -122,5 +121,5 @@ def load_kernels(name: str) -> None:
     Raises:
         UsageError: The package is not installed.
     """
-    if name != "weight_only":
+    if name in KERNELS:
         require(name, extra="torchao" if name == "torchao" else "all", who=f"Int8(linear={name!r})")

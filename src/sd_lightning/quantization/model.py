@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,18 @@ from sd_lightning.quantization.linear import load_kernels
 
 if TYPE_CHECKING:
     from sd_lightning.deferred_weights import DeferredWeights
-    from sd_lightning.latent_diffusion import LatentDiffusion
+
+
+class Networks(Protocol):
+    """A model of several networks: a ``LatentDiffusion``."""
+
+    @property
+    def networks(self) -> Mapping[str, nn.Module]: ...
+
 
 Filter = Callable[[nn.Module, str], bool]
 """(layer, its name, beginning with the network's: "unet.conv_out") -> whether to quantise it."""
-Model = TypeVar("Model", "LatentDiffusion", nn.Module)
+Model = TypeVar("Model", bound=Networks | nn.Module)
 
 _KINDS = {"linear": nn.Linear, "conv2d": nn.Conv2d, "embedding": nn.Embedding}
 
@@ -136,7 +143,7 @@ def cast_rest(network: nn.Module, config: Int8, pipeline_class: str) -> None:
         nn.Module.to(network, dtype)  # diffusers' own warns at every cast
 
 
-def _networks(model: LatentDiffusion | nn.Module, who: str) -> Mapping[str, nn.Module]:
+def _networks(model: Networks | nn.Module, who: str) -> Mapping[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
     networks = getattr(model, "networks", None)

@@ -35,6 +35,7 @@ LAYERS: dict[str, int] = {
     "encoder": 2,
     "flops": 2,
     "generation": 2,
+    "inference_memory": 2,
     "latent_diffusion": 2,
     "learned_token": 2,
     "lora": 2,

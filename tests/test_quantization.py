@@ -19,7 +19,7 @@ from sd_lightning.latent_diffusion import load_model
 from sd_lightning.quantization import Int8, dequantize_, quantize_, replace_module
 from sd_lightning.quantization import config as defaults
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Embedding, Int8Linear, int8_layers, quantize_rows
-from sd_lightning.quantization.memory import inference_bytes, weight_bytes
+from sd_lightning.inference_memory import inference_bytes, weight_bytes
 from sd_lightning.quantization.model import int8_config
 from small_models import SMALL_SD2, SMALL_SDXL
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from sd_lightning.latent_diffusion import LatentDiffusion
 from sd_lightning.memory_trace import peak_bytes
 from sd_lightning.quantization.layers import Int8Layer, Int8Linear, int8_layers, to_int8
-
-if TYPE_CHECKING:
-    from sd_lightning.latent_diffusion import LatentDiffusion
 
 
 def weight_bytes(network: nn.Module) -> int:

@@ -17,10 +17,10 @@ from sd_lightning import _conf, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.generation import SamplingOptions, decoding_in_tiles, generate
+from sd_lightning.inference_memory import inference_bytes
 from sd_lightning.latent_diffusion import LatentDiffusion
 from sd_lightning.new_folder import check_new_folder, complete_or_absent
 from sd_lightning.quantization import Int8, quantize_
-from sd_lightning.inference_memory import inference_bytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

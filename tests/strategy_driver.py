@@ -47,6 +47,7 @@ LEARNING_RATE = 3e-4
 
 GEMINI: dict[str, dict[str, Any]] = {
     "gemini": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 2**20},
+    "gemini_small_chunks": {"chunk_numel": 5000, "offload_optim_frac": 1.0},
     "gemini_kept": {"shard_param_frac": 0.0},
     "gemini_offload": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 0},
     "gemini_auto": {"placement": "auto", "memory_cap": "12MiB"},

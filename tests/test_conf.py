@@ -126,6 +126,7 @@ MISTAKES = [
     ("~model.channels", "model: Model needs channels; give it: +model.channels=<value>"),
     ("model=large", "model.channels has no value and no default; give one: model.channels=<value>"),
     ("model.lr=${lrr}", "model.lr=${lrr}: there is no key 'lrr'; write ${lr}"),
+    ("~lr", "model.lr=${lr}: there is no key 'lr'; do not take lr out: give lr=<value>, or model.lr=<value> too"),
     ("data=images", "data.root: environment variable IMAGE_ROOT is not set; export IMAGE_ROOT=<value>"),
     ("model._target_=conf_things.Modle", "conf_things has no 'Modle'; the nearest is conf_things.Model"),
     ("model._target_=conf_things.number", "expected a class or function, got a int"),

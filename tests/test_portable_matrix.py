@@ -12,6 +12,7 @@ from test_strategies_common import rms
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
 CONFIGURATIONS = [(name, world) for world in (1, 2) for name in STRATEGIES if (name, world) != ("single", 2)]
+CONFIGURATIONS.append(("gemini_small_chunks", 2))
 SAVED_AT = 2
 
 
@@ -58,7 +59,7 @@ def test_a_run_goes_on_under_another_strategy_and_world_size(tmp_path: Path) -> 
     legs = (
         (2, {"zero3": 2}),
         (1, {"gemini": 3, "zero1": 4, "fsdp": 5}),
-        (2, {"zero1": 6, "gemini": 7, "zero2": 8, "ddp": 9, "zero3": 11}),
+        (2, {"zero1": 6, "gemini_small_chunks": 7, "zero2": 8, "ddp": 9, "zero3": 11}),
     )
     whole = {"do": "save", "strategy": "single", "devices": 1, "run_dir": str(tmp_path / "whole"), "save_at": 0}
     (reference,) = torchrun(1, [whole | {"steps": 11}], tmp_path)

@@ -332,8 +332,8 @@ def _bad_value(error: Any, command_line: CommandLine) -> str:
     if isinstance(error, InterpolationKeyError) and absent:
         near = command_line.nearest(absent[1])
         remedy = f"; write ${{{near}}}" if near else ""
-        if near == absent[1]:  # one of ours, taken out
-            remedy = f"; do not take {near} out: give {near}=<value>, or {key}=<value> too"
+        if any(override.partition("=")[0] == f"~{absent[1]}" for override in command_line.overrides):
+            remedy = f"; do not take {absent[1]} out: give {absent[1]}=<value>, or {key}=<value> too"
         return f"{key}=${{{absent[1]}}}: there is no key {absent[1]!r}{remedy}"
     if "is not in struct" in reason:
         return f"{key} is missing, but the program reads it; leave it as it was, or give it: +{key}=<value>"

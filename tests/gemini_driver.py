@@ -38,7 +38,8 @@ class Job:
     engine: str = "gemini"
     """``gemini``, ``ddp``, or ``torch``: one process with the whole batch."""
     network: str = "blocks"
-    """``blocks``, ``pair`` of two networks, ``lora`` with frozen weights below trained ones, ``twins``, ``unet``."""
+    """``blocks``, ``pair`` of two networks, ``lora`` with frozen weights below trained ones, ``twins``, ``direct``,
+    ``unet``."""
     config: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
     steps: int = 20
@@ -51,6 +52,8 @@ class Job:
     frozen: bool = False
     unused: str = ""
     """``everywhere`` or ``one_rank``: where a branch of each block is not used."""
+    penalised: bool = False
+    """The last of two ranks has a backward pass of its own for a penalty on a block's weight."""
     checkpointed: bool = False
     compiled: str = ""
     """``block``: each block's ``_call_impl``."""
@@ -136,6 +139,33 @@ class Twins(nn.Module):
         return x
 
 
+class Droppable(Block):
+    """A block that may return its input."""
+
+    is_dropped = False
+
+    def forward(self, x: Tensor, with_extra: bool = True) -> Tensor:
+        return x if self.is_dropped else super().forward(x, with_extra)
+
+
+class Direct(nn.Module):
+    """A root with a parameter of its own that returns what its last layer returns; one block returns its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(CLASSES, WIDTH)
+        self.position = nn.Parameter(torch.zeros(WIDTH))
+        self.blocks = nn.ModuleList(Droppable(WIDTH, 37 + 8 * i) for i in range(4))
+        self.blocks[2].is_dropped = True
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) + self.position
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
 class LowRank(nn.Module):
     """A frozen layer and a trained correction of rank 2 (Hu et al. 2021, equation 3)."""
 
@@ -163,6 +193,8 @@ def build(job: Job) -> nn.Module:
         network = Pair()
     elif job.network == "twins":
         network = Twins()
+    elif job.network == "direct":
+        network = Direct()
     elif job.network == "lora":
         network = Blocks().requires_grad_(False)
         for block in network.blocks:
@@ -348,7 +380,11 @@ class Training:
             loss = loss_of(self.trained, batch, self.dtype) / job.accumulate
             factor = job.loss_factor if job.factor_rank in (None, rank) else 1.0
             scaled = loss * factor / (shares if job.engine == "torch" else 1)
-            (self.engine.backward if self.engine is not None else Tensor.backward)(scaled)
+            backward = self.engine.backward if self.engine is not None else Tensor.backward
+            backward(scaled)
+            if job.penalised and rank == shares - 1:
+                penalty = 0.1 * self.network.blocks[0].up.weight.square().sum()
+                backward(penalty / 2 if job.engine == "torch" else penalty)
             total += loss.detach() / (shares if job.engine == "torch" else 1)
         return total
 
@@ -381,6 +417,10 @@ def _act(training: Training, step: int) -> None:
             swapped = loss_of(training.network, inputs(7, job), training.dtype)
         training.notes["swapped_loss"] = float(swapped)
         engine.state.swap_out()
+    if job.act == "drop" and step % 4 == 2:
+        training.micro_step(800)
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()
     if job.act in ("raise", "refit") and step % 4 == 2:
         _fail_in_backward(training, step)
     if job.act == "reorder" and step == 2:

@@ -47,6 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "two_networks": {"network": "pair"},
     "low_rank": {"network": "lora", "optimizer": "SGD"},
     "longer_inputs": {"act": "longer"},
+    "outputs_of_others": {"network": "direct"},
 }
 AUTO = PLACEMENTS["auto_some"]
 ROOM = {"placement": "auto", "memory_cap": "1MiB", "reduce_once": "auto"}
@@ -64,6 +65,9 @@ def jobs_of_ranks() -> list[Job]:
         Job("ddp/unused_one_rank", engine="ddp", unused="one_rank"),
         Job("feature/unused_one_rank", config=BUDGETED, unused="one_rank"),
         Job("unused_one_rank/kept_gathered", config={"shard_param_frac": 0.0}, unused="one_rank"),
+        Job("act/drop", config=BUDGETED, unused="one_rank", act="drop"),
+        Job("penalised", config={"shard_param_frac": 0.0}, penalised=True),
+        Job("outputs_of_others/one_layer_each", network="direct", config={"chunk_numel": 64}),
         Job("feature/checkpointed", config=BUDGETED, checkpointed=True),
         Job("checkpointed/all_offloaded", config=PLACEMENTS["all_offloaded"], checkpointed=True),
         Job("feature/compiled", config=BUDGETED, compiled="block"),
@@ -245,6 +249,21 @@ def test_a_parameter_used_on_one_rank_only_trains_as_under_ddp(two_ranks: list[d
     assert loss <= 1e-6 and rms <= 1e-6
     moved = distance(found, two_ranks[0]["place/sharded"])[1]
     assert moved > 1e-3, "the branch makes no difference"
+
+
+def test_gradients_that_are_dropped_leave_nothing_behind_on_any_rank(two_ranks: list[dict[str, Findings]]) -> None:
+    """Before some steps a micro-batch is dropped, in which only one rank used some parameters."""
+    found, expected = two_ranks[0]["act/drop"], two_ranks[0]["feature/unused_one_rank"]
+    assert found.losses == expected.losses and found.digest == expected.digest
+
+
+def test_a_term_outside_of_forward_that_one_rank_has_counts(two_ranks: list[dict[str, Findings]]) -> None:
+    assert_as_plain_torch(two_ranks[0]["penalised"], {"penalised": True})
+    assert distance(two_ranks[0]["penalised"], two_ranks[0]["place/sharded"])[1] > 1e-4, "it makes no difference"
+
+
+def test_a_unit_that_returns_what_another_returned_is_not_done_before_it(two_ranks: list[dict[str, Findings]]) -> None:
+    assert_as_plain_torch(two_ranks[0]["outputs_of_others/one_layer_each"], {"network": "direct"})
 
 
 def test_an_unused_parameter_is_left_alone(two_ranks: list[dict[str, Findings]]) -> None:

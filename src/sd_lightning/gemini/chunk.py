@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 
 import torch
@@ -66,6 +66,8 @@ class Chunk:
         self.gradients: Buffer | None = None
         self.filled: set[str] = set()
         """Parameters whose gradients of this pass are in their slots."""
+        self._versions: dict[nn.Parameter, int] = {}
+        """For autograd, of the weights that gradients have taken the place of."""
         self._is_swapped = False
         self._stash: Buffer | None = None
         self._pending: Pending | None = None
@@ -189,16 +191,24 @@ class Chunk:
         self._go(ChunkState.RELEASED)
         self._resize(0)
         self._hide()
+        if self._versions:  # the weights are what they were: other graphs can still go backward
+            torch._C._autograd._unsafe_set_version_counter(tuple(self._versions), tuple(self._versions.values()))
+            self._versions.clear()
 
     def _hide(self) -> None:
         for parameter, _, absent in self._faces:
             parameter.data = absent
 
-    def invalidate(self) -> None:
-        """Compute with what the shards now hold: free gathered copies, gather again what is resident."""
-        torch.autograd.graph.increment_version(self.parameters.values())  # a graph from before cannot go backward
+    def invalidate(self, changed: Iterable[nn.Parameter] | None = None) -> None:
+        """Compute with what the shards now hold: free gathered copies, gather again what is resident.
+
+        Args:
+            changed: Parameters whose values differ, all if not given: a graph from before cannot go backward.
+        """
         if not self.is_resident:
             self.release()
+        torch.autograd.graph.increment_version(self.parameters.values() if changed is None else changed)
+        if not self.is_resident:
             return
         self.wait()
         if self.collectives.world_size > 1 or not self.is_aliased:
@@ -206,13 +216,17 @@ class Chunk:
             with self.memory.copying(Tier.FAST) as self._gathered:
                 self._pending = self.collectives.all_gather(self.full, self.index)
 
-    def refresh(self) -> None:
-        """Bring the optimizer's new weights to the compute weights, beside whatever is computed next."""
+    def refresh(self, changed: Iterable[nn.Parameter] | None = None) -> None:
+        """Bring the optimizer's new weights to the compute weights, beside whatever is computed next.
+
+        Args:
+            changed: As of :meth:`invalidate`.
+        """
         if not self.is_aliased:
             place = self.placement
             with self.memory.copying(place.param_tier) as self._refreshed:
                 self.memory.copy(self.shard, self.master, place.step_tier, place.param_tier)
-        self.invalidate()
+        self.invalidate(changed)
 
     # ---------------------------------------------------------------- gradients
 
@@ -236,6 +250,7 @@ class Chunk:
         self.filled.add(slot.name)
         if self.state is ChunkState.OVERWRITTEN:
             # Whatever would still read the weight in this backward pass gets autograd's error, not the gradient.
+            self._versions.setdefault(parameter, parameter._version)
             torch.autograd.graph.increment_version(parameter)
 
     def _gradient_slots(self, keep: bool) -> Tensor:
@@ -318,6 +333,20 @@ class Chunk:
         arrival.wait()
         self.accumulator.tensor.add_(buffer.tensor)
         self.memory.free(buffer)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients on this rank, reduced or not."""
+        return bool(self.filled) or any(b is not None for b in (self.accumulator, self.gradients, self._offloaded))
+
+    def forget_gradient(self, parameter: nn.Parameter) -> None:
+        """Set a parameter's gradients to zero, whole and reduced ones; others of this chunk stay."""
+        slot = self.slots[parameter]
+        self.filled.discard(slot.name)
+        if self.gradients is not None:
+            self.gradients.tensor[slot.begin : slot.end].zero_()
+        if self.accumulator is not None:
+            self.bounds.view_of(slot, self.accumulator.tensor).zero_()
 
     def drop_gradients(self) -> None:
         """Free all gradients, finished or not."""

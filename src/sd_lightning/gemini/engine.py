@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from sd_lightning._errors import UsageError
 from sd_lightning.gemini.accumulation import Accumulation
 from sd_lightning.gemini.auto import AutoPlacement
 from sd_lightning.gemini.chunked import ChunkedNetworks, Reader
@@ -56,6 +57,12 @@ class GeminiEngine(ChunkedNetworks):
         Raises:
             UsageError: The optimizer's update is not elementwise, or another optimizer has one of its parameters.
         """
+        given = [parameter for group in inner.param_groups for parameter in group["params"]]
+        if any(optimizer.owns(parameter) for optimizer in self.optimizers for parameter in given):
+            raise UsageError(
+                f"Gemini got a second optimizer ({type(inner).__name__}) for parameters that another one steps; call "
+                "drop_optimizers() before a new stage, or give each parameter to one of them"
+            )
         if self.auto is not None:
             self.auto.make_room()
         optimizer = GeminiOptimizer(inner, self, self.accumulation, self.loss_scale)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.accumulation import Accumulation
@@ -66,24 +67,51 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._accumulation = accumulation
         self._scaler = loss_scale
         self.steps: dict[nn.Parameter, int] = {}
-        self._group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
-        self._parameters = [p for p in engine.trained.values() if p in self._group_of]
-        if len(self._parameters) != len(self._group_of):
-            raise UsageError(
-                f"{type(inner).__name__} got {len(self._group_of) - len(self._parameters)} parameters that Gemini "
-                "does not train; expected parameters with requires_grad of the networks given to the engine, taken "
-                "after the engine was made"
-            )
-        chunk_of = engine.chunk_of
-        self.chunks = sorted({chunk_of[p] for p in self._parameters}, key=lambda chunk: chunk.index)
         # What the ranks found out together about the gradients of this version.
         self._agreed_version = -1
         self._touched: set[nn.Parameter] | None = None
         self._norm: float | None = None
         self._clip = 1.0
         self._aborts_before_clip = 0
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Take on the parameters of all groups."""
+        engine, group_of = self._engine, {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        trained = set(engine.trained.values())
+        if not trained.issuperset(group_of):
+            raise UsageError(
+                f"{type(self.inner).__name__} got {len(group_of.keys() - trained)} parameters that Gemini does not "
+                "train; expected parameters of the networks given to the engine that had requires_grad when it was "
+                "made, taken after that; make others trainable before, with a learning rate of 0 for as long as they "
+                "shall stay"
+            )
+        self._group_of = group_of
+        self._parameters = [p for p in engine.trained.values() if p in group_of]
+        self.chunks = sorted({engine.chunk_of[p] for p in self._parameters}, key=lambda chunk: chunk.index)
+        self._touched = None
         for parameter in self._parameters:
-            self._allocate_states(chunk_of[parameter], self.param_groups[self._group_of[parameter]])
+            self._allocate_states(engine.chunk_of[parameter], self.param_groups[group_of[parameter]])
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step further parameters, of those that the engine trains, from their next gradients on; all ranks call it.
+
+        Raises:
+            UsageError: The engine does not train them: they were frozen when it was made.
+        """
+        if not hasattr(self, "_group_of"):
+            super().add_param_group(param_group)  # in the constructor
+            return
+        self.inner.add_param_group(param_group)
+        try:
+            self._adopt()
+        except UsageError:
+            self.param_groups.pop()
+            raise
+        for parameter in self.param_groups[-1]["params"]:
+            self._engine.chunk_of[parameter].forget_gradient(parameter)
+            self._engine.runtime.touched.discard(parameter)
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this optimizer steps a parameter."""
@@ -126,8 +154,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self._forget()
             scaler.overflowed()
             return loss
-        clip = self._clip if self._aborts_before_clip == self._engine.runtime.statistics["aborted"] else 1.0
-        self._apply((1.0 if scaler is None else scaler.used) / clip if clip else math.inf)
+        self._apply(self._scale / self._pending_clip if self._pending_clip else math.inf)
         if scaler is not None:
             scaler.succeeded()
         self._forget()
@@ -137,12 +164,24 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """Forget the gradients of this optimizer's parameters."""
         if self._engine.runtime.is_in_backward and torch._C._current_graph_task_id() == -1:
             self._engine.abort()
-        if self._engine.runtime.touched.intersection(self._group_of):
+        if any(chunk.has_gradients for chunk in self.chunks):
             self._forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hyper-parameters of the groups; states are in the engine's ``parameter_shards()``."""
         return self.inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the hyper-parameters of the groups; states are in the engine's ``state.load``."""
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise UsageError(
+                f"{type(self.inner).__name__} got a state of {len(saved)} groups; expected one of "
+                f"{len(self.param_groups)}: give the groups that it was saved with"
+            )
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({name: value for name, value in values.items() if name != "params"})
 
     # ---------------------------------------------------------------- gradients
 
@@ -157,7 +196,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """
         norm = self.grad_norm()
         coefficient = float(max_norm) / (float(norm) + 1e-6)
-        self._clip = min(coefficient, 1.0) if math.isfinite(coefficient) else coefficient
+        self._clip = self._pending_clip * (min(coefficient, 1.0) if math.isfinite(coefficient) else coefficient)
         self._aborts_before_clip = self._engine.runtime.statistics["aborted"]
         return norm
 
@@ -167,18 +206,29 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._engine.check_can_step()
         self._agree(with_norm=True)
         assert self._norm is not None
-        scaler = self._scaler
-        return torch.tensor(self._norm / (1.0 if scaler is None else scaler.used))
+        return torch.tensor(self._norm * self._pending_clip / self._scale)
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp every gradient to ``[-clip_value, clip_value]``."""
+        """Clamp every gradient to ``[-clip_value, clip_value]``; leave them if they overflowed, for the step to see."""
         self._engine.check_can_step()
-        scaler = self._scaler
-        bound = float(clip_value) * (1.0 if scaler is None else scaler.used)
+        self._agree(with_norm=self._scaler is not None)
+        if not self._pending_clip or (self._scaler is not None and not self._is_finite()):
+            return
+        bound = float(clip_value) * self._scale / self._pending_clip
         for tensor in self._own_gradients():
             tensor.clamp_(-bound, bound)
         self._norm = None
+
+    @property
+    def _scale(self) -> float:
+        """What the gradients are multiplied by."""
+        return 1.0 if self._scaler is None else self._scaler.used
+
+    @property
+    def _pending_clip(self) -> float:
+        """What the next step multiplies them by: clipping by norm, unless they were forgotten since."""
+        return self._clip if self._aborts_before_clip == self._engine.runtime.statistics["aborted"] else 1.0
 
     def _own_gradients(self) -> Iterable[Tensor]:
         """Yield this rank's reduced gradients of this optimizer's parameters, in maximal ranges."""
@@ -194,14 +244,20 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if is_agreed and (self._norm is not None or not with_norm):
             return
         runtime.flush()
-        values = torch.zeros(len(trained) + 1, dtype=torch.float64)
+        late = [chunk.index in runtime.late for chunk in self._engine.chunks]
+        values = torch.zeros(1 + len(late) + len(trained), dtype=torch.float64)
         if with_norm:
             squares = [t.square().sum(dtype=torch.float32).double().cpu() for t in self._own_gradients()]
             values[0] = torch.stack(squares).sum() if squares else 0.0
-        values[1:] = torch.tensor([p in runtime.touched for p in trained], dtype=torch.float64)
+        values[1:] = torch.tensor([*late, *(p in runtime.touched for p in trained)], dtype=torch.float64)
         values = self._engine.collectives.sum_with_order(values)
+        late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
+        if late_anywhere:
+            runtime.flush(late_anywhere)
+            self._agree(with_norm=with_norm)
+            return
         # From here on all ranks know the same, also of parameters of other optimizers.
-        runtime.touched = {p for p, count in zip(trained, values[1:].tolist(), strict=True) if count}
+        runtime.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
         self._agreed_version = runtime.gradients_version
         self._touched = runtime.touched.intersection(self._group_of)
         self._norm = float(values[0].sqrt()) if with_norm else None
@@ -225,7 +281,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 copies.wait()  # gradients have arrived, and nothing reads the weights any more
             chunk.settle()  # another optimizer may just have stepped it
             self._step_chunk(chunk, by_chunk.get(chunk, []), divisor)
-            chunk.refresh()
+            chunk.refresh(self._touched.intersection(chunk.slots))
         for parameter in self._touched:
             self.steps[parameter] = self.steps.get(parameter, 0) + 1
 
@@ -279,18 +335,19 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop this optimizer's gradients, and the memory where no other optimizer has gradients in it."""
-        touched = self._engine.runtime.touched
-        touched.difference_update(self._parameters)
+        runtime = self._engine.runtime
+        runtime.touched.difference_update(self._parameters)
         for chunk in self.chunks:
             is_shared = any(p not in self._group_of for p in chunk.slots)
-            if not is_shared or (self._touched is not None and not touched.intersection(chunk.slots)):
+            if not is_shared or (self._touched is not None and not runtime.touched.intersection(chunk.slots)):
                 chunk.drop_gradients()
+                runtime.late.discard(chunk.index)
                 continue
             if chunk.placement.step_tier is Tier.SLOW:
                 self._engine.memory.mark().wait()  # the host writes to what may still be arriving
-            for run in self._runs(self._parameters):
-                if run.chunk is chunk and chunk.accumulator is not None:
-                    chunk.accumulator.tensor[run.begin : run.end].zero_()
+            for parameter in self._parameters:
+                if parameter in chunk.slots:
+                    chunk.forget_gradient(parameter)
         self._touched, self._norm, self._clip = None, None, 1.0
 
 

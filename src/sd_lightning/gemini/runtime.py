@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -75,6 +75,8 @@ class Runtime:
         self.statistics: Counter[str] = Counter()
         self.touched: set[nn.Parameter] = set()
         """Parameters with gradients on this rank since the last optimizer step."""
+        self.late: set[int] = set()
+        """Chunks with gradients on this rank that came when no unit was there to have them reduced."""
         self.gradients_version = 0
         """Changes when gradients do: a backward pass begins, or all of them are forgotten."""
         self.keeps_gradients = False
@@ -93,6 +95,11 @@ class Runtime:
         self._kept: dict[int, None] = {}
         self._reductions: deque[tuple[Chunk, Pending]] = deque()
         self._task: int | None = None
+        self._node: Any = None
+        """Of autograd, before which the last unit was opened."""
+        self._at_node: list[int] = []
+        """Units that were opened before it."""
+        self._recomputed_in: int | None = None
         self._removable: list[Any] = []
         self._attach()
 
@@ -158,6 +165,8 @@ class Runtime:
                 self.tracer.begin(with_gradients=torch.is_grad_enabled())
                 if not torch.is_grad_enabled() and self._begins_inference(index):
                     self.tracer.end_pass()
+        else:
+            self._recomputed_in = self._task
         self._running.append(index)
         self._access(index, "forward")
 
@@ -187,10 +196,22 @@ class Runtime:
 
     def _before_backward(self, index: int, gradient: Tensor) -> None:
         self._begin_backward()
-        for earlier in list(self._open):
-            # Autograd runs in the reverse order of execution, so whatever ran later is done.
-            if earlier != index and not self.units[earlier].is_container and self._calls[earlier] <= 0:
-                self._close(earlier)
+        if torch.is_grad_enabled() and not all(self.chunks[c].is_resident for c in self._chunks_of[index]):
+            raise UsageError(
+                f"Gemini got a backward pass with create_graph=True through {self.units[index].name or 'the network'}, "
+                "whose weights are gathered for one pass only; keep them whole on the accelerator "
+                "(shard_param_frac=0, offload_param_frac=0)"
+            )
+        # Autograd runs in the reverse order of execution, so whatever ran later is done; but for units that return
+        # the same tensor: a network and its last block, a block and the one after it that was left out.
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node = node
+            self._at_node.clear()
+            for earlier in list(self._open):
+                if earlier != index and not self.units[earlier].is_container and self._calls[earlier] <= 0:
+                    self._close(earlier)
+        self._at_node.append(index)
         self._calls[index] -= 1
         self._open[index] = None
         self._visited.update(dict.fromkeys(self._chunks_of[index]))
@@ -201,9 +222,23 @@ class Runtime:
     def _on_gradient(self, chunk: Chunk, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         self._begin_backward()
+        if chunk.index not in self._visited:
+            self._note_late(chunk, parameter)
         chunk.put_gradient(parameter, parameter.grad, keep=self.keeps_gradients)
         parameter.grad = None
         self.touched.add(parameter)
+
+    def _note_late(self, chunk: Chunk, parameter: nn.Parameter) -> None:
+        """Have the optimizer ask the ranks: a parameter was used outside of its unit's forward, here at least."""
+        if not chunk.is_resident:
+            name = next(name for name, known in chunk.parameters.items() if known is parameter)
+            raise UsageError(
+                f"Gemini got a gradient of {name} outside of its block's part of the backward pass: it is used outside "
+                "of that block's forward, where it is not gathered; use it inside, or keep the weights whole on the "
+                "accelerator (shard_param_frac=0, offload_param_frac=0)"
+            )
+        self._finish_reductions_of(chunk)  # nothing is written to what is being sent
+        self.late.add(chunk.index)
 
     # ---------------------------------------------------------------- backward
 
@@ -212,6 +247,11 @@ class Runtime:
         if self._task == task:
             return
         if self._task is not None:
+            if self._recomputed_in == self._task:
+                raise UsageError(
+                    "Gemini got a block under torch.utils.checkpoint with use_reentrant=True, whose backward pass "
+                    "hides it; write use_reentrant=False"
+                )
             self.abort()
         self._task = task
         self.gradients_version += 1
@@ -228,6 +268,7 @@ class Runtime:
 
     def _reduce(self, index: int) -> None:
         del self._visited[index]
+        self.late.discard(index)
         chunk = self.chunks[index]
         if not chunk.is_trained:
             return
@@ -267,12 +308,17 @@ class Runtime:
         self._visited.clear()
         self._pinned.clear()
         self._running.clear()
-        self._task = None
+        self._at_node.clear()
+        self._task = self._node = self._recomputed_in = None
 
-    def flush(self) -> None:
-        """Reduce gradients that were kept whole, where no backward pass outside ``no_sync`` did."""
+    def flush(self, late: Iterable[int] = ()) -> None:
+        """Reduce gradients that were kept whole, where no backward pass outside ``no_sync`` did.
+
+        Args:
+            late: Chunks that have late gradients on any rank.
+        """
         keeps, self.keeps_gradients = self.keeps_gradients, False
-        for index in sorted(self._kept):
+        for index in sorted({*self._kept, *late}):
             self._visited[index] = None
             self._reduce(index)
         self.keeps_gradients = keeps
@@ -295,6 +341,7 @@ class Runtime:
             chunk.drop_gradients()
             chunk.release()
         self.touched.clear()
+        self.late.clear()
         self.gradients_version += 1
         self.tracer.forget()
         if self.monitor is not None:
@@ -374,7 +421,8 @@ class Runtime:
         return True
 
     def _furthest(self, until: int, keep: set[Chunk]) -> Chunk | None:
-        in_use = keep | {self.chunks[c] for index in self._running for c in self._chunks_of[index]}
+        units = [*self._running, *self._at_node]
+        in_use = keep | {self.chunks[c] for index in units for c in self._chunks_of[index]}
         in_use |= {self.chunks[c] for c in self._pinned}
         candidates = [
             (self.tracer.next_use(chunk.index), -chunk.index, chunk)

@@ -21,6 +21,7 @@ from sd_lightning.callbacks import EMA
 from sd_lightning.checkpoint import checkpoint_path
 from sd_lightning.preflight import check_trainer
 from sd_lightning.speed import Speed, use_attention_kernel
+from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 
 
@@ -336,6 +337,11 @@ def test_fused_adamw_steps_in_one_operation(fused: bool) -> None:
     optimizer, ops = _step(built(f"optimizer.fused={str(fused).lower()}"))
     assert type(optimizer) is torch.optim.AdamW and optimizer.param_groups[0]["fused"] is fused
     assert ("_fused_adamw_" in ops) == fused
+
+
+def test_8_bit_adamw_is_refused_where_it_cannot_step_shards() -> None:
+    with pytest.raises(UsageError, match="AdamW8bit cannot step the shards of FSDP2.*choose optimizer=adamw, or"):
+        FSDPStrategy().check(small.trainer_of(1), built("optimizer=adamw8bit"))
 
 
 def test_8_bit_adamw_keeps_bytes_for_large_tensors_and_trains_nearly_alike(tmp_path: Path) -> None:

@@ -82,6 +82,20 @@ class FSDPStrategy(WatchedProcesses, TakesCheckpointFolders, ModelParallelStrate
         )
         self._state: DTensorState | None = None
 
+    def check(self, trainer: pl.Trainer, module: Any) -> None:
+        """Refuse an optimizer that cannot step shards; called before processes start, and again when they have.
+
+        Raises:
+            UsageError: It is one of bitsandbytes.
+        """
+        configured = module.configure_optimizers()
+        optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+        if hasattr(optimizer, "init_state"):
+            raise UsageError(
+                f"{type(optimizer).__name__} cannot step the shards of FSDP2: its kernels do not know distributed "
+                "tensors; choose optimizer=adamw, or strategy=gemini or ddp"
+            )
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -112,6 +126,8 @@ class FSDPStrategy(WatchedProcesses, TakesCheckpointFolders, ModelParallelStrate
         assert self.model is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         module: Any = self.lightning_module
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.check(trainer, module)
         for name, network in module.trained_networks().items():
             if not isinstance(network, FSDPModule):  # a second fit finds them sharded
                 shard_network(network, self.device_mesh, self)

@@ -27,6 +27,8 @@ help:
 	@echo "make test-slow                         quality runs, full matrices, kill points, the wheel"
 	@echo "make test-colossalai                   install ColossalAI into $(VENV), and run its tests"
 	@echo "make gpu-check [WHEELS=folder]         everything that needs one CUDA GPU"
+	@echo "make gpu-wheels WHEELS=folder          only unpack those wheels for gpu-check"
+	@echo "make constraints                       pin what $(VENV) holds now in constraints.txt"
 	@echo "make lint | format                     ruff and mypy | ruff format"
 	@echo "make install | clean                   only set up $(VENV) | remove what builds and caches left"
 

@@ -35,6 +35,20 @@ KEYS = [
     ("train train_batch_size=4", "no key 'train_batch_size'", "write data.batch_size=4"),
     ("train mixed_precision=bf16", "no key 'mixed_precision'", "write trainer.precision=bf16-mixed"),
     ("train rank=8", "no key 'rank'", "write trainable=lora lora.rank=8"),
+    ("train precision=fp16", "no key 'precision'", "write trainer.precision=16-mixed"),
+    ("train trainer.precison=bf16", "no key", "write trainer.precision=bf16-mixed"),
+    ("train trainer.gpus=1", "no key 'trainer.gpus'", "write trainer.devices=1"),
+    ("train train_data_dir=foo", "no key", "write data=images data.train_data_dir=foo"),
+    ("dreambooth train_data_dir=foo", "no key", "write instance_data_dir=foo"),
+    ("train trainer.max_epochs=3", "no key", "write trainer.max_steps=<n>"),
+    ("train epochs=2", "no key 'epochs'", "write trainer.max_steps=<n>"),
+    ("dreambooth epochs=2", "no key 'epochs'", "write max_train_steps=<n>"),
+    ("train trainer.strategy=ddp", "no key 'trainer.strategy'", "write strategy=ddp"),
+    ("train steps=3", "no key 'steps'", "write trainer.max_steps=3"),
+    ("generate steps=3", "no key 'steps'", "write num_inference_steps=3"),
+    ("generate prompt=cat", "no key 'prompt'", "write 'prompts=[cat]'"),
+    ("generate bogus=1", "no key 'bogus'", "top-level keys are run, model, prompts"),
+    ("generate 'prompts=[a cat&co, seven]'", "cannot read", """'prompts=["a cat&co",seven]'"""),
     ("dreambooth", "instance_data_dir has no value and no default", "give one: instance_data_dir=<value>"),
     ("dreambooth merge_lora=true", "no key 'merge_lora'", "write trainable=lora merge_lora=true"),
     ("train ~data", "data is missing", "expected a section", "leave it as it was"),
@@ -46,6 +60,27 @@ KEYS = [
 ]
 GROUPS = [
     ("train model=sd16", "model=sd16", "no such option", "available: sd15, sd21, sdxl, tiny"),
+    (
+        "train model=stabilityai/stable-diffusion-2-1",
+        "write model=sd21 model.pretrained=stabilityai/stable-diffusion-2",
+    ),
+    ("train data=imagefolder", "no such option", "write data=images"),
+    ("train strategy=deepspeed_stage_2", "no such option", "write strategy=deepspeed_zero2"),
+    ("train --strategy gemini", "unrecognized arguments: --strategy", "write strategy=gemini,"),
+    ("train --train_batch_size=4", "unrecognized", "write data.batch_size=4,"),
+    ("train --experiment sd21_finetune", "unrecognized", "write experiment=sd21_finetune,"),
+    (
+        "train experiment=dreambooth_8gb",
+        "of dreambooth, not of train",
+        "sd_lightning.dreambooth experiment=dreambooth_8",
+    ),
+    ("train +experiment=dreambooth_8gb", "of dreambooth", "write python -m sd_lightning.dreambooth experiment="),
+    ("dreambooth experiment=sd21_finetune", "of train, not of dreambooth", "write python -m sd_lightning.train exp"),
+    ("train quantization=int8", "no group 'quantization'", "write python -m sd_lightning.generate quantization=int8"),
+    ("train +quantization=int8", "no group 'quantization'", "of generate"),
+    ("generate strategy=ddp", "no group 'strategy'", "of train and dreambooth", "leave it out"),
+    ("generate model=sd15", "no group 'model'", "write run=runs/<name>, or model.pretrained="),
+    ("export model=sd15", "no group 'model'", "write run=runs/<name>"),
     ("train strategy=dpp", "strategy=dpp", "available: ", "write strategy=ddp"),
     ("train experiment=foo", "experiment=foo", "no such option"),
     ("train logger=null", "logger=null", "is a group of configs", "available: csv, default, wandb"),
@@ -143,7 +178,21 @@ COMBINATIONS = [
         "write data.batch_size=1437",
     ),
     ("train trainer.devices=2", "strategy=single is one process", "trainer.devices=2", "add strategy=ddp"),
-    ("train trainer.precision=fp16", "trainer.precision=fp16", "expected one of 32", "write trainer.precision="),
+    (
+        "train trainer.precision=fp16",
+        "trainer.precision=fp16",
+        "expected one of 32",
+        "write trainer.precision=16-mixed",
+    ),
+    ("train trainer.precision=bf16", "expected one of 32", "write trainer.precision=bf16-mixed"),
+    ("train trainer.precision=16", "expected one of 32", "write trainer.precision=16-mixed"),
+    ("train trainer.precision=fp32", "expected one of 32", "write trainer.precision=32"),
+    (
+        "train callbacks=memory",
+        "EngineMemory got strategy=SingleDevice",
+        "expected strategy=gemini",
+        "leave callbacks=",
+    ),
     ("train +trainer.max_epochs=3", "trainer.max_epochs=3", "expected only", "write trainer.max_steps=<n>"),
     (
         "train trainer.check_val_every_n_epoch=1",
@@ -423,9 +472,10 @@ def test_overwrite_deletes_what_a_run_left_and_nothing_else(folder: Path, tmp_pa
     (run_dir / "photos").mkdir()
     (run_dir / "photos/me.jpg").touch()
     runs.prepare(run_dir, overwrite=False)
-    assert sorted(os.listdir(run_dir)) == sorted([*os.listdir(folder / "run"), "photos"])
+    assert set(os.listdir(run_dir)) - {".lock"} == {*os.listdir(folder / "run"), "photos"}
     runs.prepare(run_dir, overwrite=True)
-    assert list(contents(run_dir)) == [str(run_dir / "photos"), str(run_dir / "photos/me.jpg")]
+    left = contents(run_dir).keys() - {str(run_dir / ".lock")}
+    assert left == {str(run_dir / "photos"), str(run_dir / "photos/me.jpg")}
     assert (folder / "run/pipeline/model_index.json").exists()
 
 

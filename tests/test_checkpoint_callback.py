@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 
 import small_training as small
-from sd_lightning import UsageError, checkpoint, typed_json
+from sd_lightning import UsageError, checkpoint, runs, typed_json
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path, verify
 
@@ -188,6 +188,40 @@ def test_a_callback_whose_state_cannot_be_saved_is_refused_before_the_first_step
 def test_numbers_out_of_range_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=f"PortableCheckpoint got {message}"):
         PortableCheckpoint(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_its_old_future_aside(tmp_path: Path) -> None:
+    small.train(tmp_path, 4, save=(1, 2, 3))
+    saving = small.Saving(tmp_path, resume=checkpoint_path(tmp_path, 1), keep=1)
+    small.fit(small.module(), small.data(), 2, EMA(0.9), saving)
+    names = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert [name[:23] for name in names] == [*(f"set-aside-step-0000000{n}" for n in (2, 3, 4)), "step-00000002"]
+    assert runs.find_checkpoint("auto", tmp_path) == saving.last_saved == checkpoint_path(tmp_path, 2)
+
+
+def test_another_run_is_refused_where_one_lies_already(tmp_path: Path) -> None:
+    small.train(tmp_path / "a", 1)
+    small.train(tmp_path / "b", 2)
+    before = sorted((tmp_path / "a").rglob("*"))
+    for resume in (None, checkpoint_path(tmp_path / "b", 2)):
+        with pytest.raises(UsageError, match="already holds a run; continue it with resume='.*step-00000001', or give"):
+            small.train(tmp_path / "a", 3, resume=resume)
+    assert sorted((tmp_path / "a").rglob("*")) == before
+
+
+class _OwnData(pl.LightningDataModule):
+    def train_dataloader(self) -> list[Any]:
+        return []
+
+
+def test_data_that_do_not_say_where_a_run_stands_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    data: Any = _OwnData()
+    with pytest.raises(UsageError, match="got a _OwnData as datamodule; expected an SDDataModule"):
+        small.fit(small.module(), data, 1, PortableCheckpoint(tmp_path / "run"))
+    trainer = small.trainer_of(1, PortableCheckpoint(tmp_path / "run"))
+    with pytest.raises(UsageError, match="got no datamodule; expected an SDDataModule"):
+        trainer.fit(small.module(), [])
+    assert not (tmp_path / "run").exists()
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_lightning import checkpoint
+from sd_lightning import checkpoint, runs
 from sd_lightning._errors import UsageError
 from sd_lightning.checkpoint import (
     all_checkpoints,
@@ -212,6 +212,78 @@ def test_prune_does_not_read_a_trusted_checkpoint(tmp_path: Path, monkeypatch: p
     assert prune(tmp_path, 1, trusted=paths[1]) == paths[:1]
 
 
+def test_prune_keeps_what_was_just_saved_though_later_steps_lie_there(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (1, 7, 8, 9, 10)]
+    assert prune(tmp_path, 2, trusted=paths[1]) == [paths[0], paths[2]]
+    assert all_checkpoints(tmp_path) == [paths[1], *paths[3:]]
+
+
+def test_checkpoints_that_are_set_aside_are_found_by_nothing_and_deleted_by_nothing(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (2, 4, 6)]
+    moved = checkpoint.set_aside(tmp_path, 2)
+    assert [path.name[:23] for path in moved] == ["set-aside-step-00000004", "set-aside-step-00000006"]
+    clean(tmp_path)
+    assert prune(tmp_path, 1) == [] and all_checkpoints(tmp_path) == paths[:1] and newest_valid(tmp_path) == paths[0]
+    assert not any(verify(path) for path in moved)
+
+
+def pipeline_of(folder: Path, step: int) -> None:
+    (folder / "pipeline").mkdir()
+    (folder / "pipeline/model_index.json").write_text(str(step))
+
+
+def test_the_pipeline_of_a_run_is_that_of_its_newest_weights(tmp_path: Path) -> None:
+    for step in (4, 6):
+        with saving(tmp_path, step) as tmp:
+            pipeline_of(tmp, step)
+    pipeline_of(tmp_path, 4)
+    (tmp_path / "summary.json").write_text('{"steps": 6}')
+    assert runs.find_pipeline(tmp_path, who="run") == tmp_path / "pipeline"
+    (tmp_path / "summary.json").write_text('{"steps": 4}')  # trained on and stopped
+    assert runs.find_pipeline(tmp_path, who="run") == checkpoint_path(tmp_path, 6) / "pipeline"
+    (checkpoint_path(tmp_path, 6) / "pipeline/model_index.json").write_text("damaged")
+    assert runs.find_pipeline(tmp_path, who="run") == tmp_path / "pipeline"
+
+
+def test_a_run_that_goes_back_sets_its_results_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (4, 6):
+        with saving(tmp_path, step) as tmp:
+            pipeline_of(tmp, step)
+    pipeline_of(tmp_path, 6)
+    (tmp_path / "summary.json").write_text('{"steps": 6}')
+    runs.go_back(tmp_path, 6)
+    assert not caplog.records and (tmp_path / "pipeline").exists()
+    runs.go_back(tmp_path, 4)
+    (record,) = caplog.records
+    assert "goes on from step 4; what is of later steps is set aside: set-aside-step-00000006-" in record.message
+    assert runs.find_pipeline(tmp_path, who="run") == checkpoint_path(tmp_path, 4) / "pipeline"
+
+
+_LOCKING = """
+import sys, time
+from pathlib import Path
+from sd_lightning import runs
+runs.lock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_directory_belongs_to_one_process_until_that_ends_even_by_sigkill(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _LOCKING, str(tmp_path)], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+            with pytest.raises(UsageError, match=rf"a run is at work in it \(process {other.pid} on .*choose another"):
+                runs.lock(tmp_path)
+        finally:
+            other.kill()
+    runs.lock(tmp_path)
+    runs.lock(tmp_path)  # as for two fits in a notebook
+    assert os.listdir(tmp_path) == [".lock"]
+    runs.unlock(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
 def test_clean_removes_leftovers_and_puts_back_what_was_being_replaced(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (begin(tmp_path, 2) / "half").write_text("half")
@@ -319,7 +391,7 @@ def test_a_file_size_limit_while_tensors_are_written(tmp_path: Path) -> None:
 DIE_SCRIPT = """
 import os, shutil, sys
 from pathlib import Path
-from sd_lightning import checkpoint
+from sd_lightning import checkpoint, runs
 
 run, step, num_dead = Path(sys.argv[1]), int(sys.argv[2]), 0
 
@@ -375,7 +447,7 @@ def test_death_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path, 
 KILL_SCRIPT = """
 import itertools, sys
 from pathlib import Path
-from sd_lightning import checkpoint
+from sd_lightning import checkpoint, runs
 
 run = Path(sys.argv[1])
 checkpoint.clean(run)

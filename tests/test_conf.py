@@ -16,7 +16,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from sd_lightning import _conf, _imports
-from sd_lightning._conf import cli, folder, messages
+from sd_lightning._conf import cli, command_line, folder
 from sd_lightning._conf.annotations import describe, fits
 from sd_lightning._errors import UsageError
 
@@ -35,6 +35,9 @@ CONFIGS = {
     "conf/data/digits.yaml": "{_target_: conf_things.digits_data, batch_size: 64}",
     "conf/data/images.yaml": "{_target_: conf_things.digits_data, batch_size: 8, root: '${oc.env:IMAGE_ROOT}'}",
     "user/mine.yaml": "{defaults: [train, _self_], seed: 7}",
+    "user/experiment/quick.yaml": "# @package _global_\nseed: 9",
+    "user/experiment/generate_quick.yaml": "# @package _global_\nseed: 9",
+    "user/experiment/drawn.yaml": "# @package _global_\n# python -m sd_lightning.generate experiment=drawn\nseed: 9",
     "user/model/wide.yaml": "{_target_: conf_things.Model, channels: [9]}",
 }
 
@@ -76,7 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[D
     things = types.ModuleType("conf_things")
     things.__dict__.update(Model=Model, digits_data=digits_data, number=3)
     monkeypatch.setitem(sys.modules, "conf_things", things)
-    for module in (cli, messages):
+    for module in (cli, command_line):
         monkeypatch.setattr(module, "config_dir", lambda: str(tmp_path / "conf"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -135,6 +138,8 @@ MISTAKES = [
     ("-cn=torn", "a config file is no valid YAML: while parsing a flow sequence in"),
     ("-cd=nowhere", "nowhere' not found"),
     ("--bogus", "command line: unrecognized arguments: --bogus; write settings as key=value"),
+    ("--seed=3", "command line: unrecognized arguments: --seed=3; write seed=3, put options such as"),
+    ("lr=[a dog's bowl,1]", """quotes for the shell: 'lr=["a dog'"'"'s bowl",1]'"""),
     ("--resolve", "command line: The --resolve flag can only be used in conjunction with --cfg"),
 ]
 
@@ -171,6 +176,18 @@ def test_1e_3_in_yaml_is_a_float(run: Callable[..., list[Any]]) -> None:
 def test_users_own_configs_are_found_beside_ours(run: Callable[..., list[Any]]) -> None:
     (cfg,) = run("--config-dir", "user", "-cn", "mine", "model=wide")
     assert cfg.seed == 7 and cfg.model.channels == [9] and cfg.data.batch_size == 64
+
+
+def test_users_own_experiments_are_for_any_program_unless_they_name_one(
+    run: Callable[..., list[Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (cfg,) = run("--config-dir", "user", "+experiment=quick")
+    assert cfg.seed == 9
+    for name in ("generate_quick", "drawn"):
+        with pytest.raises(SystemExit):
+            run("--config-dir", "user", f"+experiment={name}")
+        expected = f"experiment of generate, not of train; write python -m sd_lightning.generate experiment={name}"
+        assert expected in capfd.readouterr().err
 
 
 def test_mistake_in_the_users_config_names_his_keys(

@@ -1,6 +1,8 @@
 """Every YAML file of conf/: composed as the command line does, checked, and what it describes is built."""
 
 import functools
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +249,13 @@ def test_train_can_go_without_optional_parts(compose: Compose) -> None:
     assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger"]
 
 
+def test_loggers_of_a_run_count_their_versions_apart(compose: Compose) -> None:
+    loggers = [_conf.instantiate(node) for node in compose("train", "logger=default").logger.values()]
+    assert [logger.root_dir for logger in loggers] == [
+        f"runs/tiny-digits/logs/{name}" for name in ("csv", "tensorboard")
+    ]
+
+
 def test_generate_builds_its_request(compose: Compose, tiny_pipeline: Path) -> None:
     request = _conf.instantiate(compose("generate", f"run={tiny_pipeline}", "prompts=[a, b]"))
     assert isinstance(request, generate_program.Request)
@@ -279,3 +288,24 @@ def test_dreambooth_takes_the_names_that_people_know(compose: Compose) -> None:
     cfg = compose("dreambooth", "trainable=lora", "model=tiny", *arguments)
     assert {key: OmegaConf.select(cfg, key) for key, _ in values.values()} == dict(values.values())
     assert cfg.sampling.num_inference_steps == 12, "what a model chooses for drawing stays"
+
+
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
+def test_help_shows_a_programs_own_groups_settings_and_examples_that_work(
+    program: str, compose: Compose, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as context, pytest.raises(SystemExit) as end:
+        context.setattr(sys, "argv", [f"{program}.py", "--help"])
+        _conf.main(program, lambda cfg: pytest.fail("the task ran"))
+        sys.exit()
+    shown = capsys.readouterr().out
+    assert not end.value.code and f"Usage: python -m sd_lightning.{program} " in shown
+    choices = OmegaConf.load(CONF / f"{program}.yaml").defaults
+    groups = [name for each in choices if each != "_self_" for name in each if not name.startswith("override")]
+    assert re.findall(r"^  (\w+) \[\w+\]: \w", shown, flags=re.M) == groups
+    assert ("dreambooth_8gb" in re.findall(r"\w+", shown)) == (program == "dreambooth")
+    assert "output_dir: " in shown and "_target_" not in shown
+    examples = re.findall(rf"^  python -m sd_lightning\.{program}(.*)$", shown.replace("\\\n", ""), flags=re.M)
+    assert len(examples) >= 2
+    for example in examples:
+        compose(program, *shlex.split(example))

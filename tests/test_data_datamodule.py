@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from torch import Tensor
 
+import small_training
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import SDDataModule, digits_data, validation_batches
 from sd_lightning.data.loader import LoaderOptions
@@ -421,3 +422,18 @@ def test_two_real_processes_share_the_encoding_and_see_the_same_bits(tmp_path: P
         assert "data: 12 samples cannot be used" in error and "allows (10)" in error
         assert steps == 8, "stopped at the start of the second epoch"
     assert ranks[0][2] == ranks[1][2] == {"square-4": "torn", "square-33": "torn"}
+
+
+class _Batches(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch["index"].tolist())
+
+
+def test_overfitting_sees_the_same_batches_in_every_epoch() -> None:
+    for number in (1, 2):
+        batches = _Batches()
+        small_training.fit(small_training.module(), small_training.data(), 4, batches, overfit_batches=number)
+        assert batches.seen == [list(range(8 * i, 8 * i + 8)) for i in range(number)] * (4 // number)

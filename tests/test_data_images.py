@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.samples import _suggested_prompts
 from sd_lightning.data.datamodule import huggingface_data, image_folder_data
 from sd_lightning.data.images import HuggingFaceImages, ImageFolder
 from sd_lightning.data.source import BadSample
@@ -86,6 +89,40 @@ def test_broken_images_are_bad_samples_with_a_reason(tmp_path: Path) -> None:
         with pytest.raises(BadSample, match="cannot decode the image: .+"):
             folder.image(index)
     assert len(folder) == 7
+
+
+def test_floating_point_pixels_are_a_bad_sample(tmp_path: Path) -> None:
+    Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(tmp_path / "depth.tiff")
+    metadata(tmp_path, {"file_name": "depth.tiff", "text": "x"})
+    with pytest.raises(BadSample, match="cannot decode the image: its pixels are floating-point.*8 or 16 bits"):
+        ImageFolder(tmp_path).image(0)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "latin-1"])
+def test_captions_are_utf8_with_or_without_a_byte_order_mark(encoding: str, tmp_path: Path) -> None:
+    paint(tmp_path / "beside" / "a.png")
+    (tmp_path / "beside" / "a.txt").write_text("grün\n", encoding=encoding)
+    paint(tmp_path / "listed" / "a.png")
+    (tmp_path / "listed" / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "grün"}', encoding=encoding)
+    beside = ImageFolder(tmp_path / "beside")
+    if encoding.startswith("utf-8"):
+        assert beside.captions(0) == ImageFolder(tmp_path / "listed").captions(0) == ["grün"]
+        return
+    with pytest.raises(BadSample, match="a.txt is not UTF-8 text .*; save it as UTF-8"):
+        beside.captions(0)
+    with pytest.raises(UsageError, match="metadata.jsonl is not UTF-8 text .*; save it as UTF-8"):
+        ImageFolder(tmp_path / "listed")
+
+
+def test_pictures_are_drawn_of_captions_that_can_be_read(tmp_path: Path) -> None:
+    captions = {"val/a": "\n", "val/b": "two", "blank/a": "\n", "train/a": "one"}
+    for name, caption in captions.items():
+        paint(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(caption)
+    val, blank, train = (ImageFolder(tmp_path / part) for part in ("val", "blank", "train"))
+    for held_out, prompts in ((val, ["two"]), (blank, ["one"]), (None, ["one"])):
+        trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(source_val=held_out, source_train=train))
+        assert _suggested_prompts(trainer, 2) == prompts
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
 from glyph import write_photos
-from sd_lightning import LatentDiffusion, SDLightningModule, checkpoint
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, checkpoint, dreambooth
 from sd_lightning.generation import SamplingOptions, generate
 from sd_lightning.lora import WEIGHTS_NAME
 from small_training import assert_bitwise_equal
@@ -204,6 +206,14 @@ BAD = [
         *("learn_token=true and instance_prompt='a handwritten sks digit'", "without the word S*"),
         "write 'instance_prompt=a handwritten sks S* digit'",
     ),
+    (
+        "learn_token=true 'placeholder_token=S* dog' 'instance_prompt=a handwritten S* dog'",
+        *("placeholder_token='S* dog'", "expected one word without blanks", "write placeholder_token=S*-dog"),
+    ),
+    (
+        "max_train_steps=10 trainer.max_steps=12",
+        *("max_train_steps=10 and trainer.max_steps=12", "two names of one setting", "leave trainer.max_steps out"),
+    ),
     ("resolution=30", "data.resolution=30", "multiple of 8", "write data.resolution=32"),
     ("learning_rate=fast", "learning_rate=fast", "expected float", "write learning_rate="),
     ("instance_promt=x", "instance_promt=x", "no key", "write instance_prompt=x"),
@@ -250,6 +260,42 @@ def test_what_does_not_fit_into_the_model_is_refused_before_class_images_are_dra
 ) -> None:
     prior = f"{PRIOR.replace('=pictures', '=never')} num_class_images=4"
     refuse(f"{DREAMBOOTH} {prior} output_dir=bad init_from=base {options}", words, folder, capfd)
+
+
+@pytest.mark.parametrize(
+    ("token", "caption", "prompt", "remedy"),
+    [
+        ("S*", "S*, brown, photo", "a photo", None),
+        ("<cat-toy>", "a photo of a <cat-toy>.", "a photo of a cat toy", None),
+        ("S*", "a photo of an S*x toy", "a toy", "write 'instance_prompt=a photo of an S*x S* toy'"),
+        ("S*", "a photo of S*", "a photo of S*", "no word that tells the subject from its class"),
+    ],
+)
+def test_a_learned_token_is_found_beside_punctuation_and_tells_the_subject(
+    token: str, caption: str, prompt: str, remedy: str | None
+) -> None:
+    given = {"learn_token": True, "placeholder_token": token, "initializer_token": None}
+    prior = {"with_prior_preservation": True, "class_prompt": prompt, "class_prompts": []}
+    cfg = OmegaConf.create({**given, **prior, "num_class_images": 4, "sample_batch_size": 4})
+    if remedy is None:
+        dreambooth.learn_token(cfg, [caption])
+        assert cfg.learned_token.placeholder_token == token
+        assert dreambooth.check_prompts(cfg, [caption]) == [prompt]
+        return
+    with pytest.raises(UsageError, match=re.escape(remedy)):
+        dreambooth.learn_token(cfg, [caption])
+        dreambooth.check_prompts(cfg, [caption])
+
+
+def test_class_images_lie_beside_an_output_that_is_named_as_a_folder(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(dreambooth.train, "train", lambda cfg, prepare: prepared.append(cfg) or 0)
+    options = "with_prior_preservation=true 'class_prompts=[a handwritten digit]' init_from=base output_dir=slashed/"
+    assert call(f"{DREAMBOOTH} {options}") == 0
+    assert prepared[0].output_dir == "slashed"
+    assert prepared[0].class_data_dir == prepared[0].data.class_data_dir == "slashed-class-images"
 
 
 def test_class_images_without_the_switch_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

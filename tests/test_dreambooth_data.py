@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from sd_lightning import UsageError, class_images
 from sd_lightning.class_images import missing_pictures
@@ -63,6 +64,18 @@ def test_kohyas_folders_repeat_and_caption_their_photos(tmp_path: Path) -> None:
     counts = Counter((Path(photo.path).name, photo.caption) for photo in photos)
     assert counts == {("a.png", "sks dog"): 3, ("b.png", "sks dog on a beach"): 3, ("c.png", "sks dog asleep"): 1}
     assert {photo.caption for photo in find_photos(tmp_path, SKS)} == {SKS}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "latin-1"])
+def test_a_caption_is_utf8_or_refused(encoding: str, tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        save(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text("sks Tür", encoding=encoding)
+    if encoding == "utf-8-sig":
+        assert {photo.caption for photo in find_photos(tmp_path, None)} == {"sks Tür"}
+        return
+    with pytest.raises(UsageError, match="caption of .*a.png: the file .*a.txt is not UTF-8 text.*save it as UTF-8"):
+        find_photos(tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +171,22 @@ def test_class_images_are_divided_among_prompts_and_topped_up(tmp_path: Path) ->
     more = [each for each in missing_pictures(tmp_path, prompts, 7, seed=10) if each.prompt == "a dog"]
     assert [each.path.name for each in more] == [f"class-0000{i}.png" for i in (0, 2, 3)]
     assert [each.seed for each in more] == [10, 12, 13], "the picture of a name does not depend on the others"
+
+
+def test_other_seeds_top_up_with_pictures_that_are_not_there(tmp_path: Path) -> None:
+    for each in missing_pictures(tmp_path, [DOG], 3, seed=10):
+        class_images._write(Image.new("RGB", (8, 8)), each, {"model": "base", "prompt": DOG, "seed": each.seed})
+    more = missing_pictures(tmp_path, [DOG], 6, seed=8)
+    assert [each.path.name for each in more] == [f"class-0000{i}.png" for i in (3, 4, 5)]
+    assert [each.seed for each in more] == [13, 14, 15], "11 and 12 would be those of class-00001 and class-00002"
+
+
+def test_a_prompt_that_another_program_has_written_into_a_picture_is_not_taken_for_ours(tmp_path: Path) -> None:
+    info = PngInfo()
+    info.add_text("prompt", '{"3": {"class_type": "KSampler"}}')  # ComfyUI
+    for i in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"ComfyUI_0000{i}_.png", pnginfo=info)
+    assert missing_pictures(tmp_path, [DOG], 4, seed=0) == []
 
 
 def test_pictures_of_ones_own_are_used_as_they_are_for_a_single_prompt(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 import small_training as small
@@ -224,6 +224,35 @@ def test_the_same_trainer_goes_on_averaging_in_a_longer_fit() -> None:
     trainer.fit(module)
     assert len(trajectory.weights) == ema.num_updates == 9
     assert_close(shadow(ema), averages(start, trajectory.weights, lambda step: warm_up(0.9, step - 1)))
+
+
+def test_weights_loaded_after_a_fit_are_trained_by_the_next_and_start_its_average(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module, ema, second, plain = Layer(), EMA(0.9), Trajectory(), Trajectory()
+    start = small.weights(module)
+    fit(module, 5, ema)
+    average = shadow(ema)
+    module.load_state_dict(start)
+    assert small.same(shadow(ema), average)
+    fit(module, 4, second, ema)
+    fit(Layer(), 4, plain)
+    assert all(small.same(a, b) for a, b in zip(second.weights, plain.weights))
+    assert ema.num_updates == 4 and "weights were loaded since the last fit" in caplog.text
+    assert_close(shadow(ema), averages(start, second.weights, lambda step: warm_up(0.9, step - 1)))
+
+
+def test_a_file_that_lightning_wrote_brings_its_weights_into_the_next_fit_and_into_no_average(tmp_path: Path) -> None:
+    module, ema, trajectory = Layer(), EMA(0.9), Trajectory()
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    fit(module, 4, ema, saving, trajectory, enable_checkpointing=True)
+    average = shadow(ema)
+    again = small.trainer_of(3, EMA(0.9), second := Trajectory())
+    small.trainer_of(4, ema, limit_val_batches=1).validate(module, ckpt_path=tmp_path / "step=2.ckpt", verbose=False)
+    assert small.same(shadow(ema), average)
+    fit(module, 4, ema)  # holds an average again
+    again.fit(module, ckpt_path=tmp_path / "step=2.ckpt")
+    assert again.global_step == 3 and small.same(second.weights[-1], trajectory.weights[2])
 
 
 class _Interrupted(Layer):

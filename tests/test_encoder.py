@@ -1,6 +1,7 @@
 """Frozen encoders: outside the trained module, exact whatever surrounds them, and the same cached or on the fly."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,31 @@ def test_a_run_with_cached_latents_sees_the_latents_of_a_run_without() -> None:
         small_training.fit(small_training.module(), small_training.data(cache_latents=cache_latents), 6, keep)
         seen.append(torch.stack(keep.latents))
     torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=1e-5)  # encoded in other batches
+
+
+@pytest.mark.parametrize(("side", "calls"), [(512, [4, 1]), (1024, [1, 1, 1, 1, 1])])
+def test_large_images_are_encoded_a_few_at_a_time(
+    side: int, calls: list[int], tiny: LatentDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def encode(pixels: Tensor) -> SimpleNamespace:
+        found.append(len(pixels))
+        return SimpleNamespace(latent_dist=SimpleNamespace(parameters=pixels[:, :, :1, :1]))
+
+    monkeypatch.setattr(tiny.vae, "encode", encode)
+    pixels = torch.arange(5.0)[:, None, None, None].expand(5, 3, side, side)
+    assert LatentEncoder(tiny).encode_moments(pixels)[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
+    assert found == calls
+
+
+def test_moments_do_not_depend_on_how_many_images_are_encoded_at_a_time(
+    tiny: LatentDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = digits()["pixel_values"]
+    together = LatentEncoder(tiny).encode_moments(pixels)
+    monkeypatch.setattr("sd_lightning.encoder._PIXELS_PER_CALL", 4 * 32 * 32)
+    torch.testing.assert_close(LatentEncoder(tiny).encode_moments(pixels), together, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- conditioning

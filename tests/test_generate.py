@@ -26,6 +26,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_training.fit(small_training.module(), small_training.data(), 10, EMA(0.5), saving)
     assert saving.last_saved is not None
     runs.publish_pipeline(path, saving.last_saved)
+    (path / "summary.json").write_text(json.dumps({"steps": 10}))  # what the pipeline is of
     return path
 
 
@@ -80,6 +81,18 @@ def test_picture_can_be_drawn_again_from_its_metadata(cli: Any, run_dir: Path, t
     cli(f"model.pretrained={settings['model']}", f"prompts=[{settings['prompt']}]", "output_dir=again", *again)
     ours = pictures(tmp_path / "again")
     assert_alike(ours, {"three-seed-5.png": pictures(tmp_path / "first")["three-seed-5.png"]})
+
+
+def test_pictures_of_other_prompts_and_settings_are_kept(cli: Any, run_dir: Path, tmp_path: Path) -> None:
+    drawn: list[dict[str, bytes]] = []
+    quick = ["num_inference_steps=1", "guidance_scale=3"]
+    for prompt, *more in (["собака"], ["кошка"], ["кошка", "height=40"], ["кошка"]):
+        assert cli(f"run={run_dir}", f"prompts=['{prompt}']", *quick, *more)[0] == 0
+        drawn.append({f.name: f.read_bytes() for f in (tmp_path / "generated").glob("picture-seed-0*.png")})
+    first, second, third, again = drawn
+    assert list(first) == ["picture-seed-0.png"] and len(second) == 2 and len(third) == 3
+    assert first.items() < second.items() < third.items(), "what was there is as it was"
+    assert again.keys() == third.keys(), "the same command writes the same file"
 
 
 def test_same_seed_gives_the_same_picture_in_any_batch(cli: Any, run_dir: Path, tmp_path: Path) -> None:

@@ -123,6 +123,9 @@ def draw(pipeline: Any, prompt: str = "a handwritten S* digit") -> np.ndarray:
 def test_words_that_cannot_be_learned_are_refused() -> None:
     with pytest.raises(UsageError, match=r"=sks: the tokenizer has this word; .* write placeholder_token=S\*, or"):
         LearnedToken("sks").apply_(LatentDiffusion.build("tiny"))
+    for blank, word in (("cat toy", "cat-toy"), ("S* ", r"S\*"), ("", r"S\*")):
+        with pytest.raises(UsageError, match=f"expected one word without blanks.* write placeholder_token={word}$"):
+            LearnedToken(blank)
     taught = LatentDiffusion.build("tiny")
     LearnedToken("S*").apply_(taught)
     with pytest.raises(UsageError, match=r"=S\*: the tokenizer has this word; .* write placeholder_token=S1\*, or"):

@@ -73,6 +73,50 @@ def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: 
     assert dreambooth.predict_memory(cfg) is None, "nothing is said of settings without a form"
 
 
+def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:
+    def of_tiny(**options: Any) -> Forecast:
+        return forecast("tiny", Training(batch_size=1, resolution=32, num_images=16, **options), GeminiConfig())
+
+    plain = of_tiny()
+    kept = of_tiny(offload_encoders=False)
+    encoders = plain.host_others - kept.host_others
+    networks = LatentDiffusion.build("tiny", device="meta").networks
+    assert encoders == sum(2 * p.numel() for name in ("vae", "text_encoder") for p in networks[name].parameters())
+    assert kept.weights_and_states == plain.weights_and_states + encoders
+    assert kept.drawing > 4 * (plain.drawing - encoders), "16 images are encoded at a time, and not one"
+    each_step = of_tiny(offload_encoders=False, cache_latents=False)
+    assert each_step.drawing < kept.drawing, "no more than a batch"
+    assert each_step.host_others == kept.host_others - 16 * 8 * 8 * 8 * 4
+    assert of_tiny(sample_batch_size=8).drawing - encoders > 4 * (plain.drawing - encoders)
+    averaged, offloaded = of_tiny(averages=True), of_tiny(averages=True, offload_averages=True)
+    average = 4 * sum(p.numel() for p in networks["unet"].parameters())
+    assert averaged.weights_and_states == plain.weights_and_states + average and averaged.host == plain.host
+    assert offloaded.device == plain.device and offloaded.host_others == plain.host_others + average
+    prior = [of_tiny(prior_batch_size=4, encoder_dtype=dtype).class_images for dtype in (torch.float32, torch.bfloat16)]
+    assert prior[0] == prior[1] < of_tiny(prior_batch_size=4, prior_dtype=torch.float32).class_images
+
+
+def test_settings_of_a_run_reach_the_forecast(
+    compose: Compose,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sd_lightning.memory_forecast.forecast", lambda architecture, training, config: training)
+
+    def read(*options: str) -> Any:
+        return predicted(compose, tmp_path, "8gb", *options)
+
+    preset = read()
+    assert (preset.sample_batch_size, preset.offload_encoders, preset.cache_latents) == (1, True, True)
+    assert not preset.averages
+    changed = read("sampling.batch_size=16", "module.offload_encoders=false", "data.cache_latents=false")
+    assert (changed.sample_batch_size, changed.offload_encoders, changed.cache_latents) == (16, False, False)
+    ema = "callbacks.ema={_target_: sd_lightning.callbacks.EMA, offload: true}"
+    assert read(ema).averages and read(ema).offload_averages
+    assert read("sampling.batch_size=16", "callbacks.samples.prompts=[a, b]").sample_batch_size == 2
+    assert read("callbacks.samples=null").sample_batch_size == 0
+
+
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler, DiffusionPipeline
 from diffusers.training_utils import compute_snr
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from PIL import Image
 from torch import Tensor
 
@@ -194,6 +194,32 @@ def test_what_an_engine_does_not_move_comes_to_the_device_beside_it() -> None:
     assert {buffer.device for buffer in module.buffers()} == {device}
     assert module.schedule.alphas_cumprod.device == device
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+
+
+def test_accumulation_that_changes_during_a_fit_is_refused() -> None:
+    for schedule in ({0: 4}, {0: 1, 1: 2}):
+        callback = GradientAccumulationScheduler(schedule)
+        message = f"became {max(schedule.values())} during the fit, which began with 1: data.batch_size=8 is the global"
+        with pytest.raises(UsageError, match=message):
+            small_training.fit(small_training.module(), small_training.data(), 7, callback)
+
+
+class _Monitor(Callback):
+    """Reads a metric after every step, as ModelCheckpoint and EarlyStopping do."""
+
+    def __init__(self, monitor: str | None) -> None:
+        self.monitor = monitor
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        self.seen.append((float(trainer.callback_metrics.get("train/loss", 0)), float(pl_module.last_loss)))
+
+
+@pytest.mark.parametrize(("monitor", "fresh"), [("train/loss", 4), ("val/loss", 1), (None, 1)])
+def test_a_callback_that_monitors_the_training_loss_sees_that_of_its_step(monitor: str | None, fresh: int) -> None:
+    callback = _Monitor(monitor)
+    small_training.fit(small_training.module(), small_training.data(), 4, callback, log_every_n_steps=50)
+    assert sum(seen == loss for seen, loss in callback.seen) == fresh
 
 
 def test_text_encoder_has_its_own_learning_rate() -> None:

@@ -114,6 +114,12 @@ def test_speed_and_data_wait_are_logged_at_the_logging_interval(tmp_path: Path, 
     assert speed.summary()["images_per_second"] == pytest.approx(1.0)
 
 
+def test_without_a_logging_interval_nothing_is_logged_and_the_summary_stands(tmp_path: Path, clock: Clock) -> None:
+    speed = Throughput()
+    trainer(tmp_path, speed, log_every_n_steps=0).fit(Model(clock), loader(clock, read_seconds=0.75))
+    assert speed.summary()["images_per_second"] == pytest.approx(1.0) and not list(tmp_path.rglob("metrics.csv"))
+
+
 def test_the_peak_is_that_of_the_whole_fit_though_an_engine_resets_the_devices(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -450,6 +450,33 @@ def test_other_programs_do_not_take_int8_for_weights(model: LatentDiffusion, tmp
         StableDiffusionPipeline.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["unet", "vae", "text_encoder"])
+def test_a_network_that_its_own_library_saves_says_that_it_is_in_int8(
+    model: LatentDiffusion, name: str, tmp_path: Path
+) -> None:
+    from diffusers import StableDiffusionPipeline
+
+    pipeline = model.pipeline()
+    network = getattr(pipeline, name)
+    quantize_(network).save_pretrained(tmp_path / "alone")
+    quantize_(network, Int8(linear="weight_only"))
+    pipeline.save_pretrained(tmp_path / "int8")
+    with pytest.raises(ValueError, match="sd_lightning_int8|has no `quant_method`"):
+        StableDiffusionPipeline.from_pretrained(tmp_path / "int8")
+    with pytest.raises(ValueError, match="sd_lightning_int8|has no `quant_method`"):
+        type(network).from_pretrained(tmp_path / "alone")
+    loaded = LatentDiffusion.from_pretrained(tmp_path / "int8")
+    assert_same_weights(loaded, model)
+    assert [key for key in loaded.networks if int8_config(loaded.networks[key])] == [name]
+    assert int8_config(loaded.networks[name]) == Int8(linear="weight_only")
+    loaded.pipeline().save_pretrained(tmp_path / "again")
+    assert_same_weights(LatentDiffusion.from_pretrained(tmp_path / "again"), model)
+    dequantize_(network)
+    pipeline.save_pretrained(tmp_path / "float")
+    assert "quantization_config" not in (tmp_path / "float" / name / "config.json").read_text()
+    StableDiffusionPipeline.from_pretrained(tmp_path / "float")
+
+
 def test_a_record_that_does_not_fit_the_files_is_refused(model: LatentDiffusion, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "float")
     quantize_(model).save_pretrained(tmp_path / "int8")

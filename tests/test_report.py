@@ -20,6 +20,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import SampleGrid
 from sd_lightning.generation import SamplingOptions
 from sd_lightning.report import image_grid, read_metrics, write_report
+from sd_lightning.report.charts import tick_labels
 from sd_lightning.report.metrics import smooth, wants_log_axis
 from sd_lightning.report.page import wilson_interval
 
@@ -211,7 +212,7 @@ def test_report_thins_out_many_grids_and_shrinks_large_ones(tmp_path: Path) -> N
 
 
 def test_report_says_what_is_missing_instead_of_drawing_it_empty(tmp_path: Path) -> None:
-    page = Page(write_report(tmp_path, {}, {"train/loss": [(0, 1.0)]}, ""))
+    page = Page(write_report(tmp_path, {}, {"train/loss": [(0, 1.0), (1, 0.5)]}, ""))
     assert "Not logged in this run: caption gap ( *caption_gap ), throughput ( perf/images_per_second ), " in page.text
     assert "learning rate ( train/lr )" in page.text
     assert "No sample grids were written" in page.text
@@ -240,11 +241,39 @@ def test_report_survives_a_picture_cut_by_a_kill(tmp_path: Path, caplog: pytest.
     assert "step-00000010.png" in caplog.text
 
 
+def test_what_has_a_single_point_is_no_chart_and_not_missing_either(tmp_path: Path) -> None:
+    metrics = {**full_metrics(), "val/prompted_accuracy": [(239, 0.9)], "val/caption_gap": [(239, 0.2)]}
+    page = Page(write_report(tmp_path, {"prompted_accuracy": 0.9}, metrics, ""))
+    assert page.tags.count("svg") == 4 and "Not logged" not in page.text
+    assert "Prompted accuracy" not in page.text and "90.0 % prompted accuracy" in page.text
+
+
+def test_charts_count_steps_as_the_pictures_do(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path, {}, {"train/loss": [(0, 1.0), (1, 0.5)]}, ""))
+    assert re.findall(r">(\d+)</text>", page.source) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "texts"),
+    [
+        ([0, 0.0005, 0.001, 0.0015, 0.002], False, ["0.0000", "0.0005", "0.0010", "0.0015", "0.0020"]),
+        ([0, 500, 1000], False, ["0", "500", "1,000"]),
+        ([0, 2.5e-6, 5e-6], False, ["0.0", "2.5e-6", "5.0e-6"]),
+        ([0, 0.025, 0.05], True, ["0.0 %", "2.5 %", "5.0 %"]),
+        ([0, 8e-5, 1.6e-4], False, ["0.0", "0.8e-4", "1.6e-4"]),
+        ([0], False, ["0"]),
+        ([], False, []),
+    ],
+)
+def test_an_axis_has_one_number_format(values: list[float], percent: bool, texts: list[str]) -> None:
+    assert tick_labels(values, percent=percent) == texts
+
+
 def test_report_escapes_every_text(tmp_path: Path) -> None:
     run = tmp_path / "<b>&run"
     run.mkdir()
     evil = "</pre><script>alert(1)</script> $title"
-    metrics = {"lr-<i>a": [(0, 1.0)], "lr-<i>b": [(0, 2.0)]}
+    metrics = {"lr-<i>a": [(0, 1.0), (1, 1.0)], "lr-<i>b": [(0, 2.0)]}
     page = Page(write_report(run, {evil: evil, "list": [evil]}, metrics, evil))
     assert not {"script", "b>&run", "i"} & set(page.tags)
     assert page.text.count(evil) == 4

@@ -1,5 +1,7 @@
 """A resumed run ends with the bits of one that was never interrupted: weights, moments, average, position."""
 
+import copy
+import csv
 import json
 import logging
 import math
@@ -17,6 +19,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
 from torch.optim import lr_scheduler as schedulers
 from torch.optim import swa_utils
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,6 +28,7 @@ import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, checkpoint, runs, train
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
+from sd_lightning.trainer_state import adopt_settings
 
 E = small.STEPS_PER_EPOCH
 SMALL = ("data.batch_size=8", "trainer.limit_val_batches=0", "callbacks.samples=null", "logger=csv")
@@ -51,6 +55,7 @@ class Seen(Callback):
     [
         pytest.param({}, (3, E, E + 1), id="cached"),  # in an epoch, at its end, after the first step of the next
         pytest.param({"accumulate_grad_batches": 2}, (3, E), id="accumulated"),
+        pytest.param({"limit_train_batches": 3}, (3, 4), id="limited"),
         pytest.param({"num_workers": 2, "cache_latents": False}, (E,), id="workers"),
         pytest.param({"lr_scheduler": schedulers.ReduceLROnPlateau}, (3,), id="plateau"),
         pytest.param({"cache_latents": False}, (3,), id="encoded on the fly", marks=pytest.mark.slow),
@@ -125,6 +130,21 @@ def test_a_fit_longer_than_the_last_resumes_where_its_own_data_were(tmp_path: Pa
         small.assert_bitwise_equal(resumed, saving.last_saved)
 
 
+def test_a_resumed_run_logs_at_the_steps_that_one_without_a_stop_logs(tmp_path: Path) -> None:
+    """The checkpoint is of a step at which a validation is due; Lightning leaves it out after it."""
+
+    def steps(name: str, max_steps: int, **more: Any) -> list[int]:
+        logger = CSVLogger(tmp_path, name=name, version=0)
+        validates = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+        options = validates | {"logger": logger, "log_every_n_steps": 2, "use_distributed_sampler": False} | more
+        small.train(tmp_path / name, max_steps, **options)
+        rows = csv.DictReader((tmp_path / name / "version_0" / "metrics.csv").open())
+        return [int(row["step"]) for row in rows if row["train/loss"]]
+
+    assert steps("whole", 8, save=(2,)) == [1, 3, 5, 7]
+    assert steps("resumed", 8, resume=checkpoint_path(tmp_path / "whole", 2)) == [3, 5, 7]
+
+
 def test_a_second_fit_does_not_restore_the_checkpoint_again(tmp_path: Path) -> None:
     small.train(tmp_path, 2)
     saving = PortableCheckpoint(tmp_path / "next", resume=checkpoint_path(tmp_path, 2), every_n_steps=0)
@@ -184,6 +204,51 @@ def test_every_learning_rate_schedule_resumes_bitwise(tmp_path: Path, name: str)
 
 
 # ---------------------------------------------------------------------- damaged checkpoints
+
+
+class _Settings(Callback):
+    """Records (lr, weight decay) of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.steps += [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups[:1]]
+
+
+def _settings(run: Path, max_steps: int, schedule: Any, resume: Path | None = None, **options: Any) -> _Settings:
+    settings = _Settings()
+    factory = partial(torch.optim.AdamW, fused=True, **options)
+    module = small.module(optimizer=factory, lr_scheduler=schedule)
+    small.fit(module, small.data(), max_steps, settings, small.Saving(run, (2,), resume=resume))
+    return settings
+
+
+@pytest.mark.parametrize("name", [None, "LambdaLR", "ExponentialLR", "SequentialLR", "CosineAnnealingLR"])
+def test_a_changed_learning_rate_and_weight_decay_apply_from_the_checkpoint_on_and_schedules_go_on(
+    tmp_path: Path, name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = None if name is None else SCHEDULES[name]
+    old, new = {"lr": 1e-3, "weight_decay": 0.01}, {"lr": 1e-5, "weight_decay": 0.5}
+    with caplog.at_level(logging.INFO, logger="sd_lightning"):
+        _settings(tmp_path / "old", 2, schedule, **old)
+        first = _settings(tmp_path / "new", 6, schedule, checkpoint_path(tmp_path / "old", 2), **new)
+        second = _settings(tmp_path / "more", 8, schedule, checkpoint_path(tmp_path / "new", 6), **new)
+    straight = _settings(tmp_path / "straight", 8, schedule, **new).steps
+    assert first.steps + second.steps == [pytest.approx(step, rel=1e-9) for step in straight[2:]]
+    (line,) = [record.getMessage() for record in caplog.records if "apply from here" in record.getMessage()]
+    assert line.endswith("apply from here: lr 0.001 -> 1e-05, weight_decay 0.01 -> 0.5")
+
+
+def test_a_checkpoint_that_does_not_tell_what_was_configured_keeps_its_settings_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    groups = [[{"lr": 1e-3, "initial_lr": 2e-3, "betas": (0.9, 0.99), "params": ["a"]}]]
+    saved = {"optimizer_groups": groups, "schedulers": []}
+    before = copy.deepcopy(saved)
+    assert adopt_settings(saved, [[{"lr": 2e-3, "betas": [0.9, 0.99]}]]) == ""
+    assert adopt_settings(saved, [[{"lr": 1e-5, "betas": [0.9, 0.99]}]]) == "lr 0.002 -> 1e-05"
+    assert saved == before
 
 
 @pytest.mark.parametrize("damage", ["altered", pytest.param("truncated", marks=pytest.mark.slow)])
@@ -332,6 +397,28 @@ def test_the_command_that_started_a_run_from_weights_continues_it(
         train.main()
         assert json.loads(Path("run/summary.json").read_text())["steps"] == steps
         assert ("resumed run/checkpoints" in caplog.text) is (steps > 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("resume=b output_dir=a", "output_dir=a already holds a run; continue it with resume=auto"),
+        ("output_dir=c trainer.log_every_n_steps=-1", "trainer.log_every_n_steps=-1: expected at least 0"),
+        ("output_dir=c trainer.check_val_every_n_epoch=0", "trainer.check_val_every_n_epoch=0: expected at least 1"),
+    ],
+)
+def test_what_would_end_amid_the_run_is_refused_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], given: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        with checkpoint.saving(name, 1) as tmp:
+            (tmp / "trainer.json").write_text('{"format": 1}')
+    before = sorted(Path().rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["train.py", *given.split()])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert f"error: {told}" in capfd.readouterr().err and sorted(Path().rglob("*")) == before
 
 
 def test_init_from_starts_a_new_run_at_step_0_with_the_exported_weights(tmp_path: Path) -> None:

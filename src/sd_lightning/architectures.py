@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ArchitectureName = Literal["tiny", "sd15", "sd21", "sdxl"]
-
 
 @dataclass(frozen=True)
 class Component:

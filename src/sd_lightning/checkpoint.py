@@ -6,7 +6,8 @@ killed at any moment leaves the last good one as it was. ``manifest.json`` holds
 SHA-256 of every file. One process (rank 0) makes, commits and removes; all ranks write into it.
 
 What a run leaves when it is killed begins with a dot: ``.tmp-…`` (being written), ``.trash-…``
-(being deleted) and ``.old-…`` (being replaced by a checkpoint of the same step).
+(being deleted) and ``.old-…`` (being replaced by a checkpoint of the same step). What a run left behind when it
+went back to an earlier step is called ``set-aside-…``.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def newest_valid(run_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def prune(run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = None) -> list[Path]:
-    """Delete all but the newest checkpoints of a run; the newest valid one always stays.
+    """Delete all but the newest checkpoints of a run; the newest valid one and the trusted one always stay.
 
     Args:
         run_dir: The run's directory.
@@ -221,12 +222,30 @@ def prune(run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = 
     doomed = paths[:-keep]
     if not doomed:
         return []
-    if trusted not in paths[-keep:]:
-        trusted = newest_valid(run_dir)
-    doomed = [path for path in doomed if path != trusted]
+    needed = {trusted} if trusted in paths[-keep:] else {trusted, newest_valid(run_dir)}
+    doomed = [path for path in doomed if path not in needed]
     for path in doomed:
         _delete(path)
     return doomed
+
+
+def set_aside(run_dir: str | os.PathLike[str], step: int) -> list[Path]:
+    """Rename the checkpoints of later steps than the one that a run goes on from: they belong to a future it has left.
+
+    Nothing looks for checkpoints under the new names, and nothing deletes them.
+
+    Args:
+        run_dir: The run's directory.
+        step: Where the run stands.
+
+    Returns:
+        The new paths.
+    """
+    moved = []
+    for path in all_checkpoints(run_dir):
+        if step_of(path) > step:
+            moved.append(path.rename(path.with_name(f"set-aside-{path.name}-{secrets.token_hex(4)}")))
+    return moved
 
 
 def clean(run_dir: str | os.PathLike[str]) -> None:

@@ -6,6 +6,7 @@ what it was drawn with.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import secrets
@@ -48,7 +49,7 @@ def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, 
         folder: ``class_data_dir``.
         prompts: Class prompts.
         count: ``num_class_images``.
-        seed: Seed of the first picture of each prompt; the following count up.
+        seed: Seed of the first picture of each prompt; the following count up, past those of pictures that are there.
 
     Raises:
         UsageError: Pictures that are there were drawn for another prompt.
@@ -58,20 +59,27 @@ def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, 
         own = class_folder(folder, prompt, prompts)
         present = images_in(own)
         _check_prompt(present[:1], prompt, folder)
+        if len(present) >= wanted:
+            continue
         names, number = {path.name for path in present}, 0
+        drawn_with = [settings for settings in map(_settings, present) if settings.get("prompt") == prompt]
+        seeds = {settings.get("seed") for settings in drawn_with}
         for _ in range(wanted - len(present)):
             while (name := f"class-{number:05d}.png") in names:
                 number += 1
+            free = next(i for i in itertools.count(seed + number) if i not in seeds)
             names.add(name)
-            missing.append(Missing(prompt, own / name, seed + number))
+            seeds.add(free)
+            missing.append(Missing(prompt, own / name, free))
     return missing
 
 
 def warn_of_other_models(folder: str | Path, prompts: Sequence[str], count: int, *, source: str) -> None:
     """Warn of pictures that are used, and say themselves that another model than ``source`` has drawn them."""
-    drawn_by = Counter(_drawn_by(Path(picture.path)) for picture in find_class_pictures(folder, prompts, count))
+    pictures = find_class_pictures(folder, prompts, count)
+    drawn_by = Counter(_settings(Path(picture.path)).get("model") for picture in pictures)
     for name, number in drawn_by.items():
-        if name is not None and Path(name).resolve() != Path(source).resolve():
+        if isinstance(name, str) and Path(name).resolve() != Path(source).resolve():
             log.warning(
                 "class images: %d of those in %s were drawn by %s, and this run starts from %s, whose class they do "
                 "not keep; choose another class_data_dir=<folder> to have them drawn anew",
@@ -79,13 +87,14 @@ def warn_of_other_models(folder: str | Path, prompts: Sequence[str], count: int,
             )
 
 
-def _drawn_by(path: Path) -> str | None:
-    """Return the name of the model that a picture says to be drawn by."""
+def _settings(path: Path) -> dict[str, Any]:
+    """Return what a picture of this package says that it was drawn with; nothing of another, or a broken one."""
     try:
         with Image.open(path) as image:
-            return str(json.loads(image.info["sd_lightning"])["model"])
-    except (OSError, SyntaxError, ValueError, KeyError, TypeError):  # somebody else's, or broken
-        return None
+            settings = json.loads(image.info["sd_lightning"])
+    except (OSError, SyntaxError, ValueError, KeyError, TypeError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def draw(
@@ -118,11 +127,12 @@ def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
     """Wait until another process has drawn what was missing.
 
     Raises:
-        UsageError: It has drawn nothing for ``PATIENCE_SECONDS``.
+        UsageError: It has drawn nothing for ``PATIENCE_SECONDS``, or pictures were drawn for another prompt.
     """
     told = came = time.monotonic()
     last = None
-    while missing := len(missing_pictures(folder, prompts, count, seed=0)):
+    missing_pictures(folder, prompts, count, seed=0)  # refuses those of another prompt
+    while missing := _num_missing(folder, prompts, count):
         now = time.monotonic()
         if missing != last:
             last, came = missing, now
@@ -138,14 +148,15 @@ def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
         time.sleep(1)
 
 
+def _num_missing(folder: str | Path, prompts: Sequence[str], count: int) -> int:
+    shares = num_per_prompt(prompts, count).items()
+    return sum(max(wanted - len(images_in(class_folder(folder, prompt, prompts))), 0) for prompt, wanted in shares)
+
+
 def _check_prompt(pictures: Sequence[Path], prompt: str, folder: str | Path) -> None:
     """Refuse a picture that says itself that it was drawn for another prompt."""
     for path in pictures:
-        try:
-            with Image.open(path) as image:
-                drawn_for = image.info.get("prompt")
-        except OSError:  # found and replaced when it is decoded
-            continue
+        drawn_for = _settings(path).get("prompt")
         if drawn_for is not None and drawn_for != prompt:
             raise UsageError(
                 f"dreambooth got class_data_dir={folder} with pictures of {drawn_for!r}, but the class prompt is "

@@ -31,6 +31,13 @@ log = logging.getLogger("sd_lightning.dreambooth")  # __name__ is "__main__" und
 _NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
 _COMMON_WORDS = set("a an the of in on at with photo photos picture image portrait drawing painting".split())
 """What captions say beside the subject."""
+_SAME = {
+    "max_train_steps": "trainer.max_steps",
+    "learning_rate": "optimizer.lr",
+    "resolution": "data.resolution",
+    "gradient_checkpointing": "speed.gradient_checkpointing",
+}
+"""Settings that the main job's configuration has under another name."""
 _ADAMW_8BIT = "bitsandbytes.optim.AdamW8bit"
 HINTS = {
     **train.HINTS,
@@ -65,12 +72,14 @@ def run(cfg: DictConfig) -> int:
         Exit code of :func:`sd_lightning.train.train`.
     """
     check_used(cfg)
+    check_once(cfg)
+    strip_slash(cfg)
     check_folders(cfg)
     photos = find_photos(cfg.instance_data_dir, cfg.instance_prompt)
     captions = sorted({photo.caption for photo in photos})
-    cfg.data.class_prompts = check_prompts(cfg, captions)
     if cfg.learn_token:
         learn_token(cfg, captions)
+    cfg.data.class_prompts = check_prompts(cfg, captions)
     if cfg.validation_prompt is not None and cfg.callbacks.samples is not None:
         warn_of_validation(cfg, captions)
         cfg.callbacks.samples.prompts = [cfg.validation_prompt] * 4
@@ -110,6 +119,7 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
     if not known or cfg.trainer.precision != "bf16-true" or cfg.model.get("architecture") is None:
         return None
     world_size = num_processes(cfg)
+    ema = cfg.callbacks.get("ema")
     training = memory_forecast.Training(
         batch_size=cfg.data.batch_size // (world_size * cfg.trainer.accumulate_grad_batches),
         resolution=cfg.data.resolution,
@@ -118,7 +128,11 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
         optimizer=_conf.instantiate(cfg.optimizer),
         gradient_checkpointing=cfg.speed.gradient_checkpointing,
         encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
-        averages=cfg.callbacks.get("ema") is not None,
+        averages=ema is not None,
+        offload_averages=ema is not None and ema.get("offload", False),
+        offload_encoders=cfg.module.offload_encoders,
+        cache_latents=cfg.data.cache_latents,
+        sample_batch_size=min(cfg.sampling.batch_size, -(-_num_samples(cfg) // world_size)),
         num_images=cfg.num_class_images * cfg.with_prior_preservation + 10,
         world_size=world_size,
         prior_batch_size=cfg.sample_batch_size * cfg.with_prior_preservation,
@@ -128,9 +142,44 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
     return memory_forecast.forecast(cfg.model.architecture, training, strategy.config)
 
 
+def _num_samples(cfg: DictConfig) -> int:
+    """Return how many pictures are drawn in the course of a run, together on all processes."""
+    samples = cfg.callbacks.get("samples")
+    if samples is None:
+        return 0
+    return 2 * samples.columns if not samples.prompts else len(samples.prompts)
+
+
 def _has_files(pretrained: str | None) -> bool:
     """Whether weights can stay in their files: adapters beside them are added to the whole."""
     return pretrained is not None and not Path(pretrained, LORA_NAME).is_file()
+
+
+def check_once(cfg: DictConfig) -> None:
+    """Refuse two values for the same setting, of which the command line gives each by another name.
+
+    Raises:
+        UsageError: It does.
+    """
+    from omegaconf import OmegaConf
+
+    given = _conf.overridden_keys()
+    for name, other in _SAME.items():
+        values = cfg[name], OmegaConf.select(cfg, other)
+        if {name, other} <= given and values[0] != values[1]:
+            raise UsageError(
+                f"dreambooth got {name}={values[0]} and {other}={values[1]}, two names of one setting; expected one of "
+                f"them; leave {other} out"
+            )
+
+
+def strip_slash(cfg: DictConfig) -> None:
+    """Let ``output_dir=runs/dog/`` mean ``runs/dog``, also where it is part of the default of ``class_data_dir``."""
+    stripped = cfg.output_dir.rstrip("/") or cfg.output_dir
+    for node in (cfg, cfg.data):
+        if node.class_data_dir == f"{cfg.output_dir}-class-images":
+            node.class_data_dir = f"{stripped}-class-images"
+    cfg.output_dir = stripped
 
 
 def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
@@ -165,7 +214,8 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
             f"expected one for each of class_prompts; write num_class_images={len(prompts)}"
         )
     for caption, prompt in ((c, p) for c in captions for p in prompts):
-        if not _words(caption) - _words(prompt):
+        is_told = cfg.learn_token and not _has_word(prompt, cfg.placeholder_token)  # every caption has it
+        if not is_told and not _words(caption) - _words(prompt):
             raise UsageError(
                 f"dreambooth got instance_prompt={caption!r}, which has no word that tells the subject from its class "
                 f"{prompt!r}; expected a rare word for the subject, such as sks: write "
@@ -191,13 +241,16 @@ def learn_token(cfg: DictConfig, captions: Sequence[str]) -> None:
     """Let the module learn a new word, which every caption has to contain.
 
     Raises:
-        UsageError: One does not.
+        UsageError: One does not, or it is no word.
     """
     from omegaconf import OmegaConf
 
+    from sd_lightning.learned_token import LearnedToken
+
     token = cfg.placeholder_token
+    LearnedToken(token)  # which says what is no word
     for caption in captions:
-        if token not in caption.split():
+        if not _has_word(caption, token):
             raise UsageError(
                 f"dreambooth got learn_token=true and instance_prompt={caption!r} without the word {token}; write "
                 f"'instance_prompt={_with_token(caption, token)}', or placeholder_token=<the word>"
@@ -298,6 +351,11 @@ def _device(cfg: DictConfig) -> torch.device:
 
 def _words(prompt: str) -> set[str]:
     return set(re.findall(r"\w+", prompt.lower()))
+
+
+def _has_word(prompt: str, word: str) -> bool:
+    """Return whether a word, which may begin and end with other signs than letters, stands in a prompt."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt) is not None
 
 
 def _with_token(prompt: str, token: str = "sks") -> str:

@@ -18,6 +18,13 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 _CONDITIONS = ("input_ids", "original_size", "crop_top_left", "target_size")
 _MOST_CAPTIONS = 10_000
 """Captions whose encoding is kept; beyond, all are encoded anew."""
+_PIXELS_PER_CALL = 4 * 512 * 512
+"""What the VAE encodes at a time: its activations of a single image of 1024 x 1024 take gigabytes."""
+
+
+def images_per_call(height: int, width: int) -> int:
+    """Return how many images of a size, in pixels, the VAE encodes at a time."""
+    return max(_PIXELS_PER_CALL // (height * width), 1)
 
 
 class LatentEncoder:
@@ -85,7 +92,7 @@ class LatentEncoder:
 
     @torch.no_grad()
     def encode_moments(self, pixel_values: Tensor) -> Tensor:
-        """Encode images to the moments of the VAE's posterior.
+        """Encode images to the moments of the VAE's posterior, a few at a time.
 
         Args:
             pixel_values: (B, 3, H, W) in [-1, 1].
@@ -94,7 +101,7 @@ class LatentEncoder:
             Mean and log-variance (B, 2C, h, w), float32, unscaled.
         """
         vae = self._model.vae
-        count = 1 if self.offload else max(len(pixel_values), 1)
+        count = 1 if self.offload else images_per_call(*pixel_values.shape[-2:])
         with self._at_work([vae]), torch.autocast(self.device.type, enabled=False):
             parameter = next(vae.parameters())
             parts = [

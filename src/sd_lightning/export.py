@@ -109,6 +109,8 @@ class Model:
     networks: dict[str, Network]
     adapters: LoraFile | None = None
     """Of a LoRA run, unless they are added to the weights of the networks."""
+    word: Path | None = None
+    """File of what a learned word means, unless the text encoders hold another meaning than it."""
 
 
 def run(cfg: DictConfig) -> int:
@@ -175,8 +177,9 @@ def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
             f"run={request.run}: got a {index.get('_class_name')}; expected {' or '.join(_PIPELINES)}; give another run"
         )
     networks = {name: _read_network(name, index, source, request) for name in _NETWORKS if name in index}
-    lora_file = source.pipeline / LORA_NAME
-    model = Model(networks, LoraFile.read(lora_file) if lora_file.is_file() else None)
+    lora_file, word = (source.pipeline / name for name in (LORA_NAME, WORD_NAME))
+    adapters = LoraFile.read(lora_file) if lora_file.is_file() else None
+    model = Model(networks, adapters, word if word.is_file() else None)
     if request.merge_lora and model.adapters is None:
         raise UsageError(
             f"run={request.run}: got merge_lora=true, but {source.pipeline} has no {LORA_NAME}: it was trained without "
@@ -186,7 +189,8 @@ def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
         model = _chosen(model, source, request, opened)
     if model.adapters is not None and (request.merge_lora or request.format == "single_file"):
         merged = model.adapters.merged({name: network.tensors for name, network in model.networks.items()})
-        return Model({name: network.changed(merged.get(name, {})) for name, network in model.networks.items()})
+        networks = {name: network.changed(merged.get(name, {})) for name, network in model.networks.items()}
+        return replace(model, networks=networks, adapters=None)
     return model
 
 
@@ -259,9 +263,8 @@ def write_pipeline(source: Source, model: Model, folder: Path, request: Request)
         checkpoint.hard_link(model.adapters.path, folder / LORA_NAME)
     elif model.adapters is not None:
         write_streamed(folder / LORA_NAME, model.adapters.tensors, dtype=dtype, metadata=model.adapters.metadata)
-    word = source.pipeline / WORD_NAME
-    if word.is_file() and request.format != "non_ema":  # whose word is in its text encoder alone
-        checkpoint.hard_link(word, folder / WORD_NAME)
+    if model.word is not None:
+        checkpoint.hard_link(model.word, folder / WORD_NAME)
 
 
 def write_single_file(source: Source, model: Model, folder: Path, request: Request) -> None:

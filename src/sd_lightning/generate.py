@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,13 +128,23 @@ def run(cfg: DictConfig) -> int:
         "num_inference_steps": options.num_inference_steps,
         "guidance_scale": options.guidance_scale,
         "scheduler": type(model.sampling_scheduler(options.scheduler)).__name__,
+        **_less_usual(request),
     }
     for image, prompt, seed in zip(images, prompts, seeds, strict=True):
-        write_png(image, output_dir / file_name(prompt, seed), {"prompt": prompt, "seed": seed, **settings})
+        each = {"prompt": prompt, "seed": seed, **settings}
+        write_png(image, picture_path(output_dir, each), each)
     grid = _write_grid(images, prompts, output_dir, request.columns)
     count = "1 picture" if len(images) == 1 else f"{len(images)} pictures"
     print(f"{count} in {output_dir}/, all in {grid}")
     return 0
+
+
+def _less_usual(request: Request) -> dict[str, Any]:
+    """Return the settings that a picture depends on, too, as far as they are not the defaults."""
+    given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling")}
+    given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
+    given["quantization"] = request.quantization and asdict(request.quantization)
+    return {name: value for name, value in given.items() if value}
 
 
 def _load(request: Request, device: torch.device) -> LatentDiffusion:
@@ -199,6 +210,24 @@ def file_name(prompt: str, seed: int) -> str:
     """Return "a-handwritten-three-seed-0.png"."""
     slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
     return f"{slug}-seed-{seed}.png"
+
+
+def picture_path(folder: Path, settings: Mapping[str, Any]) -> Path:
+    """Return where to write a picture: its :func:`file_name`, or with a hash if a picture of other settings has it."""
+    path, text = folder / file_name(settings["prompt"], settings["seed"]), json.dumps(settings)
+    if not path.exists() or _metadata(path) == text:
+        return path
+    return path.with_stem(f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+
+
+def _metadata(path: Path) -> str | None:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.info.get("sd_lightning")
+    except (OSError, SyntaxError, ValueError):  # broken, or no picture
+        return None
 
 
 def write_png(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:

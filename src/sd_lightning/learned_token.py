@@ -40,6 +40,13 @@ class LearnedToken:
     initializer_token: str | None = None
     """A word whose meaning it begins with; the mean of all words if not given."""
 
+    def __post_init__(self) -> None:
+        if self.placeholder_token.split() != [self.placeholder_token]:
+            raise UsageError(
+                f"placeholder_token={self.placeholder_token!r}: expected one word without blanks, such as S*; write "
+                f"placeholder_token={'-'.join(self.placeholder_token.split()) or 'S*'}"
+            )
+
     def apply_(self, model: LatentDiffusion) -> None:
         """Add the word to the tokenizers and to the text encoders of a model, each of which learns its own meaning.
 

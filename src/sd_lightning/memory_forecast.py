@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.conditioning import map_conditioning
+from sd_lightning.encoder import images_per_call
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ParameterSpec, Shard, default_search, pack, search_chunk_numel
 from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
@@ -54,9 +55,17 @@ class Training:
     """What trained networks compute in, throughout."""
     encoder_dtype: torch.dtype = torch.bfloat16
     averages: bool = False
-    """Whether there is an EMA, on the device."""
+    """Whether there is an EMA."""
+    offload_averages: bool = False
+    """Whether it is in host memory, and not on the device."""
+    offload_encoders: bool = True
+    """Whether frozen encoders wait in host memory, from where each comes to the device for one image at a time."""
+    cache_latents: bool = True
+    """Whether images are encoded before training, and not in each step."""
+    sample_batch_size: int = 1
+    """Pictures that are drawn at a time in the course of training and at its end; 0: none are."""
     num_images: int = 100
-    """Images whose latents are kept in host memory."""
+    """Images whose latents are kept in host memory, if they are."""
     world_size: int = 1
     prior_batch_size: int = 0
     """Class images that are drawn at a time, before training; 0: none are."""
@@ -71,17 +80,18 @@ class Forecast:
     """Bytes of one process."""
 
     weights_and_states: int
-    """Of the trained networks, on the device: all that the engine keeps there, gradients included."""
+    """Of the trained networks, on the device: all that the engine keeps there, gradients included; the average, and
+    encoders that are not offloaded."""
     activations: int
     """At the peak of a training step."""
     drawing: int
-    """Encoders, and the activations of the UNet or the VAE, while pictures are drawn."""
+    """Encoders that come for it, and the activations of the UNet or the VAE, while pictures are drawn or encoded."""
     class_images: int
     """The whole model, and the activations of the UNet or the VAE, while class images are drawn."""
     host_states: int
     """Master weights, moments, gradients and weights that are offloaded."""
     host_others: int
-    """Frozen encoders, latents, and a checkpoint on its way to the disk."""
+    """Frozen encoders and the average, if they are offloaded, latents, and a checkpoint on its way to the disk."""
     host_loading: int
     """When the engine has just been set up: offloaded states, encoders in float32, and a tensor on its way to the
     device; or the whole model in float32 before that, if it is not read from files."""
@@ -137,19 +147,24 @@ def forecast(architecture: str, training: Training, gemini: GeminiConfig) -> For
     numel = sum(p.numel() for network in trained.values() for p in network.parameters() if p.requires_grad)
     loading += host + (_FLOAT_BYTES * numel if training.lora is not None else 0)  # adapters begin in host memory
     average = _FLOAT_BYTES * numel // training.world_size if training.averages else 0
+    average_on_host = average if training.offload_averages else 0
     encoders = [network for name, network in model.networks.items() if name not in trained]
     for network in encoders:
         _cast(network, training.encoder_dtype).requires_grad_(False).eval()
     encoder_bytes = sum(_bytes(network) for network in encoders)
+    waiting = encoder_bytes if training.offload_encoders else 0
     side = training.resolution // model.vae_scale_factor
-    moments = training.num_images * 8 * side * side * 4
+    moments = training.num_images * 8 * side * side * 4 if training.cache_latents else 0
+    drawing = max(
+        _drawing_peak(model, training.resolution, training.sample_batch_size), _encoding_peak(model, training)
+    )
     return Forecast(
-        weights_and_states=device + average,
+        weights_and_states=device + average - average_on_host + encoder_bytes - waiting,
         activations=int(_TRACE_MARGIN * _step_peak(model, trained, training)),
-        drawing=encoder_bytes + int(_TRACE_MARGIN * _drawing_peak(model, training, 1)),
+        drawing=waiting + int(_TRACE_MARGIN * drawing),
         class_images=_class_images(model, training, whole) if training.prior_batch_size else 0,
         host_states=host,
-        host_others=encoder_bytes + moments + _SLICE_BYTES,
+        host_others=waiting + average_on_host + moments + _SLICE_BYTES,
         host_loading=loading if training.from_files else max(loading, whole),
     )
 
@@ -219,34 +234,52 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
 
 
 def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int:
-    """Return what class images take, with a model of so many bytes in float32: activations grow with their type."""
-    activations = _TRACE_MARGIN * _drawing_peak(model, training, training.prior_batch_size)
-    size = training.prior_dtype.itemsize
-    return whole * size // _FLOAT_BYTES + int(activations) * size // training.dtype.itemsize
+    """Return what class images take, with a model of so many bytes in float32; they are drawn in a type of their own.
+
+    The networks are left in that type.
+    """
+    dtype = training.prior_dtype
+    upcast = dtype == torch.float16 and model.vae.config.force_upcast
+    for network in (model.unet, model.vae):
+        _cast(network, torch.float32 if upcast and network is model.vae else dtype)
+    weights = whole * dtype.itemsize // _FLOAT_BYTES + (_bytes(model.vae) // 2 if upcast else 0)
+    return weights + int(_TRACE_MARGIN * _drawing_peak(model, training.resolution, training.prior_batch_size))
 
 
-def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int:
-    """Trace what drawing some pictures takes: the UNet with guidance, then the VAE; and encoding one image."""
-    unet = model.unet
-    side = training.resolution // model.vae_scale_factor
+def _drawing_peak(model: LatentDiffusion, resolution: int, count: int) -> int:
+    """Trace what drawing some pictures takes, in the networks' types: the UNet with guidance, then the VAE."""
+    if count == 0:
+        return 0
+    unet, vae = model.unet, model.vae
+    dtype, decoded = (next(network.parameters()).dtype for network in (unet, vae))
+    side = resolution // model.vae_scale_factor
 
     def denoise() -> None:
-        inputs = _inputs(model, 2 * count, training.resolution)
-        conditioning = map_conditioning(_conditioning(model, inputs, training.dtype), lambda t: t.to(training.dtype))
-        unet(inputs["latents"].to(training.dtype), inputs["timesteps"], **conditioning)
+        inputs = _inputs(model, 2 * count, resolution)
+        conditioning = map_conditioning(_conditioning(model, inputs, dtype), lambda t: t.to(dtype))
+        unet(inputs["latents"].to(dtype), inputs["timesteps"], **conditioning)
 
     def decode() -> None:
-        model.vae.decode(torch.empty(count, 4, side, side, dtype=training.encoder_dtype, device="meta"))
-
-    def encode() -> None:
-        size = training.resolution
-        model.vae.encode(torch.empty(1, 3, size, size, dtype=training.encoder_dtype, device="meta"))
+        vae.decode(torch.empty(count, 4, side, side, dtype=decoded, device="meta"))
 
     unet.eval()
     with torch.no_grad():
-        peaks = [peak_bytes(compute) for compute in (denoise, decode, encode)]
+        peaks = [peak_bytes(compute) for compute in (denoise, decode)]
     unet.train()
     return max(peaks)
+
+
+def _encoding_peak(model: LatentDiffusion, training: Training) -> int:
+    """Trace what encoding images takes, as many as are encoded at a time."""
+    size = training.resolution
+    num_images = training.num_images if training.cache_latents else training.batch_size
+    count = 1 if training.offload_encoders else min(num_images, images_per_call(size, size))
+
+    def encode() -> None:
+        model.vae.encode(torch.empty(count, 3, size, size, dtype=training.encoder_dtype, device="meta"))
+
+    with torch.no_grad():
+        return peak_bytes(encode)
 
 
 def _inputs(model: LatentDiffusion, count: int, resolution: int) -> dict[str, Tensor]:

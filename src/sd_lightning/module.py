@@ -178,11 +178,24 @@ class SDLightningModule(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make what is left of global randomness (dropout) a function of seed, step and rank, so resumes are exact."""
+        self._check_accumulation()
         seed = hash((self.seed, self.global_step, batch_idx, self.global_rank)) % 2**63
         # torch.manual_seed queues a call, with a formatted stack, for every kind of device that is not in use.
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
+
+    def _check_accumulation(self) -> None:
+        """Refuse callbacks that change the accumulation: the data's batches were divided by it when the fit began."""
+        trainer: Any = self.trainer
+        sampler = getattr(trainer.datamodule, "train_sampler", None)
+        if sampler is not None and sampler.accumulate != trainer.accumulate_grad_batches:
+            raise UsageError(
+                f"trainer.accumulate_grad_batches became {trainer.accumulate_grad_batches} during the fit, which began "
+                f"with {sampler.accumulate}: data.batch_size={sampler.global_batch_size} is the global batch, and the "
+                "data are divided for the first; leave GradientAccumulationScheduler out and write "
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
+            )
 
     def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Encode images and captions with the frozen encoders."""
@@ -203,11 +216,14 @@ class SDLightningModule(pl.LightningModule):
     def _is_logging_step(self) -> bool:
         """Whether metrics of this step are read: by loggers at their interval, or where an epoch or the run ends.
 
-        Logging costs half a millisecond, and with several processes a barrier, so it is not done for nobody.
+        A callback that monitors one of them, as ModelCheckpoint may, reads it at any time. Logging costs half a
+        millisecond, and with several processes a barrier, so it is not done for nobody.
         """
         trainer: Any = self.trainer
         step, every = self.global_step + 1, trainer.log_every_n_steps
-        return trainer.is_last_batch or step == trainer.max_steps or (every > 0 and step % every == 0)
+        if trainer.is_last_batch or step == trainer.max_steps or (every > 0 and step % every == 0):
+            return True
+        return any(str(getattr(callback, "monitor", None)).startswith("train/") for callback in trainer.callbacks)
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
         """Return the mean training loss of an encoded batch, without side effects.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.plugins.precision import HalfPrecision
 from typing_extensions import override
-
-TrueHalf = Literal["bf16-true", "16-true"]
 
 
 class HalfWeights(HalfPrecision):

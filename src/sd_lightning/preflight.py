@@ -52,9 +52,11 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
 
         check_same_parts(read_trainer_state(resume), trained_parts(**parts_of(cfg)), resume)
     build_small_parts(cfg)
+    # A run that is continued elsewhere is a new one there.
+    resuming = cfg.resume == "auto" or (resume is not None and resume.resolve().is_relative_to(run_dir.resolve()))
     if is_first_process():
-        runs.check_output_dir(run_dir, resuming=cfg.resume is not None, overwrite=cfg.overwrite, reads=_reads(cfg))
-    elif cfg.resume is None and not cfg.overwrite:
+        runs.check_output_dir(run_dir, resuming=resuming, overwrite=cfg.overwrite, reads=_reads(cfg))
+    elif not resuming and not cfg.overwrite:
         runs.check_unused(run_dir)  # this run has no checkpoint before all its processes are in it
     return resume
 
@@ -187,6 +189,17 @@ def check_trainer(cfg: DictConfig) -> None:
                 f"trainer.{name}={trainer[name]}: expected only trainer.max_steps to say how long a run is, over whole "
                 "epochs; write trainer.max_steps=<n> instead"
             )
+    if trainer.get("log_every_n_steps", 1) < 0:
+        raise UsageError(
+            f"trainer.log_every_n_steps={trainer.log_every_n_steps}: expected at least 0; write "
+            "trainer.log_every_n_steps=10, or 0 for no logs"
+        )
+    epochs = trainer.get("check_val_every_n_epoch")
+    if epochs is not None and epochs < 1:
+        raise UsageError(
+            f"trainer.check_val_every_n_epoch={epochs}: expected at least 1; write trainer.check_val_every_n_epoch=1, "
+            "or trainer.limit_val_batches=0 for no validation"
+        )
     interval = trainer.get("val_check_interval")
     if interval is not None and not (isinstance(interval, int) and interval >= 1) and not 0 < interval <= 1:
         raise UsageError(

@@ -8,19 +8,31 @@ every checkpoint), ``frozen-weights/`` (weights within trained networks that are
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import multiprocessing
 import os
 import secrets
 import shutil
+import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 from sd_lightning import checkpoint
 from sd_lightning._errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
+
+log = logging.getLogger(__name__)
 
 LIGHTNING_SUFFIX = ".ckpt"
 """Ending of plain Lightning checkpoints, from which only weights are taken."""
@@ -63,7 +75,7 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     """Return the pipeline folder of a run, a checkpoint or a pipeline folder.
 
     Args:
-        path: Any of the three; of an unfinished run, the newest valid checkpoint's.
+        path: Any of the three; of a run that is unfinished, or was trained on, the newest valid checkpoint's.
         who: The setting it was given by, for the message.
 
     Raises:
@@ -72,7 +84,8 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     root = Path(path)
     for candidate in (root, root / "pipeline"):
         if (candidate / "model_index.json").is_file():
-            return candidate
+            later = _newest_after(root, _finished_step(root)) if candidate != root else None
+            return candidate if later is None else later / "pipeline"
     if not root.exists():
         raise UsageError(f"{who}={path}: no such folder; expected a run, a checkpoint or a pipeline folder")
     newest = checkpoint.newest_valid(root)
@@ -82,6 +95,14 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
             "a folder with model_index.json"
         )
     return newest / "pipeline"
+
+
+def _newest_after(run_dir: Path, step: int) -> Path | None:
+    """Return the newest valid checkpoint of a run if it is of a later step; reads none where names tell enough."""
+    if not any(checkpoint.step_of(path) > step for path in checkpoint.all_checkpoints(run_dir)):
+        return None
+    newest = checkpoint.newest_valid(run_dir)
+    return newest if newest is not None and checkpoint.step_of(newest) > step else None
 
 
 def check_lightning_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -199,18 +220,110 @@ def prepare(run_dir: Path, *, overwrite: bool) -> None:
         run_dir: What :func:`check_output_dir` accepted.
         overwrite: Delete what an earlier run left in it.
     """
+    lock(run_dir)
     if overwrite and checkpoint.all_checkpoints(run_dir):
         for path in _written(run_dir):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+_LOCK_NAME = ".lock"
+_locks: dict[Path, int] = {}
+"""Folders that this process, or the one it was forked from, has locked, with the open files."""
+
+
+def lock(run_dir: Path) -> None:
+    """Keep other processes from running in a directory, which is made; the system unlocks it when the process dies.
+
+    A process may lock a directory again. Only rank 0 locks; one that the holder has started counts as the holder.
+
+    Raises:
+        UsageError: Another process runs there.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
+    folder = run_dir.resolve()
+    if folder in _locks:
+        return
+    while True:
+        handle = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock_file(handle)
+        except OSError as error:
+            _refuse_locked(run_dir, handle, error)
+            return
+        if _is_file(handle, folder / _LOCK_NAME):
+            break
+        os.close(handle)  # its holder was just removing it
+    os.truncate(handle, 0)
+    os.write(handle, f"{os.getpid()} {socket.gethostname()}".encode())
+    _locks[folder] = handle
+
+
+def _refuse_locked(run_dir: Path, handle: int, error: OSError) -> None:
+    """Say whose the lock is that could not be had, unless it is that of the process which started this one."""
+    os.lseek(handle, 0, os.SEEK_SET)
+    holder = os.read(handle, 1000).decode(errors="replace").split()
+    os.close(handle)
+    if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+        log.warning("%s cannot be locked (%s); start no second run in it", run_dir, error.strerror)
+        return
+    parent = multiprocessing.parent_process()
+    if parent is not None and holder == [str(parent.pid), socket.gethostname()]:
+        return
+    who = f"process {holder[0]} on {holder[1]}" if len(holder) == 2 else "another process"
+    raise UsageError(
+        f"output_dir={run_dir}: a run is at work in it ({who}); wait for its end, or choose another output_dir=<folder>"
+    ) from None
+
+
+def unlock(run_dir: Path) -> None:
+    """Let other processes run in a directory that this one has locked, if it has."""
+    folder = run_dir.resolve()
+    handle = _locks.pop(folder, None)
+    if handle is None:
+        return
+    if sys.platform != "win32" and _is_file(handle, folder / _LOCK_NAME):  # Windows removes no open file
+        (folder / _LOCK_NAME).unlink()
+    os.close(handle)
+
+
+def _is_file(handle: int, path: Path) -> bool:
+    """Whether an open file is the one that a path names."""
+    return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+
+
+def _lock_file(handle: int) -> None:
+    """Lock an open file, or raise OSError at once; forked processes do not share in the lock."""
+    if sys.platform == "win32":
+        os.lseek(handle, 2**20, os.SEEK_SET)  # away from what is read by others: the lock is mandatory
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        os.lseek(handle, 0, os.SEEK_SET)
+    else:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_finished(run_dir: Path, step: int) -> bool:
     """Return whether a run has ended at a step and written its results."""
+    return _finished_step(run_dir) == step
+
+
+def _finished_step(run_dir: Path) -> int:
+    """Return the step that a run's results are of, -1 if they do not say it."""
     try:
-        return bool(json.loads((run_dir / "summary.json").read_text())["steps"] == step)
+        return int(json.loads((run_dir / "summary.json").read_text())["steps"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return -1
+
+
+def go_back(run_dir: Path, step: int) -> None:
+    """Set aside what a run that continues at an earlier step has left: later checkpoints, and the results of them."""
+    moved = checkpoint.set_aside(run_dir, step)
+    if not moved:
+        return
+    results = run_dir / "pipeline"
+    if results.exists() and _finished_step(run_dir) > step:
+        moved.append(results.rename(run_dir / "checkpoints" / f"set-aside-pipeline-{secrets.token_hex(4)}"))
+    names = ", ".join(path.name for path in moved)
+    log.warning("%s goes on from step %d; what is of later steps is set aside: %s", run_dir, step, names)
 
 
 def publish_pipeline(run_dir: Path, newest: Path) -> Path:

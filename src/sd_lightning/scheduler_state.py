@@ -26,6 +26,8 @@ _GROUP_KEYS = (
     "base_momentum",
     "max_momentum",
 )
+_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_STATE_RATES = ("base_lrs", "max_lrs", "_last_lr")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, weakref.ref)
 
 
@@ -73,6 +75,31 @@ def load_scheduler_state(scheduler: LRScheduler, state: dict[str, Any]) -> None:
                 group[key].fill_(value)  # captured graphs hold on to this very tensor
             else:
                 group[key] = copy.deepcopy(value)
+
+
+def scale_rates(group: dict[str, Any], old: float, new: float) -> None:
+    """Let an optimizer group that was configured with one learning rate go on as with another, where it stands."""
+    for key in _GROUP_RATES:
+        if key in group:
+            group[key] = _scaled(group[key], old, new)
+
+
+def scale_scheduler(state: dict[str, Any], group: int, old: float, new: float) -> None:
+    """Do the same in what :func:`scheduler_state` has returned, for the optimizer's group of that number."""
+    scale_rates(state["groups"][group], old, new)
+    _scale_lists(state["state"], group, old, new)
+
+
+def _scale_lists(state: dict[str, Any], group: int, old: float, new: float) -> None:
+    for key in _STATE_RATES:
+        if isinstance(state.get(key), list) and group < len(state[key]):
+            state[key][group] = _scaled(state[key][group], old, new)
+    for inner in state.get("_schedulers", ()):  # SequentialLR, ChainedScheduler
+        _scale_lists(inner, group, old, new)
+
+
+def _scaled(value: Any, old: float, new: float) -> Any:
+    return new if value == old or not old else value * (new / old)
 
 
 def _without_functions(state: Any) -> Any:

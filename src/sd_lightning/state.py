@@ -206,6 +206,23 @@ class ReplicatedState:
             parameter.data = self._trained[name].to(parameter.device)  # the trainer may have moved them meanwhile
         self._trained = None
 
+    def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
+        """Return whether the parameters still are what :meth:`swap_in` has made of these weights."""
+        return all(
+            torch.equal(parameter.detach(), weights[name, 0].to(parameter.device, parameter.dtype))
+            for name, parameter in self._parameters.items()
+        )
+
+    def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Give the parameters memory of their own where :meth:`swap_in` has pointed them at these weights."""
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() == weights[name, 0].data_ptr():
+                parameter.data = parameter.data.clone()
+
+    def forget(self) -> None:
+        """Let the parameters stay what they are: there is no going back to the trained weights."""
+        self._trained = None
+
     def _refuse_replaced_parameters(self) -> None:
         """bitsandbytes puts a contiguous copy in the place of a weight in another layout: all views of it go stale."""
         for optimizer in self._optimizers:

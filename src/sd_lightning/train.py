@@ -150,8 +150,11 @@ def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
 
 def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
     """Check what shows only when the parts are there, but must not wait until they are at work."""
-    from sd_lightning.callbacks import PortableCheckpoint, SampleGrid
+    from sd_lightning.callbacks import EngineMemory, PortableCheckpoint, SampleGrid
 
+    memory = _callback(trainer, EngineMemory)
+    if memory is not None:
+        memory.check(trainer.strategy)
     datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
     module.configure_optimizers()  # makes no states yet
     _callback(trainer, PortableCheckpoint).check_resume(module, datamodule)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd_lightning import checkpoint, typed_json
 from sd_lightning._errors import UsageError
+from sd_lightning.scheduler_state import scale_rates, scale_scheduler
 
 if TYPE_CHECKING:
     from sd_lightning.learned_token import LearnedToken
@@ -84,6 +85,71 @@ def check_same_parts(saved: Mapping[str, Any], ours: Mapping[str, Any], path: Pa
                 f"{_written(value)}, which its weights are trained for; write {key}={_written(value)}, or start a new "
                 "run from its pipeline with init_from="
             )
+
+
+_SCHEDULED = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+
+
+def configured_groups(groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return what the configuration says of optimizer groups: ``TrainingState.optimizer_groups`` before the first step.
+
+    A scheduler may have set the learning rate already, and then keeps the configured one.
+    """
+    return [
+        [
+            {key: value for key, value in group.items() if key not in _SCHEDULED}
+            | {"lr": group.get("initial_lr", group.get("lr"))}
+            for group in optimizer
+        ]
+        for optimizer in groups
+    ]
+
+
+def adopt_settings(saved: dict[str, Any], configured: list[list[dict[str, Any]]]) -> str:
+    """Put what a resumed run configures otherwise than the saved one into the groups and schedules that it will load.
+
+    Settings that stay are left as they were saved, bit for bit. A new learning rate scales what schedules have made of
+    the old one.
+
+    Args:
+        saved: The checkpoint's ``trainer.json``, which is changed.
+        configured: From :func:`configured_groups`, of the run that resumes.
+
+    Returns:
+        What has changed, such as ``lr 0.001 -> 1e-05``. Of a checkpoint of an earlier release, which does not say what
+        was configured, nothing changes.
+    """
+    groups = saved["optimizer_groups"]
+    theirs = saved.get("configured_groups") or configured_groups(groups)
+    changes: dict[str, None] = {}
+    for optimizer, (ours, old) in enumerate(zip(configured, theirs)):
+        for number, (new, before) in enumerate(zip(ours, old)):
+            for key in (k for k in new if k in before and not _equal(new[k], before[k])):
+                changes[f"{key} {before[key]} -> {new[key]}"] = None
+                if "configured_groups" in saved:
+                    _adopt(saved, (optimizer, number), key, before[key], new[key])
+    return ", ".join(changes)
+
+
+def _adopt(saved: dict[str, Any], where: tuple[int, int], key: str, old: Any, new: Any) -> None:
+    optimizer, number = where
+    group = saved["optimizer_groups"][optimizer][number]
+    if key == "lr":
+        scale_rates(group, old, new)
+    else:
+        group[key] = new
+    for scheduler in saved["schedulers"]:  # all of the one optimizer that a module has
+        if key == "lr":
+            scale_scheduler(scheduler, number, old, new)
+        elif key in scheduler["groups"][number]:
+            scheduler["groups"][number][key] = new
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Compare settings; engines write pairs as lists or tuples."""
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return list(ours) == list(theirs)
+    return bool(ours == theirs)
 
 
 def _written(value: Any) -> str:

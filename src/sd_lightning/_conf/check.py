@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from sd_lightning._conf.annotations import MISSING, as_override, describe, example, fits
+from sd_lightning._conf.other_names import VALUES
 from sd_lightning._errors import UsageError
 
 SPECIAL_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_", "_args_"})
@@ -198,8 +199,9 @@ def _check_type(where: str, value: Any, hint: Any, default: Any, walk: _Walk) ->
         return
     place = _written_at(where, walk)
     user = f" (as {where})" if place != where else ""
+    ours = VALUES.get(place, {}).get(str(value))
     instead = example(hint, value, [walk.default_at(place), default])
-    remedy = "" if instead == MISSING else f"; write {place}={as_override(instead)}"
+    remedy = "" if instead == MISSING else f"; write {place}={ours or as_override(instead)}"
     raise UsageError(f"{place}={as_override(value)}: expected {describe(hint)}{user}{remedy}")
 
 

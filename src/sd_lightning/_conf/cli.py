@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from sd_lightning._conf.check import check
+from sd_lightning._conf.command_line import CommandLine
 from sd_lightning._conf.folder import config_dir
+from sd_lightning._conf.programs import check_choices, help_of
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_on_machine, is_first_process, was_started_with_others
 
@@ -80,8 +82,6 @@ def _repeats_others() -> bool:
 
 def overridden_keys() -> set[str]:
     """Return the dotted keys and the groups that this program's command line sets."""
-    from sd_lightning._conf.messages import CommandLine
-
     overrides = CommandLine.parse("", sys.argv[1:]).overrides
     return {each.lstrip("+~").partition("=")[0].partition("@")[0] for each in overrides}
 
@@ -104,7 +104,8 @@ def _run(config_name: str, task: Task, check_tree: Callable[..., None]) -> int:
     """Hand the command line to Hydra; return the exit code of the task."""
     import hydra
 
-    _parse_arguments(sys.argv[1:])
+    _parse_arguments(sys.argv[1:], config_name)
+    _prepare_choices(config_name)
     codes: list[int] = []
     failures: list[Exception] = []
 
@@ -127,26 +128,39 @@ def _run(config_name: str, task: Task, check_tree: Callable[..., None]) -> int:
     return max(codes, default=0)
 
 
-def _parse_arguments(arguments: Sequence[str]) -> None:
+def _parse_arguments(arguments: Sequence[str], config_name: str) -> None:
     """Let argparse's complaints become a UsageError, before Hydra's own parser exits."""
     from hydra._internal.utils import get_args_parser
 
+    from sd_lightning._conf.messages import option_as_setting
+
     def complain(message: str) -> NoReturn:
+        setting = option_as_setting(message, arguments, config_name)
+        remedy = f"write {setting}" if setting else "write settings as key=value"
         raise UsageError(
-            f"command line: {message}; write settings as key=value, put options such as "
-            "--cfg job before them, and see --help"
+            f"command line: {message}; {remedy}, put options such as --cfg job before them, and see --help"
         )
 
     parser = get_args_parser()
+    parser.allow_abbrev = False  # or --experiment would be Hydra's --experimental-rerun
     parser.error = complain  # type: ignore[method-assign]
     parser.parse_args(list(arguments))
+
+
+def _prepare_choices(config_name: str) -> None:
+    """Check whose groups and experiments were chosen, and let the help templates of ``conf/`` list a program's own."""
+    from omegaconf import OmegaConf
+
+    command_line = CommandLine.parse(config_name, sys.argv[1:])
+    check_choices(command_line.overrides, config_name, command_line.folders, command_line.groups)
+    OmegaConf.register_new_resolver("help_of", lambda program: help_of(program, config_dir()), replace=True)
 
 
 def _prepare(cfg: Any, config_name: str, check_tree: Callable[..., None]) -> None:
     """Check the configuration and resolve it in place."""
     from omegaconf import OmegaConf
 
-    from sd_lightning._conf.messages import CommandLine, check_additions
+    from sd_lightning._conf.messages import check_additions
 
     command_line = CommandLine.parse(config_name, sys.argv[1:])
     check_additions(command_line)

@@ -3,135 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sd_lightning._conf.check import SPECIAL_KEYS, nearest_argument
-from sd_lightning._conf.folder import config_dir
-from sd_lightning._conf.other_names import in_our_words
+from sd_lightning._conf.command_line import CommandLine, paths
+from sd_lightning._conf.other_names import in_our_words, model_like, our_value
 from sd_lightning._errors import UsageError
-
-
-@dataclass(frozen=True)
-class CommandLine:
-    """What the user asked Hydra for."""
-
-    config_name: str
-    """The primary config."""
-    folders: tuple[str, ...]
-    """Config folders: the primary one and, if given, the user's ``--config-dir``."""
-    overrides: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, config_name: str, arguments: Sequence[str]) -> CommandLine:
-        """Read Hydra's options; an unreadable command line counts as an empty one."""
-        from hydra._internal.utils import get_args
-
-        try:
-            options = get_args(list(arguments))
-        except (SystemExit, Exception):
-            return cls(config_name, (config_dir(),), ())
-        folder = str(Path(options.config_path or config_dir()).absolute())
-        more = (str(Path(options.config_dir).absolute()),) if options.config_dir else ()
-        name = str(options.config_name or config_name).removesuffix(".yaml")
-        return cls(name, (folder, *more), tuple(options.overrides))
-
-    @functools.cached_property
-    def defaults(self) -> dict[str, Any]:
-        """The composed configuration with the user's choice of options, but none of his values."""
-        choices = [each for each in self.overrides if self._is_choice(each)]
-        for overrides in (choices, []):
-            try:
-                return self._compose(overrides)
-            except Exception:  # this serves a message about another error
-                continue
-        return {}
-
-    def is_group(self, name: str) -> bool:
-        """Tell whether a config group of that name exists."""
-        return any((Path(folder) / name).is_dir() for folder in self.folders)
-
-    def option_with(self, key: str) -> str | None:
-        """Return the choice of a group's option, such as ``trainable=lora``, that would bring a key."""
-        import yaml
-
-        for path in sorted(path for folder in self.folders for path in Path(folder).glob("*/*.yaml")):
-            text = path.read_text(encoding="utf-8")
-            is_global, group = text.startswith("# @package _global_"), path.parent.name
-            if group != "experiment" and group in self.groups:
-                node = yaml.safe_load(text)
-                if key in _paths(node if is_global else {group: node}):
-                    return f"{group}={path.stem}"
-        return None
-
-    @functools.cached_property
-    def groups(self) -> set[str]:
-        """The config groups that the primary config has a choice of."""
-        import yaml
-
-        for folder in self.folders:
-            path = Path(folder, f"{self.config_name}.yaml")
-            if path.is_file():
-                defaults = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", [])
-                return {str(name) for entry in defaults if isinstance(entry, dict) for name in entry}
-        return set()
-
-    def _is_choice(self, override: str) -> bool:
-        chosen = re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=[\w/-]+", override)
-        return bool(chosen) and self.is_group(chosen[1])  # type: ignore[index]
-
-    def default_at(self, path: str) -> Any:
-        """Return the default value at a dotted path, or None."""
-        node: Any = self.defaults
-        for part in path.split("."):
-            if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-                node = node[int(part)]
-            elif isinstance(node, dict) and part in node:
-                node = node[part]
-            else:
-                return None
-        return node
-
-    def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
-        # Not hydra.compose: it finds no primary config in --config-dir, and refuses to work while a job runs.
-        from hydra import version
-        from hydra._internal.config_loader_impl import ConfigLoaderImpl
-        from hydra._internal.utils import create_config_search_path
-        from hydra.core.config_search_path import SearchPathQuery
-        from hydra.types import RunMode
-        from omegaconf import OmegaConf
-
-        search_path = create_config_search_path(self.folders[0])
-        for folder in self.folders[1:]:
-            search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
-        version.setbase("1.3")
-        cfg = ConfigLoaderImpl(search_path).load_configuration(self.config_name, list(overrides), RunMode.RUN)
-        plain = OmegaConf.to_container(cfg, resolve=False)
-        return {key: value for key, value in plain.items() if key != "hydra"}  # type: ignore[misc, union-attr]
-
-    def nearest(self, key: str) -> str | None:
-        """Return the existing key that a wrong dotted key most likely means."""
-        keys = _paths(self.defaults)
-        last = key.rpartition(".")[2]
-        same_name = [each for each in keys if each.rpartition(".")[2] == last and each != key]
-        if len(same_name) == 1:
-            return same_name[0]
-        node, found = self.defaults, ""
-        for part in key.split("."):
-            names = [str(each) for each in node] if isinstance(node, dict) else []
-            near = [part] if part in names else difflib.get_close_matches(part, names, n=1)
-            if not near:
-                break
-            found = f"{found}.{near[0]}" if found else near[0]
-            node = node[near[0]]
-        else:
-            return found
-        return next(iter(difflib.get_close_matches(key, keys, n=1)), found or None)
 
 
 def check_additions(command_line: CommandLine) -> None:
@@ -212,21 +93,56 @@ def _unreadable_override(override: str, message: str, command_line: CommandLine)
     reason = re.sub(r" expecting \{.*\}", "", reason)
     reason = re.sub(r"^Error parsing override .*?\n", "", reason)
     reason = re.sub(r"^LexerNoViableAltException: .*", "unexpected character", reason, flags=re.S)
-    quoted = f"{key}='\"{value}\"'" if "'" not in value else shlex.quote(f'{key}="{value}"')
+    if value.startswith("["):
+        elements = (each.strip() for each in value.strip("[]").split(","))
+        quoted = shlex.quote(f"{key}=[{','.join(_quoted_element(each) for each in elements if each)}]")
+    else:
+        quoted = f"{key}='\"{value}\"'" if "'" not in value else shlex.quote(f'{key}="{value}"')
     return (
         f"cannot read {override!r} ({reason}); expected key=value, with special characters "
         f"quoted for Hydra inside quotes for the shell: {quoted}"
     )
 
 
+def _quoted_element(text: str) -> str:
+    """Quote an element of a list for Hydra, unless it has no special characters."""
+    if re.fullmatch(r"[\w.+ -]+", text):
+        return text
+    bare = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    return '"' + bare.replace('"', '\\"') + '"'
+
+
+def option_as_setting(message: str, arguments: Sequence[str], config_name: str) -> str | None:
+    """Return the setting that an option which argparse does not know most likely means, such as ``--strategy ddp``."""
+    unknown = re.search(r"unrecognized arguments: --([\w.-]+)(=\S*)?", message)
+    if not unknown:
+        return None
+    name = unknown[1].replace("-", "_")
+    command_line = CommandLine.parse(config_name, ())
+    if f"--{unknown[1]}" in arguments:
+        following = arguments[arguments.index(f"--{unknown[1]}") + 1 :][:1]
+        value = following[0] if following and not following[0].startswith("-") and "=" not in following[0] else "true"
+    else:
+        value = (unknown[2] or "").lstrip("=")
+    renamed = _by_another_name(name, value, command_line)
+    if renamed is None and (name in command_line.groups or name in paths(command_line.defaults)):
+        return f"{name}={our_value(name, value)}"
+    return renamed or _of_another_option(name, value, command_line)
+
+
 def _missing_config(error: Any, command_line: CommandLine) -> str:
     wanted = error.missing_cfg_file
     if not wanted:
         return str(error)
+    for each in command_line.overrides:
+        group, _, value = each.lstrip("+").partition("=")
+        if group == "model" and "/" in value and wanted == f"{group}/{value}":
+            return f"{each}: expected the kind of a model; write {group}={model_like(value)} {group}.pretrained={value}"
     if error.options is None:
         return _missing_primary(str(wanted).removesuffix(".yaml"), command_line)
     group, _, name = wanted.rpartition("/")
-    near = difflib.get_close_matches(name, error.options, n=1)
+    ours = our_value(group, name)
+    near = [ours] if ours in error.options else difflib.get_close_matches(name, error.options, n=1)
     remedy = f"; write {group}={near[0]}" if near else ""
     options = ", ".join(sorted(error.options)) or "none"
     return f"{group}={name}: there is no such option; available: {options}{remedy}"
@@ -255,7 +171,7 @@ def _bad_composition(error: Exception, command_line: CommandLine) -> str:
         return _unknown_key(override, wrong[1], command_line)
     absent = re.search(r"Could not delete from config. '(.+?)' does not exist", text)
     if absent:
-        if absent[1] in _paths(command_line.defaults):
+        if absent[1] in paths(command_line.defaults):
             return f"~{absent[1]}: its value is null already; leave this out"
         near = command_line.nearest(absent[1])
         return f"~{absent[1]}: there is no such key" + (f"; the nearest is {near}" if near else "")
@@ -289,15 +205,18 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
     value = override.partition("=")[2]
     parent, _, name = key.rpartition(".")
     argument = nearest_argument(command_line.default_at(parent), name)
-    elsewhere = _by_another_name(key, value, command_line)
-    if argument == name:
+    renamed = _by_another_name(key, value, command_line)
+    elsewhere = _of_another_option(key, value, command_line)
+    if renamed:
+        remedy = f"; write {renamed}"
+    elif argument == name:
         remedy = f"; write +{parent}.{argument}={value}"
     elif elsewhere:
         remedy = f"; write {elsewhere}"
     elif argument and near in (None, parent):
         remedy = f"; write +{parent}.{argument}={value}"
     elif near and "=" in override and not isinstance(command_line.default_at(near), dict):
-        remedy = f"; write {near}={value}"
+        remedy = f"; write {near}={our_value(near, value)}"
     elif near and key.startswith(f"{near}."):
         below = command_line.default_at(near)
         names = [str(each) for each in below if each not in SPECIAL_KEYS] if isinstance(below, dict) else []
@@ -305,17 +224,28 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
     elif near:
         remedy = f"; the nearest is {near}"
     else:
-        remedy = f"; top-level keys are {', '.join(map(str, command_line.defaults))}"
+        names = [str(each) for each in command_line.defaults if each not in SPECIAL_KEYS]
+        remedy = f"; top-level keys are {', '.join(names)}"
     return f"{override}: there is no key {key!r}{remedy}"
 
 
 def _by_another_name(key: str, value: str, command_line: CommandLine) -> str | None:
-    """Return what to write for a key that another program, or an option that was not chosen, has."""
-    ours, value = in_our_words(key, value) or (key, value)
-    if ours in _paths(command_line.defaults):
-        return f"{ours}={value}"
-    option = command_line.option_with(ours)
-    return f"{option} {ours}={value}" if option else None
+    """Return what to write for a setting that is known by another name elsewhere."""
+    known = paths(command_line.defaults)
+    candidates = in_our_words(key, value)
+    for ours, meant in candidates:
+        if ours in known and isinstance(command_line.default_at(ours), list) and not meant.startswith("["):
+            return shlex.quote(f"{ours}=[{_quoted_element(meant)}]")
+        if ours in known:
+            return f"{ours}={meant}"
+    found = (_of_another_option(ours, meant, command_line) for ours, meant in candidates)
+    return next(filter(None, found), None)
+
+
+def _of_another_option(key: str, value: str, command_line: CommandLine) -> str | None:
+    """Return what to write for a key that an option which was not chosen would bring."""
+    option = command_line.option_with(key)
+    return f"{option} {key}={value}" if option else None
 
 
 def _bad_value(error: Any, command_line: CommandLine) -> str:
@@ -341,14 +271,6 @@ def _bad_value(error: Any, command_line: CommandLine) -> str:
     if variable:
         return f"{key}: environment variable {variable[1]} is not set; export {variable[1]}=<value>"
     return f"{key}: {reason}" if key else reason
-
-
-def _paths(node: Any, path: str = "") -> list[str]:
-    if not isinstance(node, dict):
-        return [path]
-    items = [(key, value) for key, value in node.items() if key not in SPECIAL_KEYS]
-    below = [found for key, value in items for found in _paths(value, f"{path}.{key}" if path else str(key))]
-    return [path, *below] if path else below
 
 
 def _raised_by(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from sd_lightning import checkpoint, typed_json
+from sd_lightning import checkpoint, runs, typed_json
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint_folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint_pipeline import write_pipeline
@@ -27,7 +27,15 @@ from sd_lightning.scheduler_state import load_scheduler_state, scheduler_state
 from sd_lightning.state import ParameterShard, SavedParameter
 from sd_lightning.strategies import training_state
 from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, write_shards
-from sd_lightning.trainer_state import FORMAT, check_same_model, check_same_parts, read_trainer_state, trained_parts
+from sd_lightning.trainer_state import (
+    FORMAT,
+    adopt_settings,
+    check_same_model,
+    check_same_parts,
+    configured_groups,
+    read_trainer_state,
+    trained_parts,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +75,7 @@ class PortableCheckpoint(Checkpoint):
         """Training loss of the step that the newest checkpoint is of, the mean over all processes."""
         self._fingerprints: dict[str, str] = {}
         self._saved_callbacks: str | None = None
+        self._configured: list[list[dict[str, Any]]] = []
         self._clock = 0.0
         self._last_step = 0
 
@@ -78,7 +87,9 @@ class PortableCheckpoint(Checkpoint):
             trainer.strategy.checkpoint_io = CheckpointFolders(self, trainer, trainer.strategy.checkpoint_io)
         if stage != "fit":
             return
+        _check_data(trainer.datamodule)  # type: ignore[attr-defined]
         self.check_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        self._open_run(trainer)
         if trainer.is_global_zero:
             self._fingerprints |= fingerprints(pl_module)
             write_frozen_weights(self.run_dir, pl_module)
@@ -87,6 +98,7 @@ class PortableCheckpoint(Checkpoint):
         self._clock = time.perf_counter()
         self.last_saved = self._saved_callbacks = None
         resumed = self.resume
+        self._configured = configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
         self._refuse_unsavable(trainer)
         if trainer.is_global_zero:
@@ -95,6 +107,16 @@ class PortableCheckpoint(Checkpoint):
             self._announce(trainer)
         trainer.strategy.barrier("checkpoint.on_fit_start")
         self._check_shared(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # A validation that was due at the checkpoint is left out after it, and Lightning counts a step for loggers.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -120,6 +142,10 @@ class PortableCheckpoint(Checkpoint):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seconds()
+        runs.unlock(self.run_dir)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        runs.unlock(self.run_dir)
 
     # ------------------------------------------------------------------ saving
 
@@ -215,6 +241,31 @@ class PortableCheckpoint(Checkpoint):
             raise UsageError(f"Saving the checkpoint of step {step} failed on another process; see its message")
         raise checkpoint.disk_full(error, self.run_dir, step) or error
 
+    def _open_run(self, trainer: pl.Trainer) -> None:
+        """Lock the run's directory and refuse one that holds another run, on all ranks together."""
+        refused = None
+        if trainer.is_global_zero:
+            try:
+                runs.lock(self.run_dir)
+                newest = None if self._goes_on(trainer) else checkpoint.newest_valid(self.run_dir)
+                if newest is not None:
+                    raise UsageError(
+                        f"PortableCheckpoint got run_dir={self.run_dir}, which already holds a run; continue it with "
+                        f"resume='{newest}', or give another run_dir"
+                    )
+            except UsageError as error:
+                refused = str(error)
+        refused = trainer.strategy.broadcast(refused)
+        if refused is not None:
+            raise UsageError(refused)
+
+    def _goes_on(self, trainer: pl.Trainer) -> bool:
+        """Whether a fit continues the run in the directory; which run a file of Lightning is of, it does not say."""
+        start = self.resume or trainer.ckpt_path
+        if trainer.global_step or start is None:
+            return trainer.global_step > 0
+        return Path(start).resolve().is_relative_to(self.run_dir.resolve()) or not checkpoint.is_portable(start)
+
     def _write_frozen(self, pl_module: Any, resumed: Path | None) -> None:
         """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""
         frozen, tmp = self.run_dir / "frozen", self.run_dir / ".tmp-frozen"
@@ -240,6 +291,7 @@ class PortableCheckpoint(Checkpoint):
             "frozen": self._fingerprints,
             "parameters": parameters,
             "optimizer_groups": state.optimizer_groups(),
+            "configured_groups": self._configured,
             "schedulers": [scheduler_state(config.scheduler) for config in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": _callback_states(trainer),
@@ -315,6 +367,7 @@ class PortableCheckpoint(Checkpoint):
         assert self.resume is not None
         saved = read_trainer_state(self.resume)
         self._check_trained(saved, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        self._adopt_settings(saved)
         state = training_state(trainer)
         shards = state.parameter_shards()
         position = RunPosition(**saved["position"])
@@ -355,6 +408,28 @@ class PortableCheckpoint(Checkpoint):
         self.last_saved = self.resume
         restore_position(trainer, position)
         log.info("resumed %s at step %d", self.resume, position.optimizer_steps)
+
+    def _adopt_settings(self, saved: dict[str, Any]) -> None:
+        """Let the optimizer's settings of this run replace those of the checkpoint where they differ."""
+        changes = adopt_settings(saved, self._configured)
+        if changes and "configured_groups" in saved:
+            log.info("resume=%s: settings of this run's optimizer apply from here: %s", self.resume, changes)
+        elif changes:
+            log.warning(
+                "resume=%s: an earlier release saved no optimizer settings, so these of its groups stay as they were "
+                "and not as given: %s; start a new run from its weights with init_from= to change them",
+                self.resume,
+                changes,
+            )
+
+
+def _check_data(datamodule: Any) -> None:
+    if not all(hasattr(datamodule, name) for name in ("train_sampler", "batch_size", "resume")):
+        given = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
+        raise UsageError(
+            f"PortableCheckpoint got {given}; expected an SDDataModule, whose sampler says where a run stands and goes "
+            "on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
+        )
 
 
 def _trained_parts(pl_module: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state import LazyTensor, ParameterShard, TrainingState
+from sd_lightning.state import LazyTensor, ParameterShard, ReplicatedState, TrainingState
 from sd_lightning.strategies import training_state
+
+log = logging.getLogger(__name__)
 
 _holding_average: weakref.WeakKeyDictionary[pl.LightningModule, EMA] = weakref.WeakKeyDictionary()
 """Modules that hold an average since their last ``fit`` ended, and who keeps their trained weights."""
@@ -27,7 +30,8 @@ class EMA(Callback):
     One fused update over all local shards, without communication; the numbers are the same under every strategy. On
     CUDA it runs beside the next forward and backward pass, on a stream of its own.
     Sampling, validation and exported pipelines use the average. When ``fit`` ends the module holds it, and the next
-    ``fit`` continues from the trained weights, which checkpoints keep as well.
+    ``fit`` continues from the trained weights, which checkpoints keep as well. Weights that are loaded in between are
+    what the next ``fit`` trains, with an average that starts at them.
 
     Args:
         decay: The limit; with ``n`` updates before it, an update has the decay ``min(decay, (1 + n) / (10 + n))``, and
@@ -67,12 +71,23 @@ class EMA(Callback):
         self._join()
         return self._shadow
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the module its trained weights back before Lightning loads others, or leave those loaded since."""
+        if stage != "fit":
+            return
+        if self._module is not None and self._module is not pl_module:
+            self._forget()  # the average of the other module ends here
+        holder = _holding_average.get(pl_module)
+        if holder is not None and (holder._module is not pl_module or holder._replicated is not None):
+            del _holding_average[pl_module]
+            holder._give_back(pl_module)
+        if trainer.ckpt_path is not None:
+            self._shadow, self.num_updates = {}, 0  # of weights that are replaced now
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         holder = _holding_average.pop(pl_module, None)
         if holder is not None:
-            holder._swap_out()  # continue from the trained weights
-        if self._module is not None and self._module is not pl_module:
-            self._shadow, self.num_updates, self._swapped = {}, 0, False  # the average of the other module ends here
+            holder._swap_out()  # engines that shard weights take none between two fits
         self._module, self._state = pl_module, training_state(trainer)
         shards = self._state.parameter_shards()
         self._moves = getattr(self._state, "moves", False)  # Gemini with placement=auto
@@ -162,7 +177,28 @@ class EMA(Callback):
             return average.to(device)
         return torch.empty_like(master, dtype=torch.float32, device=device).copy_(master)
 
+    def _forget(self) -> None:
+        self._shadow, self.num_updates, self._swapped = {}, 0, False
+
     # ------------------------------------------------------------------ use of the average
+
+    @property
+    def _replicated(self) -> ReplicatedState | None:
+        """The state of an engine that leaves whole weights in the module, where anyone may load others."""
+        return self._state if type(self._state) is ReplicatedState else None
+
+    def _give_back(self, pl_module: pl.LightningModule) -> None:
+        """Let a module that holds the average have the trained weights, unless others were loaded into it since."""
+        if self._module is not pl_module or self._replicated is None:
+            return
+        if self._replicated.holds(self.shadow):
+            self._swap_out()
+            return
+        log.warning(
+            "EMA: weights were loaded since the last fit; training continues from them, and the average starts there"
+        )
+        self._replicated.forget()
+        self._forget()
 
     def _swap_in(self) -> None:
         if self._state is None:
@@ -201,6 +237,8 @@ class EMA(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._swap_in()
+        if self._replicated is not None:
+            self._replicated.unshare(self.shadow)  # what is loaded into the module must not change the average
         _holding_average[pl_module] = self
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
 
 from sd_lightning._errors import UsageError
 from sd_lightning.report.memory import TIMELINE_NAME
@@ -32,13 +33,23 @@ class EngineMemory(Callback):
         self._events: list[dict[str, Any]] | None = None
         self._engine: Any = None
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._engine = getattr(trainer.strategy, "engine", None)
-        if self._engine is None or not hasattr(self._engine, "ledger"):
+    def check(self, strategy: Strategy) -> None:
+        """Refuse a strategy whose bytes nobody counts.
+
+        Raises:
+            UsageError: It is not Gemini.
+        """
+        from sd_lightning.strategies.gemini import GeminiStrategy
+
+        if not isinstance(strategy, GeminiStrategy):
             raise UsageError(
-                f"EngineMemory got strategy={type(trainer.strategy).__name__}, which keeps no account of its bytes; "
+                f"EngineMemory got strategy={type(strategy).__name__}, which keeps no account of its bytes; "
                 "expected strategy=gemini, or leave callbacks=memory out"
             )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.check(trainer.strategy)
+        self._engine = trainer.strategy.engine  # type: ignore[attr-defined]
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

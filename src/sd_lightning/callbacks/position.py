@@ -34,7 +34,7 @@ class RunPosition:
         steps = trainer.global_step
         # Not from the total of batches: a fit that ended in the middle of an epoch leaves the rest of it out.
         epoch, done = sampler.epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if done >= len(sampler):
+        if done >= min(len(sampler), trainer.num_training_batches):  # trainer.limit_train_batches ends epochs early
             epoch, done = epoch + 1, 0
         return cls(
             optimizer_steps=steps,

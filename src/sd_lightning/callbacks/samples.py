@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
 from sd_lightning.callbacks.throughput import paused
+from sd_lightning.data.source import BadSample, Source
 from sd_lightning.generation import SamplingOptions
 from sd_lightning.report import image_grid
 
@@ -148,17 +151,21 @@ def _judge(trainer: pl.Trainer) -> Any:
     return getattr(data.source_train, "judge", None)
 
 
-def _source(trainer: pl.Trainer) -> Any:
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return data.source_val if data.source_val is not None else data.source_train
-
-
 def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
-    source = _source(trainer)
+    """Return the first captions that are held out, or trained on if none can be read."""
     judge = _judge(trainer)
     if judge is not None:
         return list(judge.prompts(count)[0])
-    return [source.captions(i)[0] for i in range(min(count, len(source)))]
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    held_out = [] if data.source_val is None else list(islice(_captions(data.source_val), count))
+    return held_out or list(islice(_captions(data.source_train), count))
+
+
+def _captions(source: Source) -> Iterator[str]:
+    """Yield the caption of each sample that has one."""
+    for i in range(len(source)):
+        with suppress(BadSample):
+            yield source.captions(i)[0]
 
 
 def _log_image(logger: Any, grid: Image.Image, step: int) -> None:

@@ -196,7 +196,8 @@ class Throughput(Callback, PauseListener):
         self._step = trainer.global_step
         self._samples += _global_batch_size(trainer, batch)
         self._note_peak()
-        logging_step = self._step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        logging_step = every > 0 and self._step % every == 0  # 0: never
         if logging_step or not self._marks:
             self._synchronize()
         self._marks.append(_Mark(self._clock.read(), self._data_wait, self._samples))

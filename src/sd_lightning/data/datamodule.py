@@ -144,6 +144,7 @@ class SDDataModule(LightningDataModule):
             rank=rank,
             accumulate=self._attached().accumulate_grad_batches,
             seed=self._module().seed,
+            shuffle=not self._attached().overfit_batches,  # type: ignore[attr-defined]
             together=getattr(self.source_train, "together", 1),
         )
         if self._position is not None:

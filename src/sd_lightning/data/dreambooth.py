@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.images import SUFFIXES, clean_captions, decode
+from sd_lightning.data.images import SUFFIXES, clean_captions, decode, read_text
 from sd_lightning.data.source import BadSample
 
 _KOHYA = re.compile(r"(\d+)_(.+)")
@@ -146,7 +146,7 @@ def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
             or what the name of its kohya folder says.
 
     Raises:
-        UsageError: There are no photos, only one, or one without a caption.
+        UsageError: There are no photos, only one, or one without a caption that can be read.
     """
     root = Path(folder)
     who = f"dreambooth got instance_data_dir={folder}"
@@ -290,7 +290,12 @@ def _caption(path: Path, prompt: str | None, folder_says: str | None) -> str:
         return prompt
     beside = path.with_suffix(".txt")
     if beside.is_file():
-        captions = clean_captions(beside.read_text(encoding="utf-8", errors="replace").splitlines())
+        try:
+            captions = clean_captions(read_text(beside).splitlines())
+        except BadSample as reason:
+            raise UsageError(
+                f"dreambooth cannot read the caption of {path}: {reason}, or write instance_prompt=<caption of all>"
+            ) from reason
         if captions:
             return captions[0]
     return folder_says or ""

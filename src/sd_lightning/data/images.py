@@ -49,6 +49,23 @@ def decode(file: str | io.BytesIO) -> Image.Image:
         raise BadSample(f"cannot decode the image: {reason}") from error
 
 
+def read_text(path: str | Path) -> str:
+    """Read a text file in UTF-8, with or without a byte-order mark.
+
+    Raises:
+        BadSample: It cannot be read, or is in another encoding.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BadSample(f"cannot read the file {path} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise BadSample(f"the file {path} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+    if "\0" in text:  # UTF-16 of English is UTF-8 with these
+        raise BadSample(f"the file {path} is not UTF-8 text (it has zero bytes); save it as UTF-8")
+    return text
+
+
 def clean_captions(value: Any) -> list[str]:
     """Return the captions in a string or list of strings, without blanks around them and without empty ones."""
     values = value if isinstance(value, (list, tuple)) else [value]
@@ -74,7 +91,7 @@ class ImageFolder:
             caption_column: Key of the caption in ``metadata.jsonl``.
 
         Raises:
-            UsageError: There is no such folder or column, or not one usable image.
+            UsageError: There is no such folder or column, not one usable image, or ``metadata.jsonl`` is not UTF-8.
         """
         self.root = Path(root)
         self.caption_column = caption_column
@@ -110,10 +127,7 @@ class ImageFolder:
         if self._captions is not None:
             return self._captions[index]
         path = os.path.splitext(self._paths[index])[0] + ".txt"
-        try:
-            captions = clean_captions(Path(path).read_text(encoding="utf-8").splitlines())
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadSample(f"cannot read the caption file {path}: {error}") from error
+        captions = clean_captions(read_text(path).splitlines())
         if not captions:
             raise BadSample(f"the caption file {path} is empty")
         return captions
@@ -146,18 +160,21 @@ class ImageFolder:
 
     def _rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield line numbers and objects of the metadata file."""
-        with open(self.root / METADATA, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    row = None
-                if isinstance(row, dict):
-                    yield number, row
-                else:
-                    self.dropped[f"{self.root / METADATA}:{number}"] = f"not a JSON object: {line.strip()[:60]!r}"
+        try:
+            text = read_text(self.root / METADATA)
+        except BadSample as reason:
+            raise UsageError(f"ImageFolder got data.train_data_dir={self.root}: {reason}") from reason
+        for number, line in enumerate(text.split("\n"), 1):  # not splitlines: U+2028 may stand in a caption
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                row = None
+            if isinstance(row, dict):
+                yield number, row
+            else:
+                self.dropped[f"{self.root / METADATA}:{number}"] = f"not a JSON object: {line.strip()[:60]!r}"
 
     def _find_sidecars(self) -> None:
         """Collect the images below the root in a stable order; one scan finds their captions, too."""

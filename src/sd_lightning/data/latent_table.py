@@ -24,7 +24,7 @@ from sd_lightning.data.transform import place, to_model_range
 log = logging.getLogger(__name__)
 
 _BLOCK = 32
-"""Images per encoder call, independent of the number of ranks."""
+"""Images that a rank encodes between two exchanges, independent of the number of ranks."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
     Returns:
         The image in mode ``RGB``.
+
+    Raises:
+        ValueError: Its pixels are floating-point numbers: nothing says which one is white.
     """
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of an unknown range; save it with 8 or 16 bits")
     image = ImageOps.exif_transpose(image)
     if image.mode == "RGB" and "transparency" not in image.info:
         return image

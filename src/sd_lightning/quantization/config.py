@@ -18,8 +18,9 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 EXCLUDED = ("time_embedding", "conv_in", "conv_out", "quant_conv", "post_quant_conv", "position_embedding")
 FLOAT_INPUTS = ("proj_in", "proj_out")
 QUANT_METHOD = "sd_lightning_int8"
-"""Names the format in ``config.json``; diffusers and transformers refuse a method that they do not know."""
-
+"""Names the format in ``config.json``; diffusers refuses a method that it does not know."""
+FORMAT = "format"
+"""Where transformers' own ``config.json`` has that name: it skips an unknown method, and refuses to find none."""
 NUM_LAYERS = "num_layers"
 
 
@@ -103,11 +104,11 @@ def read_record(config: Mapping[str, Any], who: str) -> Int8 | None:
         UsageError: The record is damaged, or of a later version.
     """
     record = config.get("quantization_config")
-    if not isinstance(record, Mapping) or record.get("quant_method") != QUANT_METHOD:
+    if not isinstance(record, Mapping) or QUANT_METHOD not in (record.get("quant_method"), record.get(FORMAT)):
         return None
     known = {field.name for field in fields(Int8)}
     try:
-        return Int8(**{key: value for key, value in record.items() if key not in ("quant_method", NUM_LAYERS)})
+        return Int8(**{key: value for key, value in record.items() if key not in ("quant_method", FORMAT, NUM_LAYERS)})
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{who}: cannot read the quantization_config ({error}); expected {', '.join(sorted(known))}; copy that "

@@ -14,7 +14,7 @@ from sd_lightning.pipeline_folder import QUANTIZATION, defer_network, read_json
 from sd_lightning.quantization.config import NUM_LAYERS, Int8, read_record
 from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
 from sd_lightning.quantization.linear import load_kernels
-from sd_lightning.quantization.model import cast_rest, read_rest, set_structure
+from sd_lightning.quantization.model import cast_rest, describe, read_rest, set_structure
 from sd_lightning.tensor_store import ShardedTensors
 
 
@@ -63,6 +63,7 @@ def load_int8_network(
     for name, buffer in buffers.items():
         deferred.read(name, buffer)
     read_rest(network, deferred, set(buffers))
+    describe(network, config)
     return network, component
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.pipeline_folder import QUANTIZATION
-from sd_lightning.quantization.config import Int8
+from sd_lightning.quantization.config import FORMAT, Int8
 from sd_lightning.quantization.layers import (
     Int8Layer,
     Int8Linear,
@@ -109,7 +109,7 @@ def dequantize_(model: Model) -> Model:
     for network in _networks(model, "dequantize_").values():
         for _, layer in list(int8_layers(network)):
             to_float(layer)
-        network.__dict__.pop("int8_config", None)
+        describe(network, None)
     return model
 
 
@@ -122,6 +122,22 @@ def int8_record(network: nn.Module) -> dict[str, Any]:
     """Return what belongs into the ``config.json`` of a network on account of int8."""
     config = int8_config(network)
     return {} if config is None else {QUANTIZATION: config.record(sum(1 for _ in int8_layers(network)))}
+
+
+def describe(network: nn.Module, config: Int8 | None) -> None:
+    """Let a network say how it is quantised: to this package, and in the ``config.json`` that its library writes."""
+    if config is None:
+        network.__dict__.pop("int8_config", None)
+    else:
+        network.int8_config = config  # type: ignore[assignment]
+    own: Any = getattr(network, "config", None)
+    if hasattr(network, "register_to_config"):  # diffusers, whose configuration is read-only
+        entries = {key: value for key, value in own.items() if key != QUANTIZATION}
+        network._internal_dict = type(own)(entries | int8_record(network))
+    elif hasattr(own, "to_dict"):  # transformers
+        vars(own).pop(QUANTIZATION, None)
+        for key, record in int8_record(network).items():
+            setattr(own, key, {FORMAT: record.pop("quant_method"), **record})
 
 
 def set_structure(network: nn.Module, names: set[str], config: Int8, network_name: str) -> None:
@@ -198,7 +214,7 @@ def _compute_with(network: nn.Module, config: Int8, name: str) -> None:
     for key, layer in int8_layers(network):
         if isinstance(layer, Int8Linear):
             layer.kernel, layer.threshold = config.kernel(_full(name, key)), config.threshold
-    network.int8_config = config  # type: ignore[assignment]
+    describe(network, config)
 
 
 def _check_finite(layers: Mapping[str, nn.Module], deferred: DeferredWeights | None, name: str) -> None:
@@ -224,7 +240,7 @@ def _quantize_network(
         read = _row_reader(weight, deferred, f"{key}.weight")
         quantized, scale = quantize_rows(weight.shape, read, _full(name, f"{key}.weight"))
         to_int8(layer, quantized, scale, kernel=config.kernel(_full(name, key)), threshold=config.threshold)
-    network.int8_config = config  # type: ignore[assignment]
+    describe(network, config)
 
 
 def read_rest(network: nn.Module, deferred: DeferredWeights, without: set[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Chart:
     lines: tuple[Line, ...]
     number: Callable[[float], str] = "{:.3g}".format
     """How a value is written."""
+    percent: bool = False
+    """Values are shares, which the axis shows in per cent."""
     wide: bool = False
     required: bool = True
     """Say so where nothing was logged; other charts are just left out."""
@@ -83,6 +86,7 @@ CHARTS = (
         note="Share of generated images that an independent classifier reads as prompted.",
         lines=(Line("accuracy", ("*prompted_accuracy",)),),
         number=_percent,
+        percent=True,
         required=False,
         from_zero=True,
     ),
@@ -104,6 +108,7 @@ CHARTS = (
         note="Share of the step spent waiting for data, and model FLOPs utilisation (MFU).",
         lines=(Line("data wait", ("perf/data_wait",)), Line("MFU", ("perf/mfu",))),
         number=_percent,
+        percent=True,
         required=False,
         from_zero=True,
     ),
@@ -114,7 +119,8 @@ def render_charts(metrics: Mapping[str, Series], charts: Sequence[Chart] = CHART
     """Return the charts as HTML figures, followed by a sentence that names what was not logged.
 
     Args:
-        metrics: Points by metric name.
+        metrics: Points by metric name, at steps that count from 0 as Lightning's do; the charts count from 1, as the
+            pictures and checkpoints do. What has a single point is no curve, and left out.
         charts: What to draw, in this order.
     """
     figures, absent = [], []
@@ -129,12 +135,13 @@ def render_charts(metrics: Mapping[str, Series], charts: Sequence[Chart] = CHART
 
 
 def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
+    """Return a chart; empty text if there is no curve to draw, None if nothing was logged."""
     curves: list[tuple[str, Series, bool]] = []
     dropped = 0
     for line in chart.lines:
         names = matching(list(metrics), line.patterns)
         for name in names:
-            series = finite(metrics[name])
+            series = [(step + 1, value) for step, value in finite(metrics[name])]
             dropped += len(metrics[name]) - len(series)
             if series:
                 curves.append((line.label if len(names) == 1 else name, series, line.smoothed))
@@ -145,6 +152,8 @@ def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
         notes.append(f"{dropped} NaN or infinite {'value is' if dropped == 1 else 'values are'} not drawn.")
     if hidden:
         notes.append(f"{hidden} more {'curve is' if hidden == 1 else 'curves are'} in the CSV.")
+    if curves and not dropped and all(len(series) == 1 for _, series, _ in curves):
+        return ""
     if not curves:
         return _only_non_finite(chart, dropped) if dropped else None
     keys = "".join(
@@ -217,7 +226,6 @@ def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) 
         # Few points are marked, so that what was measured can be told from what was joined.
         axes.plot(*zip(*shown), color=colour, linewidth=2, marker="o" if len(shown) <= 30 else "", markersize=3.5)
     values = [value for _, series, _ in curves for _, value in series]
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.number(value)))
     if chart.may_be_log and wants_log_axis(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -230,10 +238,28 @@ def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) 
             axes.set_ylim(bottom=0, top=max(values) * 1.08 or 1)
         else:
             axes.axhline(0, color=_INKS["--muted"], linewidth=1)
+    if axes.get_yscale() == "linear":  # the limits are final
+        ticks = axes.get_yticks()
+        axes.set_yticks(ticks[(ticks >= axes.get_ylim()[0]) & (ticks <= axes.get_ylim()[1])])
+        axes.set_yticklabels(tick_labels(axes.get_yticks().tolist(), percent=chart.percent))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if chart.wide else 5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel("optimizer step")
     tidy(axes)
+
+
+def tick_labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
+    """Write the values of an axis in one format: as many digits as one of them needs, and one power of ten if small."""
+    largest = max(map(abs, values), default=0.0)
+    power = math.floor(math.log10(largest)) if 0 < largest < 1e-3 and not percent else 0
+    values = [value * (100 if percent else 10.0**-power) for value in values]
+    for digits in range(8):
+        texts = [f"{value:,.{digits}f}" for value in values]
+        errors = (abs(float(text.replace(",", "")) - value) for text, value in zip(texts, values))
+        if max(errors, default=0.0) <= 1e-6 * max(map(abs, values), default=0.0):
+            break
+    unit = " %" if percent else f"e{power}" if power else ""
+    return [text + unit if value or percent else text for text, value in zip(texts, values)]
 
 
 def tidy(axes: Axes) -> None:

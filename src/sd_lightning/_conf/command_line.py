@@ -1,0 +1,134 @@
+"""What the user asked Hydra for, and the configuration that it starts from."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sd_lightning._conf.check import SPECIAL_KEYS
+from sd_lightning._conf.folder import config_dir
+from sd_lightning._conf.programs import groups_of
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the user asked Hydra for."""
+
+    config_name: str
+    """The primary config."""
+    folders: tuple[str, ...]
+    """Config folders: the primary one and, if given, the user's ``--config-dir``."""
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, config_name: str, arguments: Sequence[str]) -> CommandLine:
+        """Read Hydra's options; an unreadable command line counts as an empty one."""
+        from hydra._internal.utils import get_args
+
+        try:
+            options = get_args(list(arguments))
+        except (SystemExit, Exception):
+            return cls(config_name, (config_dir(),), ())
+        folder = str(Path(options.config_path or config_dir()).absolute())
+        more = (str(Path(options.config_dir).absolute()),) if options.config_dir else ()
+        name = str(options.config_name or config_name).removesuffix(".yaml")
+        return cls(name, (folder, *more), tuple(options.overrides))
+
+    @functools.cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The composed configuration with the user's choice of options, but none of his values."""
+        choices = [each for each in self.overrides if self._is_choice(each)]
+        for overrides in (choices, []):
+            try:
+                return self._compose(overrides)
+            except Exception:  # this serves a message about another error
+                continue
+        return {}
+
+    def is_group(self, name: str) -> bool:
+        """Tell whether a config group of that name exists."""
+        return any((Path(folder) / name).is_dir() for folder in self.folders)
+
+    def option_with(self, key: str) -> str | None:
+        """Return the choice of a group's option, such as ``trainable=lora``, that would bring a key."""
+        import yaml
+
+        for path in sorted(path for folder in self.folders for path in Path(folder).glob("*/*.yaml")):
+            text = path.read_text(encoding="utf-8")
+            is_global, group = text.startswith("# @package _global_"), path.parent.name
+            if group != "experiment" and group in self.groups:
+                node = yaml.safe_load(text)
+                if key in paths(node if is_global else {group: node}):
+                    return f"{group}={path.stem}"
+        return None
+
+    @functools.cached_property
+    def groups(self) -> set[str]:
+        """The config groups that the primary config has a choice of."""
+        return {group for folder in self.folders for group in groups_of(self.config_name, Path(folder))}
+
+    def _is_choice(self, override: str) -> bool:
+        chosen = re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=[\w/-]+", override)
+        return bool(chosen) and self.is_group(chosen[1])  # type: ignore[index]
+
+    def default_at(self, path: str) -> Any:
+        """Return the default value at a dotted path, or None."""
+        node: Any = self.defaults
+        for part in path.split("."):
+            if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+                node = node[int(part)]
+            elif isinstance(node, dict) and part in node:
+                node = node[part]
+            else:
+                return None
+        return node
+
+    def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+        # Not hydra.compose: it finds no primary config in --config-dir, and refuses to work while a job runs.
+        from hydra import version
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+        from hydra._internal.utils import create_config_search_path
+        from hydra.core.config_search_path import SearchPathQuery
+        from hydra.types import RunMode
+        from omegaconf import OmegaConf
+
+        search_path = create_config_search_path(self.folders[0])
+        for folder in self.folders[1:]:
+            search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+        version.setbase("1.3")
+        cfg = ConfigLoaderImpl(search_path).load_configuration(self.config_name, list(overrides), RunMode.RUN)
+        plain = OmegaConf.to_container(cfg, resolve=False)
+        return {key: value for key, value in plain.items() if key != "hydra"}  # type: ignore[misc, union-attr]
+
+    def nearest(self, key: str) -> str | None:
+        """Return the existing key that a wrong dotted key most likely means."""
+        keys = paths(self.defaults)
+        last = key.rpartition(".")[2]
+        same_name = [each for each in keys if each.rpartition(".")[2] == last and each != key]
+        if len(same_name) == 1:
+            return same_name[0]
+        node, found = self.defaults, ""
+        for part in key.split("."):
+            names = [str(each) for each in node] if isinstance(node, dict) else []
+            near = [part] if part in names else difflib.get_close_matches(part, names, n=1)
+            if not near:
+                break
+            found = f"{found}.{near[0]}" if found else near[0]
+            node = node[near[0]]
+        else:
+            return found
+        return next(iter(difflib.get_close_matches(key, keys, n=1)), found or None)
+
+
+def paths(node: Any, path: str = "") -> list[str]:
+    """Return the dotted keys of a tree, of sections and values."""
+    if not isinstance(node, dict):
+        return [path]
+    items = [(key, value) for key, value in node.items() if key not in SPECIAL_KEYS]
+    below = [found for key, value in items for found in paths(value, f"{path}.{key}" if path else str(key))]
+    return [path, *below] if path else below

@@ -47,6 +47,7 @@ class Signalled(Callback):
 
 @pytest.fixture(autouse=True)
 def _handlers_are_given_back() -> Any:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let it be ignored in the background
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     after = {number: signal.getsignal(number) for number in before}

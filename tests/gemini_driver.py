@@ -382,6 +382,8 @@ class Training:
             scaled = loss * factor / (shares if job.engine == "torch" else 1)
             backward = self.engine.backward if self.engine is not None else Tensor.backward
             backward(scaled)
+            if job.penalised and self.engine is not None:
+                self.optimizers[0].grad_norm()  # what the ranks agree on here is outdated on one of them
             if job.penalised and rank == shares - 1:
                 penalty = 0.1 * self.network.blocks[0].up.weight.square().sum()
                 backward(penalty / 2 if job.engine == "torch" else penalty)

@@ -209,6 +209,14 @@ def test_another_run_is_refused_where_one_lies_already(tmp_path: Path) -> None:
     assert sorted((tmp_path / "a").rglob("*")) == before
 
 
+def test_a_run_whose_checkpoints_lie_behind_a_link_goes_on(tmp_path: Path) -> None:
+    small.train(tmp_path / "run", 1)
+    (tmp_path / "run/checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "elsewhere")
+    resume = runs.find_checkpoint("auto", tmp_path / "run")
+    assert small.train(tmp_path / "run", 2, resume=resume) == checkpoint_path(tmp_path / "run", 2)
+
+
 class _OwnData(pl.LightningDataModule):
     def train_dataloader(self) -> list[Any]:
         return []

@@ -257,6 +257,7 @@ def test_a_run_that_goes_back_sets_its_results_aside(tmp_path: Path, caplog: pyt
     (record,) = caplog.records
     assert "goes on from step 4; what is of later steps is set aside: set-aside-step-00000006-" in record.message
     assert runs.find_pipeline(tmp_path, who="run") == checkpoint_path(tmp_path, 4) / "pipeline"
+    assert not runs.is_finished(tmp_path, 6), "the results that were there are of another future"
 
 
 _LOCKING = """

@@ -37,6 +37,7 @@ CONFIGS = {
     "user/mine.yaml": "{defaults: [train, _self_], seed: 7}",
     "user/experiment/quick.yaml": "# @package _global_\nseed: 9",
     "user/experiment/generate_quick.yaml": "# @package _global_\nseed: 9",
+    "user/experiment/exported.yaml": "# @package _global_\n# then: python -m sd_lightning.export run=runs/x\nseed: 9",
     "user/experiment/drawn.yaml": "# @package _global_\n# python -m sd_lightning.generate experiment=drawn\nseed: 9",
     "user/model/wide.yaml": "{_target_: conf_things.Model, channels: [9]}",
 }
@@ -181,13 +182,13 @@ def test_users_own_configs_are_found_beside_ours(run: Callable[..., list[Any]]) 
 def test_users_own_experiments_are_for_any_program_unless_they_name_one(
     run: Callable[..., list[Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (cfg,) = run("--config-dir", "user", "+experiment=quick")
-    assert cfg.seed == 9
-    for name in ("generate_quick", "drawn"):
-        with pytest.raises(SystemExit):
-            run("--config-dir", "user", f"+experiment={name}")
-        expected = f"experiment of generate, not of train; write python -m sd_lightning.generate experiment={name}"
-        assert expected in capfd.readouterr().err
+    for name in ("quick", "generate_quick", "exported"):
+        (cfg,) = run("--config-dir", "user", f"+experiment={name}")
+        assert cfg.seed == 9
+    with pytest.raises(SystemExit):
+        run("--config-dir", "user", "+experiment=drawn")
+    expected = "experiment of generate, not of train; write python -m sd_lightning.generate experiment=drawn"
+    assert expected in capfd.readouterr().err
 
 
 def test_mistake_in_the_users_config_names_his_keys(

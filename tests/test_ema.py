@@ -196,6 +196,26 @@ def test_after_fit_the_module_holds_the_average_and_a_second_fit_continues_from_
     assert_close(small.weights(modules[0]), expected)
 
 
+def test_a_fit_that_is_refused_leaves_the_average_in_the_module_and_the_next_one_goes_on() -> None:
+    class Refusing(Callback):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            raise UsageError("no")
+
+    module, plain, ema = Layer(), Layer(), EMA(0.9)
+    ours, theirs = Trajectory(), Trajectory()
+    fit(module, 5, ema)
+    held = small.weights(module)
+    for refused in (module, Layer()):  # the average of the first module outlives a refused fit of another
+        with pytest.raises(UsageError, match="no"):
+            fit(refused, 4, ema, Refusing())
+        assert small.same(small.weights(module), held) and ema.num_updates == 5
+    fit(module, 4, ours, ema)
+    fit(plain, 5)
+    fit(plain, 4, theirs)
+    assert all(small.same(a, b) for a, b in zip(ours.weights, theirs.weights))
+    assert ema.num_updates == 9
+
+
 def test_a_second_fit_with_a_new_callback_continues_from_the_trained_weights_too() -> None:
     module, first, second = Layer(), Trajectory(), Trajectory()
     fit(module, 5, first, EMA(0.9))

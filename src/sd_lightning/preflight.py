@@ -53,7 +53,7 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
         check_same_parts(read_trainer_state(resume), trained_parts(**parts_of(cfg)), resume)
     build_small_parts(cfg)
     # A run that is continued elsewhere is a new one there.
-    resuming = cfg.resume == "auto" or (resume is not None and resume.resolve().is_relative_to(run_dir.resolve()))
+    resuming = cfg.resume == "auto" or (resume is not None and runs.holds(run_dir, resume))
     if is_first_process():
         runs.check_output_dir(run_dir, resuming=resuming, overwrite=cfg.overwrite, reads=_reads(cfg))
     elif not resuming and not cfg.overwrite:

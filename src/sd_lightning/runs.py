@@ -97,6 +97,12 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     return newest / "pipeline"
 
 
+def holds(run_dir: Path, path: Path) -> bool:
+    """Return whether a checkpoint, or a run, is in a run's directory; its checkpoints may lie behind a link."""
+    place = path.resolve()
+    return any(place.is_relative_to(folder.resolve()) for folder in (run_dir, run_dir / "checkpoints"))
+
+
 def _newest_after(run_dir: Path, step: int) -> Path | None:
     """Return the newest valid checkpoint of a run if it is of a later step; reads none where names tell enough."""
     if not any(checkpoint.step_of(path) > step for path in checkpoint.all_checkpoints(run_dir)):
@@ -244,7 +250,7 @@ def lock(run_dir: Path) -> None:
     if folder in _locks:
         return
     while True:
-        handle = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)  # groups share runs
         try:
             _lock_file(handle)
         except OSError as error:
@@ -317,11 +323,13 @@ def _finished_step(run_dir: Path) -> int:
 def go_back(run_dir: Path, step: int) -> None:
     """Set aside what a run that continues at an earlier step has left: later checkpoints, and the results of them."""
     moved = checkpoint.set_aside(run_dir, step)
+    if _finished_step(run_dir) > step:
+        for name in ("pipeline", "report.html", "summary.json"):  # the last one tells what the others are of
+            if (run_dir / name).exists():
+                new = run_dir / "checkpoints" / f"set-aside-{secrets.token_hex(4)}-{name}"
+                moved.append((run_dir / name).rename(new))
     if not moved:
         return
-    results = run_dir / "pipeline"
-    if results.exists() and _finished_step(run_dir) > step:
-        moved.append(results.rename(run_dir / "checkpoints" / f"set-aside-pipeline-{secrets.token_hex(4)}"))
     names = ", ".join(path.name for path in moved)
     log.warning("%s goes on from step %d; what is of later steps is set aside: %s", run_dir, step, names)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,9 +77,10 @@ def train(cfg: DictConfig, *, prepare: Callable[[DictConfig], None] | None = Non
 
     with parting(trainer):
         trainer.fit(module, datamodule)
-        if trained:
-            catch_up(trainer, module, datamodule)
-        return finish(trainer, run_dir, cfg)
+        with locked(trainer, run_dir):
+            if trained:
+                catch_up(trainer, module, datamodule)
+            return finish(trainer, run_dir)
 
 
 # ---------------------------------------------------------------------- building
@@ -193,6 +195,18 @@ def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
 # ---------------------------------------------------------------------- afterwards
 
 
+@contextmanager
+def locked(trainer: pl.Trainer, run_dir: Path) -> Iterator[None]:
+    """Keep other processes out of a run's directory, as ``fit`` did, while its results are made."""
+    if trainer.is_global_zero:
+        runs.lock(run_dir)
+        runs.go_back(run_dir, trainer.global_step)  # fit does, too, where there is something to train
+    try:
+        yield
+    finally:
+        runs.unlock(run_dir)
+
+
 def catch_up(trainer: pl.Trainer, module: pl.LightningModule, datamodule: Any) -> None:
     """Validate and draw for a run that was killed between its last checkpoint and its results."""
     from sd_lightning.callbacks import SampleGrid
@@ -206,7 +220,7 @@ def catch_up(trainer: pl.Trainer, module: pl.LightningModule, datamodule: Any) -
         samples.on_train_end(trainer, module)
 
 
-def finish(trainer: pl.Trainer, run_dir: Path, cfg: DictConfig) -> int:
+def finish(trainer: pl.Trainer, run_dir: Path) -> int:
     """Publish the pipeline, write summary and report, and tell where everything is."""
     from sd_lightning.callbacks import PortableCheckpoint, StopOnSignal
     from sd_lightning.callbacks.guards import EXIT_INTERRUPTED

@@ -29,16 +29,17 @@ def groups_of(config_name: str, folder: Path) -> dict[str, str | None]:
     return {name: option for name, option in chosen.items() if not name.startswith("override ")}
 
 
-def program_of(experiment: Path) -> str | None:
+def program_of(experiment: Path, folder: str) -> str | None:
     """Return the program that an experiment is for; None if it may be for any.
 
-    It stands in the file's name (``dreambooth_8gb``), or in the command of its comment.
+    It stands in the command of the file's comment, or in its name, if it is one of ``folder`` (``dreambooth_8gb``).
     """
+    text = experiment.read_text(encoding="utf-8")
+    command = re.search(rf"^#.*python -m sd_lightning\.(\w+) experiment={experiment.stem}\b", text, re.MULTILINE)
+    if command and command[1] in PROGRAMS:
+        return command[1]
     prefix = experiment.stem.partition("_")[0]
-    if prefix in PROGRAMS:
-        return prefix
-    command = re.search(r"^#.*python -m sd_lightning\.(\w+)", experiment.read_text(encoding="utf-8"), re.MULTILINE)
-    return command[1] if command else None
+    return prefix if prefix in PROGRAMS and experiment.is_relative_to(folder) else None
 
 
 def check_choices(overrides: Sequence[str], program: str, folders: Sequence[str], more_groups: set[str]) -> None:
@@ -67,7 +68,7 @@ def check_choices(overrides: Sequence[str], program: str, folders: Sequence[str]
             continue
         for name in value.split(","):
             files = [file for folder in folders if (file := Path(folder, group, f"{name}.yaml")).is_file()]
-            owner = program_of(files[-1]) if files else None
+            owner = program_of(files[-1], folders[0]) if files else None
             if owner not in (None, program):
                 raise UsageError(
                     f"{override}: {name} is an experiment of {owner}, not of {program}; write python -m "
@@ -81,7 +82,7 @@ def help_of(program: str, folder: str) -> str:
     for group, chosen in groups_of(program, Path(folder)).items():
         files = sorted(Path(folder, group).glob("*.yaml"))
         if group == "experiment":
-            files = [file for file in files if program_of(file) in (None, program)]
+            files = [file for file in files if program_of(file, folder) in (None, program)]
         options = f"{group} [{chosen or 'none'}]: {', '.join(file.stem for file in files)}"
         lines += textwrap.wrap(options, 116, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
     lines = lines if len(lines) > 1 else []

@@ -253,7 +253,7 @@ class PortableCheckpoint(Checkpoint):
                         f"PortableCheckpoint got run_dir={self.run_dir}, which already holds a run; continue it with "
                         f"resume='{newest}', or give another run_dir"
                     )
-            except UsageError as error:
+            except (UsageError, OSError) as error:
                 refused = str(error)
         refused = trainer.strategy.broadcast(refused)
         if refused is not None:
@@ -264,12 +264,12 @@ class PortableCheckpoint(Checkpoint):
         start = self.resume or trainer.ckpt_path
         if trainer.global_step or start is None:
             return trainer.global_step > 0
-        return Path(start).resolve().is_relative_to(self.run_dir.resolve()) or not checkpoint.is_portable(start)
+        return runs.holds(self.run_dir, Path(start)) or not checkpoint.is_portable(start)
 
     def _write_frozen(self, pl_module: Any, resumed: Path | None) -> None:
         """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""
         frozen, tmp = self.run_dir / "frozen", self.run_dir / ".tmp-frozen"
-        if frozen.exists() and resumed is not None and self.run_dir.resolve() in resumed.resolve().parents:
+        if frozen.exists() and resumed is not None and runs.holds(self.run_dir, resumed):
             return
         for leftover in (frozen, tmp):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -63,6 +63,8 @@ class EMA(Callback):
         self._moves = False
         self._last_step = 0
         self._swapped = False
+        self._given_back: EMA | None = None
+        self._updates_before: int | None = None
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -75,19 +77,22 @@ class EMA(Callback):
         """Give the module its trained weights back before Lightning loads others, or leave those loaded since."""
         if stage != "fit":
             return
-        if self._module is not None and self._module is not pl_module:
-            self._forget()  # the average of the other module ends here
+        is_other = self._module is not None and self._module is not pl_module
+        self._updates_before, self._given_back = self.num_updates, None
+        if is_other or trainer.ckpt_path is not None:
+            self.num_updates = 0
         holder = _holding_average.get(pl_module)
         if holder is not None and (holder._module is not pl_module or holder._replicated is not None):
             del _holding_average[pl_module]
-            holder._give_back(pl_module)
-        if trainer.ckpt_path is not None:
-            self._shadow, self.num_updates = {}, 0  # of weights that are replaced now
+            self._given_back = holder if holder._give_back(pl_module) else None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         holder = _holding_average.pop(pl_module, None)
         if holder is not None:
             holder._swap_out()  # engines that shard weights take none between two fits
+        self._updates_before = self._given_back = None
+        if (self._module is not None and self._module is not pl_module) or trainer.ckpt_path is not None:
+            self._shadow, self._swapped = {}, False  # of another module, or of weights that have been replaced
         self._module, self._state = pl_module, training_state(trainer)
         shards = self._state.parameter_shards()
         self._moves = getattr(self._state, "moves", False)  # Gemini with placement=auto
@@ -177,9 +182,6 @@ class EMA(Callback):
             return average.to(device)
         return torch.empty_like(master, dtype=torch.float32, device=device).copy_(master)
 
-    def _forget(self) -> None:
-        self._shadow, self.num_updates, self._swapped = {}, 0, False
-
     # ------------------------------------------------------------------ use of the average
 
     @property
@@ -187,18 +189,19 @@ class EMA(Callback):
         """The state of an engine that leaves whole weights in the module, where anyone may load others."""
         return self._state if type(self._state) is ReplicatedState else None
 
-    def _give_back(self, pl_module: pl.LightningModule) -> None:
+    def _give_back(self, pl_module: pl.LightningModule) -> bool:
         """Let a module that holds the average have the trained weights, unless others were loaded into it since."""
         if self._module is not pl_module or self._replicated is None:
-            return
+            return False
         if self._replicated.holds(self.shadow):
             self._swap_out()
-            return
+            return True
         log.warning(
             "EMA: weights were loaded since the last fit; training continues from them, and the average starts there"
         )
         self._replicated.forget()
-        self._forget()
+        self._shadow, self.num_updates, self._swapped = {}, 0, False
+        return False
 
     def _swap_in(self) -> None:
         if self._state is None:
@@ -232,10 +235,17 @@ class EMA(Callback):
             self._swap_out()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if pl_module not in _holding_average:
+        if self._updates_before is not None:  # the fit was refused before it began
+            self.num_updates, self._updates_before = self._updates_before, None
+            if self._given_back is not None:
+                self._given_back._hold(pl_module)
+        elif self._module is pl_module and pl_module not in _holding_average:
             self._swap_out()  # interrupted in a validation
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._hold(pl_module)
+
+    def _hold(self, pl_module: pl.LightningModule) -> None:
         self._swap_in()
         if self._replicated is not None:
             self._replicated.unshare(self.shadow)  # what is loaded into the module must not change the average

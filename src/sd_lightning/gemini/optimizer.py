@@ -241,6 +241,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """Find out, with one small collective, which parameters have gradients on any rank, and the norm."""
         runtime, trained = self._engine.runtime, list(self._engine.trained.values())
         is_agreed = self._touched is not None and self._agreed_version == runtime.gradients_version
+        if self._engine.collectives.world_size > 1 and any(chunk.is_resident for chunk in self.chunks):
+            is_agreed = False  # another rank may have got late gradients since
         if is_agreed and (self._norm is not None or not with_norm):
             return
         runtime.flush()

@@ -73,7 +73,6 @@ class Plain:
 
 
 Api = Any
-Loss = Callable[[Tensor], Tensor]
 
 
 def squared(network: nn.Module, index: int) -> Tensor:

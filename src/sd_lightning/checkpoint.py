@@ -33,7 +33,6 @@ MANIFEST_NAME = "manifest.json"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _OLD_NAME = re.compile(r"\.old-(step-\d{8,})-\w+")
-_HASH_BYTES = 2**20
 
 _NO_SPACE = {errno.ENOSPC: "the disk is full", errno.EFBIG: "the file is larger than the limit allows"}
 if hasattr(errno, "EDQUOT"):

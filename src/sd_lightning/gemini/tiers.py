@@ -163,10 +163,6 @@ class Memory:
             self._to_fast, self._to_slow = self._module.Stream(device), self._module.Stream(device)
             _pin_as_much_as_is_asked_for()
 
-    def device_of(self, tier: Tier) -> torch.device:
-        """Return the device that computes on a tier's buffers."""
-        return self.device if tier is Tier.FAST else torch.device("cpu")
-
     @torch.inference_mode(False)  # what is allocated in a validation may be used again in training
     @torch.no_grad()
     def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:

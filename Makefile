@@ -19,12 +19,13 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-colossalai lint format gpu-check gpu-wheels constraints clean
+.PHONY: help install train test test-slow test-full test-colossalai lint format gpu-check gpu-wheels constraints clean
 
 help:
 	@echo "make train [ARGS=\"hydra overrides\"]   set up $(VENV) and train the default model"
 	@echo "make test                              set up $(VENV) and run the default tests (minutes)"
-	@echo "make test-slow                         quality runs, full matrices, kill points, the wheel"
+	@echo "make test-slow                         what must pass before a change lands, beside the default tests"
+	@echo "make test-full PART=matrix             a part of the rest: matrix, kills, quality or engines"
 	@echo "make test-colossalai                   install ColossalAI into $(VENV), and run its tests"
 	@echo "make gpu-check [WHEELS=folder]         everything that needs one CUDA GPU"
 	@echo "make gpu-wheels WHEELS=folder          only unpack those wheels for gpu-check"
@@ -53,6 +54,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(RUN) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-full: $(STAMP)
+	@test -n "$(PART)" || { echo "make test-full: expected PART=matrix, kills, quality or engines" >&2; exit 2; }
+	$(RUN) -m pytest -m "not gpu" --part="$(PART)" $(PYTEST_ARGS)
 
 # With its dependencies it would replace torch, diffusers and transformers by old releases: docs/colossalai.md.
 COLOSSALAI := colossalai==0.5.0 galore-torch==1.0 peft einops

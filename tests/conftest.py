@@ -29,11 +29,46 @@ os.environ.pop("HYDRA_FULL_ERROR", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give long tests their time; skip `gpu` tests, with the reason, where there is no CUDA device."""
+PARTS = {
+    "matrix": "every strategy through every variation, and every pair of strategies through a checkpoint",
+    "kills": "kills at every point, ranks that die, clean exits",
+    "quality": "trainings to their full quality, and second seeds",
+    "engines": "every optimizer, model and placement under every engine",
+}
+"""Parts of `make test-full`: name -> what it proves. Each takes at most 40 minutes on two cores."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=PARTS, help="run this part of the full suite, and nothing else")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Tell which commit a part of the full suite proves."""
+    part = config.getoption("--part")
+    if part is None:
+        return None
+    git = ["git", "-C", str(REPO)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
+    return f"part {part} of the full suite ({PARTS[part]}) at {commit or 'no commit'}{', changed' if changed else ''}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the suite; give long tests their time; skip `gpu` tests, with the reason, where there is no CUDA device."""
+    chosen = config.getoption("--part")
+    left_out = []
+    for item in items:
+        full = item.get_closest_marker("full")
+        if full is not None and (len(full.args) != 1 or full.args[0] not in PARTS):
+            raise pytest.UsageError(f"{item.nodeid} is marked full{full.args}; expected one of {', '.join(PARTS)}")
+        if (full.args[0] if full is not None else None) != chosen:
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         # The first test that asks for the trained model pays for its training.
-        long = item.get_closest_marker("slow") or "trained_run" in getattr(item, "fixturenames", ())
+        long = any(map(item.get_closest_marker, ("slow", "full"))) or "trained_run" in getattr(item, "fixturenames", ())
         if long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

@@ -54,7 +54,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the suite; give long tests their time; skip `gpu` tests, with the reason, where there is no CUDA device."""
+    """Choose the suite; give long tests their time; skip `gpu` tests where there is no CUDA device."""
     chosen = config.getoption("--part")
     left_out = []
     for item in items:

@@ -253,7 +253,12 @@ FILES = [
         "not a JSON object",
         "metadata.jsonl",
     ),
-    ("train data=images data.train_data_dir=column", "no 'text'", "it has file_name, caption", "data.caption_column="),
+    (
+        "train data=images data.train_data_dir=column",
+        "=text",
+        "which has file_name, caption",
+        "data.caption_column=caption",
+    ),
     ("train data=images data.train_data_dir=few", "data.batch_size=16", "training set of 3", "write data.batch_size=3"),
     (
         "train data=images data.train_data_dir=few data.num_val_samples=9",

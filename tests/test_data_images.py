@@ -1,18 +1,27 @@
 """Image folders and Hugging Face datasets: what is usable is found, what is not is named."""
 
 import json
+import os
+import resource
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.samples import _suggested_prompts
 from sd_lightning.data.datamodule import huggingface_data, image_folder_data
-from sd_lightning.data.images import HuggingFaceImages, ImageFolder
+from sd_lightning.data.images import HuggingFaceImages, ImageFolder, decode
+from sd_lightning.data.latent_table import encode_source
+from sd_lightning.data.samples import CaptionedImages, ImageOptions
 from sd_lightning.data.source import BadSample
 
 
@@ -91,6 +100,159 @@ def test_broken_images_are_bad_samples_with_a_reason(tmp_path: Path) -> None:
     assert len(folder) == 7
 
 
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Let this process allocate so much more and no more."""
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def png_of_size(path: Path, width: int, height: int) -> None:
+    """Write a PNG whose header promises so many pixels; those of one row follow."""
+    chunks = {b"IHDR": struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0), b"IDAT": zlib.compress(b"\0" * 100)}
+    data = b"\x89PNG\r\n\x1a\n"
+    for kind, body in {**chunks, b"IEND": b""}.items():
+        data += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    path.write_bytes(data)
+
+
+def ids(captions: list[str]) -> torch.Tensor:
+    return torch.zeros(len(captions), 1, 1, dtype=torch.int64)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("resolution", [256, 1024])
+def test_images_too_large_or_too_long_are_bad_samples_before_memory_is_taken(tmp_path: Path, resolution: int) -> None:
+    paint(tmp_path / "good.png")
+    Image.new("RGB", (30000, 2)).save(tmp_path / "long.png")
+    Image.new("L", (2, 30000)).save(tmp_path / "tall.gif")
+    for name, size in {"large": (15_000, 10_000), "bomb": (60_000, 60_000), "zero": (0, 7)}.items():
+        png_of_size(tmp_path / f"{name}.png", *size)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    metadata(tmp_path, *({"file_name": name, "text": "x"} for name in names))
+    folder = ImageFolder(tmp_path)
+    samples = CaptionedImages(folder, ids, options=ImageOptions(resolution), seed=0)
+    keys = range(len(folder))
+    with memory_limit(500_000_000):
+        batch = samples.__getitems__([(0, index) for index in keys])
+        blocks = encode_source(folder, lambda p: p[:, :, :1, :1], resolution=resolution, device=torch.device("cpu"))
+    assert batch["pixel_values"].shape == (6, 3, resolution, resolution)
+    assert sorted(batch["bad"]) == blocks.bad
+    reasons = {Path(folder.name(index)).name: reason for index, reason in blocks.bad}
+    limit = "more than data.max_image_pixels=128000000 allows"
+    size = f"{15000 * resolution} x {resolution} at data.resolution={resolution}"
+    write = f"write data.max_image_pixels={15000 * resolution**2}"
+    assert reasons.pop("zero.png").startswith("cannot decode the image: ")
+    assert reasons == {
+        "long.png": f"the image of 30000 x 2 pixels would become {size}, {limit}; crop it, or {write}",
+        "tall.gif": f"the image of 2 x 30000 pixels would become {resolution} x {15000 * resolution} at "
+        f"data.resolution={resolution}, {limit}; crop it, or {write}",
+        "large.png": f"the image has 15000 x 10000 pixels, {limit}; make it smaller, or write "
+        "data.max_image_pixels=150000000",
+        "bomb.png": f"the image has 3600000000 pixels, {limit}; make it smaller",
+    }
+    assert Image.MAX_IMAGE_PIXELS == 1024**3 // 4 // 3, "PIL's own limit, for others, is as it was"
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_the_limit_of_pixels_is_a_setting(tmp_path: Path) -> None:
+    paint(tmp_path / "a.png")  # 12 x 10
+    Image.new("RGB", (64, 8)).save(tmp_path / "b.png")
+    metadata(tmp_path, *({"file_name": f"{name}.png", "text": "x"} for name in "ab"))
+    options: dict[str, Any] = {"resolution": 8, "num_workers": 0, "num_val_samples": 0}
+    for limit, used in ((512, 2), (511, 1), (119, 0)):
+        data = image_folder_data(str(tmp_path), max_image_pixels=limit, **options)
+        samples = CaptionedImages(data.source_train, ids, options=data.images, seed=0)
+        assert 2 - len(samples[0, 0]["bad"]) - len(samples[0, 1]["bad"]) + (used == 0) * 2 == used
+    with pytest.raises(UsageError, match="max_image_pixels=63: expected at least the 64 pixels .*=128000000"):
+        image_folder_data(str(tmp_path), max_image_pixels=63, **options)
+
+
+def test_whatever_a_source_raises_or_returns_is_a_bad_sample_with_its_reason() -> None:
+    class Strange:
+        dropped: dict[str, str] = {}
+
+        def __len__(self) -> int:
+            return 4
+
+        def image(self, index: int) -> Image.Image:
+            if index == 1:
+                raise KeyError("gone")
+            return Image.new(*[("RGB", (9, 9)), ("RGB", (9, 9)), ("L", (9, 9)), ("RGB", (0, 9))][index])
+
+        def captions(self, index: int) -> list[str]:
+            return ["x"]
+
+        def name(self, index: int) -> str:
+            return str(index)
+
+    samples = CaptionedImages(Strange(), ids, options=ImageOptions(8), seed=0)
+    assert dict(samples.__getitems__([(0, i) for i in range(4)])["bad"]) == {
+        1: "KeyError: 'gone'",
+        2: "ValueError: the image's mode is L; expected RGB",
+        3: "the image has no pixels (0 x 9)",
+    }
+
+
+def test_first_picture_of_several_and_every_mode_is_read(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "green")]
+    for name in ("a.gif", "b.webp", "c.tif", "d.png"):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)
+    frames[0].convert("CMYK").save(tmp_path / "e.jpg", quality=100)
+    Image.fromarray(np.full((9, 9), 65535, np.uint16)).save(tmp_path / "f.png")
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    Image.new("RGB", (9, 5), "red").save(tmp_path / "g.jpg", exif=exif)
+    for path in sorted(tmp_path.iterdir()):
+        image = decode(str(path))
+        red, green, blue = image.getpixel((4, 4))
+        assert (image.mode, image.size) == ("RGB", (5, 9) if path.name == "g.jpg" else (9, 9))
+        assert red > 250 and ((green, blue) == (255, 255) if path.name == "f.png" else max(green, blue) < 10), path
+
+
+def test_caption_files_and_lines_longer_than_captions_are_dropped_unread(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        paint(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text("x")
+    os.truncate(tmp_path / "b.txt", 2 * 2**30)  # takes no space
+    with memory_limit(300_000_000):
+        folder = ImageFolder(tmp_path)
+        os.truncate(tmp_path / "a.txt", 2 * 2**30)  # afterwards, too
+        with pytest.raises(BadSample, match=r"a.txt is longer than captions are \(1048576 bytes\)"):
+            folder.captions(0)
+    too_long = f"the file {tmp_path / 'b.txt'} is longer than captions are (1048576 bytes)"
+    assert folder.dropped == {str(tmp_path / "b.png"): too_long}
+
+
+def test_broken_lines_of_metadata_are_dropped_one_by_one(tmp_path: Path) -> None:
+    paint(tmp_path / "a.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    rows = [{"file_name": "a.png", "text": "one"}, {"file_name": "a.png", "text": "x" * 2**21}, "[" * 100_000]
+    rows += [{"file_name": "nul\0.png", "text": "x"}, {"file_name": "pipe.png", "text": "x"}, "9" * 10_000]
+    no_text = {"n": 7, "l": [1.5], "o": {"en": "x"}, "t": True}
+    rows += [{"file_name": name, "text": value} for name, value in no_text.items()]
+    metadata(tmp_path, *rows, {"file_name": "a.png", "text": "two"})
+    folder = ImageFolder(tmp_path)
+    assert [folder.captions(index) for index in range(len(folder))] == [["one"], ["two"]]
+    root = f"{tmp_path}/"
+    assert {name.replace(root, ""): reason.replace(root, "") for name, reason in folder.dropped.items()} == {
+        "metadata.jsonl:2": "longer than captions are (1048576 bytes)",
+        "metadata.jsonl:3": f"not a JSON object: {'[' * 60!r}",
+        "nul\0.png": "there is no file nul\0.png",
+        "pipe.png": "pipe.png is not a file",
+        "metadata.jsonl:6": f"not a JSON object: {'9' * 60!r}",
+        "n": 'its caption 7 is no text; write "7", in quotes',
+        "l": 'its caption 1.5 is no text; write "1.5", in quotes',
+        "o": """its caption {"en": "x"} is no text; write one string, or a list of strings""",
+        "t": 'its caption true is no text; write "true", in quotes',
+    }
+
+
 def test_floating_point_pixels_are_a_bad_sample(tmp_path: Path) -> None:
     Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(tmp_path / "depth.tiff")
     metadata(tmp_path, {"file_name": "depth.tiff", "text": "x"})
@@ -133,7 +295,8 @@ def test_pictures_are_drawn_of_captions_that_can_be_read(tmp_path: Path) -> None
         (lambda folder: paint(folder / "a.png"), "1 unusable, the first is .*a.png: it has no caption file a.txt"),
         (
             lambda folder: metadata(folder, {"file_name": "a.png", "caption": "x", "author": "y"}),
-            "line 1 has no 'text'; it has file_name, caption, author. Write data.caption_column=",
+            "caption_column=text, which is no key of line 1 .*, which has file_name, caption, author; "
+            "write data.caption_column=caption",
         ),
     ],
 )
@@ -202,15 +365,32 @@ def test_dataset_builder_opens_a_validation_split(saved: Path) -> None:
     ("options", "message"),
     [
         ({"image_column": "image"}, "data.image_column=image: .* has the columns photo, words; write"),
-        ({"image_column": "photo", "caption_column": "txt"}, "data.caption_column=txt: .* columns photo, words"),
-        ({"split": "dev"}, "data.split=dev: .* has the splits train, test; write data.split="),
+        ({"image_column": "photo", "caption_column": "txt"}, "caption_column=txt: .* columns photo, words"),
+        ({"image_column": "photos", "caption_column": "words"}, "write data.image_column=photo$"),
+        ({"split": "dev"}, "data.split=dev: .* has the splits train, test; write data.split=train"),
         ({"dataset": "/no/such/dataset"}, "data.dataset_name=/no/such/dataset: cannot load its split 'train'"),
-        ({"image_column": "words", "caption_column": "words"}, "data.image_column=words: .* is not images"),
+        ({"image_column": "words", "caption_column": "words"}, "image_column=words: .* not images.*_column=photo$"),
+        ({"image_column": "photo", "caption_column": "photo"}, "caption_column=photo: .* not text.*_column=words$"),
     ],
 )
 def test_wrong_dataset_names_are_refused_with_the_right_ones(saved: Path, options, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         HuggingFaceImages(options.pop("dataset", saved), **options)
+
+
+def test_a_column_of_numbers_or_of_words_that_name_no_file_is_refused_before_the_fit(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    paint(tmp_path / "a.png")
+    columns = {"path": [str(tmp_path / "a.png")] * 2, "text": ["a dog", "a cat"], "label": [3, 4]}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+    source = HuggingFaceImages(tmp_path / "saved", image_column="path")
+    assert source.image(0).size == (12, 10), "paths are images"
+    for given, message in (
+        ({"image_column": "path", "caption_column": "label"}, "label: .*not text .*caption_column=path, or text$"),
+        ({"image_column": "text"}, "image_column=text: .* is not images .*it has none; choose another dataset"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            HuggingFaceImages(tmp_path / "saved", **given)
 
 
 @pytest.mark.parametrize("name", ["digits", "images", "huggingface"])

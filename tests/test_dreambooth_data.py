@@ -102,7 +102,10 @@ def test_unreadable_photos_are_named(tmp_path: Path) -> None:
         save(tmp_path / name)
     (tmp_path / "b.png").write_bytes(b"torn")
     with pytest.raises(UsageError, match="cannot read 1 of the 3 photos.*b.png.*not an image.*mend or remove"):
-        check_readable(find_photos(tmp_path, SKS))
+        check_readable(find_photos(tmp_path, SKS), resolution=16)
+    Image.new("RGB", (30000, 2)).save(tmp_path / "b.png")
+    with pytest.raises(UsageError, match="cannot read 1 of the 3 photos.*b.png: the image of 30000 x 2 pixels would"):
+        check_readable(find_photos(tmp_path, SKS), resolution=256)
 
 
 def test_an_epoch_pairs_every_photo_equally_often_with_class_pictures() -> None:

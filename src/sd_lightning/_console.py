@@ -13,6 +13,7 @@ _ADVICE = (
     r".*Experiment logs directory .* exists and is not empty.*",  # resuming
     r".*not be a power of 2.*",
     r".*torch\.distributed\.[\w.]+`? is deprecated.*",  # DeepSpeed's calls, and Lightning's
+    r"Image size \(\d+ pixels\) exceeds limit.*",  # such images are bad samples, which are named
     r".*overridden `on_after_batch_transfer` in `LightningModule`.*",  # and the datamodule's on_before_batch_transfer
 )
 

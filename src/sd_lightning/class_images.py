@@ -92,7 +92,7 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         with Image.open(path) as image:
             settings = json.loads(image.info["sd_lightning"])
-    except (OSError, SyntaxError, ValueError, KeyError, TypeError):
+    except (OSError, SyntaxError, ValueError, KeyError, TypeError, Image.DecompressionBombError):
         return {}
     return settings if isinstance(settings, dict) else {}
 

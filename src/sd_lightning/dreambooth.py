@@ -88,7 +88,7 @@ def run(cfg: DictConfig) -> int:
     adopt_base(cfg)
     check_base(cfg)
     if is_first_process():
-        check_readable(photos)
+        check_readable(photos, resolution=cfg.data.resolution, max_pixels=cfg.data.max_image_pixels)
         check_before_drawing(cfg)
         ignored = ignored_photos(cfg.instance_data_dir)
         if ignored is not None:

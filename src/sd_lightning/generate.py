@@ -226,7 +226,7 @@ def _metadata(path: Path) -> str | None:
     try:
         with Image.open(path) as image:
             return image.info.get("sd_lightning")
-    except (OSError, SyntaxError, ValueError):  # broken, or no picture
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # broken, or no picture
         return None
 
 

@@ -20,6 +20,7 @@ from sd_lightning.data.loader import EpochLoader, LoaderOptions, WholeBatchLoade
 from sd_lightning.data.sampler import GlobalBatchSampler, Key
 from sd_lightning.data.samples import CaptionedImages, ImageOptions
 from sd_lightning.data.source import Source, SourceSubset, hold_out
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 
 log = logging.getLogger(__name__)
 
@@ -222,6 +223,7 @@ class SDDataModule(LightningDataModule):
                 resolution=self.images.resolution,
                 device=self._device(),
                 num_workers=self.loader_options.num_workers,
+                max_pixels=self.images.max_image_pixels,
             )
             if hasattr(source, "rows"):
                 table = table.of_samples(source.rows)
@@ -346,20 +348,21 @@ def image_folder_data(
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
     max_bad_fraction: float = 0.01,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> SDDataModule:
     """Build a folder of images (``ImageFolder``); without a val folder ``hold_out`` splits ``num_val_samples`` off."""
-    train: Source = ImageFolder(train_data_dir, caption_column=caption_column)
+    train: Source = ImageFolder(train_data_dir, caption_column=caption_column, max_image_pixels=max_image_pixels)
     val: Source | None
     if val_data_dir is None:
         train, val = hold_out(train, num_val_samples)
     else:
-        val = ImageFolder(val_data_dir, caption_column=caption_column)
+        val = ImageFolder(val_data_dir, caption_column=caption_column, max_image_pixels=max_image_pixels)
     return SDDataModule(
         train,
         val,
         batch_size=batch_size,
         val_batch_size=val_batch_size,
-        images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts),
+        images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts, max_image_pixels),
         loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
         max_bad_fraction=max_bad_fraction,
         cache_latents=cache_latents,
@@ -386,21 +389,26 @@ def huggingface_data(
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
     max_bad_fraction: float = 0.01,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> SDDataModule:
     """Build a Hugging Face dataset (``HuggingFaceImages``); ``num_val_samples`` as in ``image_folder_data``."""
-    columns = {"image_column": image_column, "caption_column": caption_column}
-    train: Source = HuggingFaceImages(dataset_name, split=split, **columns)
+    options: dict[str, Any] = {
+        "image_column": image_column,
+        "caption_column": caption_column,
+        "max_image_pixels": max_image_pixels,
+    }
+    train: Source = HuggingFaceImages(dataset_name, split=split, **options)
     val: Source | None
     if val_split is None:
         train, val = hold_out(train, num_val_samples)
     else:
-        val = HuggingFaceImages(dataset_name, split=val_split, **columns)
+        val = HuggingFaceImages(dataset_name, split=val_split, **options)
     return SDDataModule(
         train,
         val,
         batch_size=batch_size,
         val_batch_size=val_batch_size,
-        images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts),
+        images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts, max_image_pixels),
         loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
         max_bad_fraction=max_bad_fraction,
         cache_latents=cache_latents,
@@ -426,6 +434,7 @@ def dreambooth_data(
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
     max_bad_fraction: float = 0.01,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> SDDataModule:
     """Build photos of a subject, beside pictures of its class (``SubjectAndClass``) where there are class prompts."""
     photos = find_photos(instance_data_dir, instance_prompt)
@@ -443,9 +452,15 @@ def dreambooth_data(
                 "-m sd_lightning.dreambooth, or leave data.class_prompts out"
             )
     return SDDataModule(
-        SubjectAndClass(photos, pictures, prior_loss_weight=prior_loss_weight, min_samples=16 * batch_size),
+        SubjectAndClass(
+            photos,
+            pictures,
+            prior_loss_weight=prior_loss_weight,
+            min_samples=16 * batch_size,
+            max_image_pixels=max_image_pixels,
+        ),
         batch_size=batch_size,
-        images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts),
+        images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts, max_image_pixels),
         loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
         max_bad_fraction=max_bad_fraction,
         cache_latents=cache_latents,

@@ -17,8 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.images import SUFFIXES, clean_captions, decode, read_text
+from sd_lightning.data.images import SUFFIXES, decode, read_captions
 from sd_lightning.data.source import BadSample
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, resized
 
 _KOHYA = re.compile(r"(\d+)_(.+)")
 _LEAST_PHOTOS = 2
@@ -43,8 +44,9 @@ class Pictures:
         dropped: Nothing: files are looked at when they are decoded.
     """
 
-    def __init__(self, pictures: Sequence[Picture]) -> None:
+    def __init__(self, pictures: Sequence[Picture], *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
         self.pictures = list(pictures)
+        self.max_image_pixels = max_image_pixels
         self.dropped: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -53,7 +55,7 @@ class Pictures:
 
     def image(self, index: int) -> Image.Image:
         """Decode an image as upright RGB; ``BadSample`` if it is broken."""
-        return decode(self.pictures[index].path)
+        return decode(self.pictures[index].path, max_pixels=self.max_image_pixels)
 
     def captions(self, index: int) -> list[str]:
         """Return a picture's only caption."""
@@ -86,6 +88,7 @@ class SubjectAndClass:
         *,
         prior_loss_weight: float = 1.0,
         min_samples: int = 1,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
     ) -> None:
         """Arrange the samples of an epoch.
 
@@ -94,6 +97,7 @@ class SubjectAndClass:
             class_pictures: Of the class, for prior preservation.
             prior_loss_weight: Weight of their loss.
             min_samples: Least length of an epoch; with few photos, they come so often.
+            max_image_pixels: Pixels that an image may have.
 
         Raises:
             UsageError: The weight is negative.
@@ -111,7 +115,7 @@ class SubjectAndClass:
         columns = [[row[photos[i % len(photos)]] for i in range(count)]]
         if class_pictures:
             columns.append([row[class_pictures[i % len(class_pictures)]] for i in range(count)])
-        self.distinct = Pictures(files)
+        self.distinct = Pictures(files, max_image_pixels=max_image_pixels)
         self.dropped = self.distinct.dropped
         self.rows: Tensor = torch.tensor(columns).T.reshape(-1)
         weights = [2.0, 2.0 * prior_loss_weight] if class_pictures else [1.0]
@@ -205,16 +209,16 @@ def _named(files: Sequence[Path]) -> str:
     return f"{len(files)} file(s) ({', '.join(map(str, files[:3]))}{more})"
 
 
-def check_readable(photos: Sequence[Picture]) -> None:
+def check_readable(photos: Sequence[Picture], *, resolution: int, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
     """Decode all photos: of a handful, each one counts.
 
     Raises:
-        UsageError: Some cannot be decoded.
+        UsageError: Some cannot be decoded, or have too many pixels, as they are or at the resolution.
     """
     bad = {}
     for path in dict.fromkeys(photo.path for photo in photos):
         try:
-            decode(path)
+            resized(decode(path, max_pixels=max_pixels).size, resolution, max_pixels)
         except BadSample as reason:
             bad[path] = str(reason)
     if bad:
@@ -291,7 +295,7 @@ def _caption(path: Path, prompt: str | None, folder_says: str | None) -> str:
     beside = path.with_suffix(".txt")
     if beside.is_file():
         try:
-            captions = clean_captions(read_text(beside).splitlines())
+            captions = read_captions(beside)
         except BadSample as reason:
             raise UsageError(
                 f"dreambooth cannot read the caption of {path}: {reason}, or write instance_prompt=<caption of all>"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from sd_lightning._errors import UsageError
 from sd_lightning.data.loader import as_is
 from sd_lightning.data.source import Bad, BadSample, Source
-from sd_lightning.data.transform import place, to_model_range
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, read_placed, to_model_range
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +66,14 @@ class LatentTable:
 class _Blocks(Dataset[dict[str, Any]]):
     """The readable ones among some samples, as pixels."""
 
-    def __init__(self, source: Source, resolution: int) -> None:
-        self.source, self.resolution = source, resolution
+    def __init__(self, source: Source, resolution: int, max_pixels: int) -> None:
+        self.source, self.resolution, self.max_pixels = source, resolution, max_pixels
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
         good, placed, bad = [], [], []
         for i in indices:
             try:
-                self.source.captions(i)
-                placed.append(place(self.source.image(i), self.resolution))
+                placed.append(read_placed(self.source, i, self.resolution, max_pixels=self.max_pixels))
                 good.append(i)
             except BadSample as reason:
                 bad.append((i, str(reason)))
@@ -90,6 +89,7 @@ def encode_source(
     resolution: int,
     device: torch.device,
     num_workers: int = 0,
+    max_pixels: int = MAX_IMAGE_PIXELS,
 ) -> LatentTable:
     """Encode all images of a source; a collective call when torch.distributed is initialised.
 
@@ -99,6 +99,7 @@ def encode_source(
         resolution: Side of the images, in pixels.
         device: Where to encode, and where the ranks exchange their parts.
         num_workers: Processes that read images.
+        max_pixels: Pixels that an image may have, as it is and after resizing.
 
     Returns:
         The table, the same on every rank.
@@ -110,7 +111,8 @@ def encode_source(
     blocks = [list(range(i, min(i + _BLOCK, len(source)))) for i in range(0, len(source), _BLOCK)]
     # Every rank gets the same number of blocks (some of them empty): encoding is followed by a collective.
     mine = [blocks[i] if i < len(blocks) else [] for i in range(rank, -(-len(blocks) // world) * world, world)]
-    loader = DataLoader(_Blocks(source, resolution), batch_sampler=mine, collate_fn=as_is, num_workers=num_workers)
+    dataset = _Blocks(source, resolution, max_pixels)
+    loader = DataLoader(dataset, batch_sampler=mine, collate_fn=as_is, num_workers=num_workers)
     moments: Tensor | None = None
     sizes = torch.zeros(len(source), 4, dtype=torch.int64)
     bad: list[Bad] = []

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,7 +22,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.latent_table import LatentTable
 from sd_lightning.data.sampler import Key
 from sd_lightning.data.source import BadSample, Source
-from sd_lightning.data.transform import place, to_model_range
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, read_placed, to_model_range
 from sd_lightning.randomness import Purpose
 
 Tokenize = Callable[[list[str]], Tensor]
@@ -46,6 +45,8 @@ class ImageOptions:
     """Mirror half of the images."""
     proportion_empty_prompts: float = 0.0
     """Fraction of captions replaced by "" so that the model learns the unconditional prediction."""
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    """Pixels that an image may have, as it is and after resizing; others are bad samples."""
 
     def __post_init__(self) -> None:
         if self.resolution < 8 or self.resolution % 8:
@@ -57,6 +58,11 @@ class ImageOptions:
             raise UsageError(
                 f"data.proportion_empty_prompts={self.proportion_empty_prompts}: expected a fraction in [0, 1]; "
                 "write data.proportion_empty_prompts=0.1"
+            )
+        if self.max_image_pixels < self.resolution**2:
+            raise UsageError(
+                f"data.max_image_pixels={self.max_image_pixels}: expected at least the {self.resolution**2} pixels of "
+                f"data.resolution={self.resolution}; write data.max_image_pixels={MAX_IMAGE_PIXELS}"
             )
 
     def evaluation(self) -> ImageOptions:
@@ -163,10 +169,10 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             flips = (randomness.uniform(self.seed, epoch, index, Purpose.FLIP) < 0.5).tolist()
         placed, used = [], []
         for requested, crop, flip in zip(index.tolist(), crops, flips):
-            image, i = self._readable(requested, bad)
+            image, i = self._readable(requested, crop, flip, bad)
             if image is None:
                 return {}, []
-            placed.append(place(image, options.resolution, crop=crop, flip=flip))
+            placed.append(image)
             used.append(i)
         pixels = torch.from_numpy(np.stack([p.pixels for p in placed]))
         images = {
@@ -176,12 +182,14 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         }
         return images, used
 
-    def _readable(self, index: int, bad: dict[int, str]) -> tuple[Image.Image | None, int]:
-        """Return the first sample from ``index`` on that can be read, and where it is."""
+    def _readable(
+        self, index: int, crop: tuple[float, float] | None, flip: bool, bad: dict[int, str]
+    ) -> tuple[Placed | None, int]:
+        """Return the first sample from ``index`` on that can be read, placed, and where it is."""
+        resolution, max_pixels = self.options.resolution, self.options.max_image_pixels
         for i in (*range(index, len(self)), *range(index)):
             try:
-                self.source.captions(i)
-                return self.source.image(i), i
+                return read_placed(self.source, i, resolution, max_pixels=max_pixels, crop=crop, flip=flip), i
             except BadSample as reason:
                 bad[i] = str(reason)
             if len(bad) > self.max_bad:

@@ -1,7 +1,7 @@
 """From a decoded image to a square of pixels: orientation, colour, size, crop, flip. by PIL.
 
 The random numbers come from the caller, so that an image's crop belongs to the sample and the
-epoch, not to a worker process.
+epoch, not to a worker process. How many pixels an image has is checked before they are allocated.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.source import BadSample, Source
+
+MAX_IMAGE_PIXELS = 128_000_000
+"""Pixels that an image may have, as it is and after resizing: half a gigabyte, and more than cameras have."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
-        return Image.fromarray((values.clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+        return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, "white")
@@ -55,24 +60,92 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def check_size(size: tuple[int, int], max_pixels: int) -> None:
+    """Check the size of an image, (width, height), as its header has it.
+
+    Raises:
+        BadSample: It has no pixels, or more than ``max_pixels``.
+    """
+    width, height = size
+    if width < 1 or height < 1:
+        raise BadSample(f"the image has no pixels ({width} x {height})")
+    if width * height > max_pixels:
+        raise BadSample(
+            f"the image has {width} x {height} pixels, more than data.max_image_pixels={max_pixels} allows; make it "
+            f"smaller, or write data.max_image_pixels={width * height}"
+        )
+
+
+def resized(size: tuple[int, int], resolution: int, max_pixels: int) -> tuple[int, int]:
+    """Return the size, (width, height), whose shorter side is ``resolution``.
+
+    Raises:
+        BadSample: It has more than ``max_pixels``, as that of a very long image has.
+    """
+    shorter = min(size)
+    width, height = (max(resolution, round(side * resolution / shorter)) for side in size)
+    if width * height > max_pixels:
+        raise BadSample(
+            f"the image of {size[0]} x {size[1]} pixels would become {width} x {height} at data.resolution="
+            f"{resolution}, more than data.max_image_pixels={max_pixels} allows; crop it, or write "
+            f"data.max_image_pixels={width * height}"
+        )
+    return width, height
+
+
+def read_placed(
+    source: Source,
+    index: int,
+    resolution: int,
+    *,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    crop: tuple[float, float] | None = None,
+    flip: bool = False,
+) -> Placed:
+    """Read a sample and :func:`place` its image; whatever fails on the way makes it a bad sample.
+
+    Raises:
+        BadSample: It cannot be read, or not be placed.
+    """
+    try:
+        source.captions(index)
+        return place(source.image(index), resolution, max_pixels=max_pixels, crop=crop, flip=flip)
+    except (BadSample, UsageError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadSample(f"{type(error).__name__}: {error}") from error
+
+
 def place(
-    image: Image.Image, resolution: int, *, crop: tuple[float, float] | None = None, flip: bool = False
+    image: Image.Image,
+    resolution: int,
+    *,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    crop: tuple[float, float] | None = None,
+    flip: bool = False,
 ) -> Placed:
     """Resize the shorter side to ``resolution`` and cut a square (flip first, as in diffusers).
 
     Args:
         image: RGB image.
         resolution: Side of the square, in pixels.
+        max_pixels: Pixels that the image may have, also after resizing.
         crop: Vertical and horizontal position of the square as fractions in [0, 1); ``None`` cuts
             the centre.
         flip: Mirror left and right.
 
     Returns:
         The pixels with their original size and crop position.
+
+    Raises:
+        BadSample: It has no pixels, or too many.
+        ValueError: It is not RGB.
     """
+    check_size(image.size, max_pixels)
+    if image.mode != "RGB":
+        raise ValueError(f"the image's mode is {image.mode}; expected RGB")
     width, height = image.size
-    shorter = min(width, height)
-    new_width, new_height = (max(resolution, round(side * resolution / shorter)) for side in (width, height))
+    new_width, new_height = resized(image.size, resolution, max_pixels)
     if (new_width, new_height) != (width, height):
         image = image.resize((new_width, new_height), Image.Resampling.LANCZOS, reducing_gap=3.0)
     if flip:

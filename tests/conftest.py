@@ -1,9 +1,9 @@
 """What every test shares: an offline, deterministic environment, the `gpu` skip, and the trained base model."""
 
-import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -31,9 +31,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "src"), os.e
 
 PARTS = {
     "matrix": "every strategy through every variation, and every pair of strategies through a checkpoint",
-    "kills": "kills at every point, ranks that die, clean exits",
+    "engines": "every optimizer, model, placement and launcher under every engine",
+    "kills": "kills at many points, and ranks that die in every way",
+    "exits": "hundreds of pairs of processes that end",
     "quality": "trainings to their full quality, and second seeds",
-    "engines": "every optimizer, model and placement under every engine",
+    "platform": "wheels and editable installs, notebooks, compilers, models of full size",
 }
 """Parts of `make test-full`: name -> what it proves. Each takes at most 40 minutes on two cores."""
 
@@ -51,6 +53,18 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
     return f"part {part} of the full suite ({PARTS[part]}) at {commit or 'no commit'}{', changed' if changed else ''}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the files that took longest; what a module's fixture takes counts as its file's."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section(f"{sum(seconds.values()):.0f} s in {len(seconds)} files")
+    for file, duration in seconds.most_common(15):
+        terminalreporter.write_line(f"{duration:6.0f} s  {file}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -178,9 +192,3 @@ def trained_run(
     run_dir = tmp_path_factory.mktemp("trained") / "digits"
     run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
     return run_dir
-
-
-@pytest.fixture(scope="session")
-def trained_summary(trained_run: Path) -> dict[str, object]:
-    """`summary.json` of `trained_run`."""
-    return json.loads((trained_run / "summary.json").read_text())

@@ -54,8 +54,14 @@ def shares(run: str, trained_run: Path, *options: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "options",
-    [["seed=0"], ["seed=1"], ["seed=2"], ["trainable=lora", "lora.rank=16", "learning_rate=5e-3"]],
-    ids=["seed 0", "seed 1", "seed 2", "lora"],
+    [
+        pytest.param(["seed=0"], id="seed 0"),
+        pytest.param(["seed=1"], id="seed 1", marks=pytest.mark.full("quality")),
+        pytest.param(["seed=2"], id="seed 2", marks=pytest.mark.full("quality")),
+        pytest.param(
+            ["trainable=lora", "lora.rank=16", "learning_rate=5e-3"], id="lora", marks=pytest.mark.full("quality")
+        ),
+    ],
 )
 def test_the_subject_is_learned_and_digits_stay_digits(options: list[str], trained_run: Path) -> None:
     found = shares("-".join(options).replace("=", "_"), trained_run, *options)
@@ -65,6 +71,7 @@ def test_the_subject_is_learned_and_digits_stay_digits(options: list[str], train
     assert found["kinds of generic"] >= 5, found
 
 
+@pytest.mark.full("quality")
 def test_without_the_prior_everything_becomes_the_subject(trained_run: Path) -> None:
     options = ["with_prior_preservation=false", "class_prompts=[]", "data.batch_size=10"]
     found = shares("no_prior", trained_run, *options)

@@ -26,6 +26,7 @@ from sd_lightning.strategies.rank_health import RankHealth, behind, failure_of, 
 from sd_lightning.strategies.rank_link import Link
 from sd_lightning.strategies.watchdog import Spoke
 from sd_lightning.strategies.watchdog_hub import Hub
+from suites import keep, wanted
 
 TESTS = Path(__file__).resolve().parent
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -270,7 +271,9 @@ def train_by(launcher: str, run_dir: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed", "slurm"])
+@pytest.mark.parametrize(
+    "launcher", keep(["torchrun", "slurm"], ["torchrun", "accelerate", "deepspeed", "slurm"], "engines")
+)
 def test_every_launcher_trains_alike(launcher: str, run_dir: Path, expected: list[str]) -> None:
     assert len(expected) == 3
     if not (BIN / launcher).exists() and launcher != "slurm":
@@ -286,7 +289,12 @@ def test_every_launcher_trains_alike(launcher: str, run_dir: Path, expected: lis
     ("launcher", "fault", "reason"),
     [
         ("lightning", signal.SIGKILL, r"^error: rank 1 died \(process \d+ on .*\); rank 0 ends the run"),
-        ("torchrun", signal.SIGSTOP, r"^error: rank 1 \(process \d+ on .*\) has been silent .*; rank 0 ends the run"),
+        pytest.param(
+            "torchrun",
+            signal.SIGSTOP,
+            r"^error: rank 1 \(process \d+ on .*\) has been silent .*; rank 0 ends the run",
+            marks=pytest.mark.full("kills"),
+        ),
     ],
 )
 def test_a_launcher_fails_when_a_rank_does(launcher: str, fault: signal.Signals, reason: str, tmp_path: Path) -> None:
@@ -321,14 +329,18 @@ CASES = {
     "deepspeed_zero2:kill:1": r"rank 1 died",
     "deepspeed_zero2:none:0": None,
 }
+FEW_CASES = ("fsdp:kill:1", "fsdp:raise:0+1", "ddp:stop:1", "gemini:raise:1", "deepspeed_zero3:raise:1")
+FEW_CASES += ("deepspeed_zero2:hang:1", "deepspeed_zero2:none:0")
+"""Every fault and every engine."""
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """How the processes of each case ended."""
+def faults(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """How the processes of each chosen case ended."""
     pytest.importorskip("deepspeed")
     results = tmp_path_factory.mktemp("faults") / "results.json"
-    command = [sys.executable, str(TESTS / "dying_ranks.py"), str(results), *CASES]
+    cases = [case for case in CASES if case in wanted(request)]
+    command = [sys.executable, str(TESTS / "dying_ranks.py"), str(results), *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(results.read_text())
@@ -336,7 +348,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.needs("{case}")
+@pytest.mark.parametrize("case", keep(FEW_CASES, CASES, "kills"))
 def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict[str, Any]) -> None:
     found, reason = faults[case], CASES[case]
     _, fault, culprits = case.split(":")
@@ -365,19 +378,24 @@ def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict
 
 # ---------------------------------------------------------------------- exits
 
-CLEAN_EXITS = "SD_LIGHTNING_CLEAN_EXITS"
-
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600 * 4)
-def test_processes_end_cleanly_again_and_again() -> None:
-    """Three pairs of each; SD_LIGHTNING_CLEAN_EXITS=50 tries that often, and every strategy, which takes a while."""
+@pytest.mark.parametrize(
+    ("strategies", "runs"),
+    [
+        (("ddp", "fsdp", "zero3", "gemini"), 3),
+        pytest.param(
+            ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini"),
+            50,
+            marks=[pytest.mark.full("exits"), pytest.mark.timeout(3600)],
+        ),
+    ],
+    ids=["three times", "fifty times"],
+)
+def test_processes_end_cleanly_again_and_again(strategies: tuple[str, ...], runs: int) -> None:
     pytest.importorskip("deepspeed")
-    few = ["ddp", "fsdp", "zero3", "gemini"]
-    runs = int(os.environ.get(CLEAN_EXITS, "3"))
-    command = [sys.executable, str(TESTS / "clean_exits.py"), "--runs", str(runs)]
-    done = subprocess.run(command + ([] if CLEAN_EXITS in os.environ else few), capture_output=True, text=True)
+    command = [sys.executable, str(TESTS / "clean_exits.py"), "--runs", str(runs), *strategies]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     exits = {strategy: found["exits"] for strategy, found in json.loads(done.stdout.splitlines()[-1]).items()}
-    assert exits.keys() >= set(few)
-    assert exits == dict.fromkeys(exits, {"[0, 0]": runs}), done.stderr
+    assert exits == dict.fromkeys(strategies, {"[0, 0]": runs}), done.stderr

@@ -16,6 +16,7 @@ import torch
 from loading_driver import torchrun, write_pipeline
 from sd_lightning import LatentDiffusion
 from small_training import stored
+from suites import keep, wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,6 +38,8 @@ TRAINED = {
 }
 TRAINED |= {f"{name}_lora": TRAINED[name] | {"lora": True} for name in ("ddp", "fsdp", "fsdp_offload", "zero2")}
 TRAINED |= {f"{name}_lora": TRAINED[name] | {"lora": True} for name in ("zero3", "zero3_bf16", "gemini", "gemini_bf16")}
+TRAINED_FIRST = ("ddp_lora", "fsdp", "zero2", "zero3_bf16", "zero3_lora", "gemini", "gemini_bf16_lora")
+"""One of each engine, in either precision, of all weights and of adapters."""
 VALIDATED = ("fsdp", "zero3", "gemini")
 PART = {"sample_size": 8, "block_out_channels": [320, 640, 640], "layers_per_block": 1, "attention_head_dim": 8}
 PART |= {
@@ -58,12 +61,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Do everything in one pair of processes."""
+def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Do everything that the chosen tests look at in one pair of processes."""
     pytest.importorskip("deepspeed")
     LatentDiffusion.build("tiny", seed=4).save_pretrained(folder / "tiny")
     write_pipeline(folder / "part", **PART)
-    write_pipeline(folder / "sd21", sample_size=8)
     jobs: dict[str, dict[str, Any]] = {}
     for name, options in TRAINED.items():
         for kind in ("files", "memory"):
@@ -85,12 +87,16 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
         lora = {"do": "measure_lora", "strategy": name}
         jobs[f"lora:{name}:files"] = {"deferred": True, "folder": "sd21"} | lora
         jobs[f"lora:{name}:memory"] = {"deferred": False, "folder": "part"} | lora
+    jobs = {name: job for name, job in jobs.items() if name in wanted(request)}
+    if any(job["folder"] == "sd21" for job in jobs.values()):
+        write_pipeline(folder / "sd21", sample_size=8)
     for name, job in jobs.items():
         job |= {"folder": str(folder / job["folder"]), "run_dir": str(folder / name.replace(":", "-"))}
     return dict(zip(jobs, torchrun(list(jobs.values()), folder, timeout=800), strict=True))
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.needs("{name}:files", "{name}:memory")
+@pytest.mark.parametrize("name", keep(TRAINED_FIRST, TRAINED))
 def test_training_from_files_is_bit_equal_to_training_from_memory(
     results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
@@ -99,6 +105,7 @@ def test_training_from_files_is_bit_equal_to_training_from_memory(
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
 
 
+@pytest.mark.needs("validate:{name}:files", "validate:{name}:memory")
 @pytest.mark.parametrize("name", VALIDATED)
 def test_validation_without_a_fit_reads_the_weights(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     ours, theirs = results[f"validate:{name}:files"], results[f"validate:{name}:memory"]
@@ -106,7 +113,8 @@ def test_validation_without_a_fit_reads_the_weights(results: dict[str, list[dict
     assert ours[0]["metrics"]["val/loss"] > 0
 
 
-@pytest.mark.parametrize("name", ["fsdp", "gemini"])
+@pytest.mark.needs("sd21:{name}")
+@pytest.mark.parametrize("name", keep(["gemini"], ["fsdp", "gemini"], "platform"))
 def test_sd21_is_loaded_with_little_more_memory_than_its_shard(
     results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
@@ -118,6 +126,7 @@ def test_sd21_is_loaded_with_little_more_memory_than_its_shard(
         assert found["differing"] == []
 
 
+@pytest.mark.needs("part:zero3")
 def test_zero3_partitions_with_one_whole_tensor_at_a_time(results: dict[str, list[dict[str, Any]]]) -> None:
     """What follows is the engine's: flat copies in float32, room for gradients, and buckets."""
     for found in results["part:zero3"]:
@@ -126,6 +135,7 @@ def test_zero3_partitions_with_one_whole_tensor_at_a_time(results: dict[str, lis
         assert found["differing"] == []
 
 
+@pytest.mark.needs("part:ddp")
 def test_ddp_holds_one_copy(results: dict[str, list[dict[str, Any]]]) -> None:
     for found in results["part:ddp"]:
         assert found["own"] == found["whole"]
@@ -133,7 +143,8 @@ def test_ddp_holds_one_copy(results: dict[str, list[dict[str, Any]]]) -> None:
         assert found["differing"] == []
 
 
-@pytest.mark.parametrize("name", ["ddp", "gemini"])
+@pytest.mark.needs("lora:{name}:files", "lora:{name}:memory")
+@pytest.mark.parametrize("name", keep(["gemini"], ["ddp", "gemini"], "platform"))
 def test_weights_under_adapters_are_loaded_in_the_type_that_they_are_kept_in(
     results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
@@ -147,6 +158,7 @@ def test_weights_under_adapters_are_loaded_in_the_type_that_they_are_kept_in(
         assert found["peak"] > found["float32"] > 1.9 * found["kept"], "weights that are not in files are made first"
 
 
+@pytest.mark.needs("saved")
 def test_saving_and_loading_a_checkpoint_need_less_than_the_largest_tensor_and_256_mib(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:

@@ -11,68 +11,90 @@ from strategy_driver import torchrun
 from test_strategies_common import rms
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
-CONFIGURATIONS = [(name, world) for world in (1, 2) for name in STRATEGIES if (name, world) != ("single", 2)]
-CONFIGURATIONS.append(("gemini_small_chunks", 2))
+Case = tuple[str, int]
+EVERY: list[Case] = [(name, world) for world in (1, 2) for name in STRATEGIES if (name, world) != ("single", 2)]
+EVERY.append(("gemini_small_chunks", 2))
+SAVED: list[Case] = [("single", 1), ("fsdp", 1), ("zero2", 1), ("gemini", 1)]
+SAVED += [("ddp", 2), ("zero1", 2), ("zero3", 2), ("gemini_small_chunks", 2)]
+LOADED: list[Case] = [("single", 1), ("ddp", 1), ("zero1", 1), ("zero3", 1), ("fsdp", 2), ("zero2", 2), ("gemini", 2)]
+"""Strategies and world sizes: each strategy saves on one and loads on the other."""
 SAVED_AT = 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_checkpoint_loads_bit_equal_under_every_strategy_and_world_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        pytest.param(SAVED, LOADED, id="each strategy"),
+        pytest.param(EVERY, EVERY, id="every pair", marks=pytest.mark.full("matrix")),
+    ],
+)
+def test_a_checkpoint_loads_bit_equal_under_another_strategy_and_world_size(
+    saved: list[Case], loaded: list[Case], tmp_path: Path
+) -> None:
     pytest.importorskip("deepspeed")
-    saves: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
-    for name, world in CONFIGURATIONS:
-        run_dir = str(tmp_path / f"{name}-{world}")
-        job = {"do": "save", "strategy": name, "devices": world, "run_dir": run_dir, "steps": 3, "save_at": SAVED_AT}
-        saves[world].append(job)
-    losses: dict[str, list[float]] = {}
-    for world, jobs in saves.items():
-        for job, result in zip(jobs, torchrun(world, jobs, tmp_path), strict=True):
-            losses[Path(job["run_dir"]).name] = result["losses"]
-    reference = losses["single-1"]
-    for name, values in losses.items():
-        assert values == pytest.approx(reference, abs=1e-6), name
+    checkpoints = {f"{n}-{w}": str(checkpoint.checkpoint_path(tmp_path / f"{n}-{w}", SAVED_AT)) for n, w in saved}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    # Two processes load what one has saved, and then one what two have saved.
+    for do, world in (("save", 1), ("save load", 2), ("load", 1)):
+        jobs: dict[tuple[str, str], dict[str, Any]] = {}
+        for name in (n for n, w in saved if w == world and "save" in do):
+            run_dir = str(tmp_path / f"{name}-{world}")
+            jobs["save", f"{name}-{world}"] = {"strategy": name, "run_dir": run_dir, "steps": 3, "save_at": SAVED_AT}
+        for name in (n for n, w in loaded if w == world and "load" in do):
+            jobs["load", f"{name}-{world}"] = {"strategy": name, "checkpoints": checkpoints, "steps": SAVED_AT}
+        full = [{"do": done, "devices": world} | job for (done, _), job in jobs.items()]
+        found |= dict(zip(jobs, torchrun(world, full, tmp_path), strict=True))
 
-    checkpoints = {
-        f"{n}-{w}": str(checkpoint.checkpoint_path(tmp_path / f"{n}-{w}", SAVED_AT)) for n, w in CONFIGURATIONS
-    }
-    for world in (1, 2):
-        targets = [name for name, w in CONFIGURATIONS if w == world]
-        jobs = [
-            {"do": "load", "strategy": n, "devices": world, "checkpoints": checkpoints, "steps": SAVED_AT}
-            for n in targets
-        ]
-        for target, result in zip(targets, torchrun(world, jobs, tmp_path), strict=True):
+    losses = {name: result["losses"] for (do, name), result in found.items() if do == "save"}
+    for name, values in losses.items():
+        assert values == pytest.approx(losses["single-1"], abs=1e-6), name
+    for (do, target), result in found.items():
+        if do == "load":
             assert result["found"].keys() == checkpoints.keys()
-            for source, found in result["found"].items():
-                assert found["differing"] == [], f"{source} -> {target}-{world}"
-                assert found["loss"] == pytest.approx(losses[source][SAVED_AT], abs=1e-6), (
-                    f"{source} -> {target}-{world}"
-                )
+            for source, entry in result["found"].items():
+                assert entry["differing"] == [], f"{source} -> {target}"
+                assert entry["loss"] == pytest.approx(losses[source][SAVED_AT], abs=1e-6), f"{source} -> {target}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_under_another_strategy_and_world_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param(((2, {"zero3": 2, "zero1": 4, "fsdp": 6}), (1, {"gemini": 8, "zero2": 9, "ddp": 11})), id="once"),
+        pytest.param(
+            (
+                (2, {"zero3": 2}),
+                (1, {"gemini": 3, "zero1": 4, "fsdp": 5}),
+                (2, {"zero1": 6, "gemini_small_chunks": 7, "zero2": 8, "ddp": 9, "zero3": 11}),
+            ),
+            id="there and back",
+            marks=pytest.mark.full("matrix"),
+        ),
+    ],
+)
+def test_a_run_goes_on_under_another_strategy_and_world_size(
+    legs: tuple[tuple[int, dict[str, int]], ...], tmp_path: Path
+) -> None:
     """Eleven steps of one process against a relay of engines on one process and on two; every ZeRO stage takes over."""
     pytest.importorskip("deepspeed")
-    legs = (
-        (2, {"zero3": 2}),
-        (1, {"gemini": 3, "zero1": 4, "fsdp": 5}),
-        (2, {"zero1": 6, "gemini_small_chunks": 7, "zero2": 8, "ddp": 9, "zero3": 11}),
-    )
     whole = {"do": "save", "strategy": "single", "devices": 1, "run_dir": str(tmp_path / "whole"), "save_at": 0}
-    (reference,) = torchrun(1, [whole | {"steps": 11}], tmp_path)
-    last: dict[str, Any] = {"checkpoint": None}
+    relay = whole | {"run_dir": str(tmp_path / "relay")}
+    reference: dict[str, Any] = {}
     losses: list[float] = []
+    resume = None
     for world, ends in legs:
-        relay = whole | {"run_dir": str(tmp_path / "relay"), "devices": world}
-        jobs, resume = [], last["checkpoint"]
+        jobs = [whole | {"steps": 11}] if world == 1 else []
         for strategy, steps in ends.items():
-            jobs.append(relay | {"strategy": strategy, "steps": steps, "resume": resume})
+            jobs.append(relay | {"devices": world, "strategy": strategy, "steps": steps, "resume": resume})
             resume = str(checkpoint.checkpoint_path(tmp_path / "relay", steps))
-        for last in torchrun(world, jobs, tmp_path):
-            losses += last["losses"]
+        found = torchrun(world, jobs, tmp_path)
+        if world == 1:
+            reference = found.pop(0)
+        losses += [loss for each in found for loss in each["losses"]]
+        last = found[-1]
     assert losses == pytest.approx(reference["losses"], abs=2e-6)
     for kind in ("master", "exp_avg", "ema"):
         assert rms(last["checkpoint"], reference["checkpoint"], kind) <= 1e-6, kind

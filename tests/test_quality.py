@@ -30,6 +30,7 @@ def test_default_run_draws_what_is_asked_for(trained_run: Path) -> None:
     assert {"steps", "train_seconds", "images_per_second", "final_loss", "checkpoint", "pipeline"} <= summary.keys()
 
 
+@pytest.mark.full("quality")
 @pytest.mark.parametrize(
     "overrides", [["seed=1"], ["model=tiny_frozen", "seed=2"]], ids=["seed 1", "frozen text encoder"]
 )
@@ -41,6 +42,7 @@ def test_another_seed_and_a_frozen_text_encoder_do_as_well(
     assert summary_of(tmp_path / "run")["prompted_accuracy"] >= 0.95
 
 
+@pytest.mark.full("quality")
 def test_gemini_with_everything_offloaded_does_as_well_as_one_process_without(
     trained_run: Path, tmp_path: Path, run_python: Callable[..., Any]
 ) -> None:

@@ -29,6 +29,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, checkpo
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
 from sd_lightning.trainer_state import adopt_settings
+from suites import keep
 
 E = small.STEPS_PER_EPOCH
 SMALL = ("data.batch_size=8", "trainer.limit_val_batches=0", "callbacks.samples=null", "logger=csv")
@@ -190,7 +191,7 @@ def test_the_table_has_every_scheduler_of_torch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", keep(["SequentialLR", "ChainedScheduler", "OneCycleLR"], SCHEDULES))
 def test_every_learning_rate_schedule_resumes_bitwise(tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {"lr_scheduler": SCHEDULES[name], "train_text_encoder": False}
     straight = small.train(tmp_path / "straight", 7, save=(3, 6), **options)
@@ -443,12 +444,14 @@ def test_init_from_starts_a_new_run_at_step_0_with_the_exported_weights(tmp_path
 @pytest.mark.parametrize(
     ("kills", "overrides"),
     [
-        pytest.param(10, [], id="single"),
+        pytest.param(3, [], id="single"),
+        pytest.param(10, [], id="single, often", marks=pytest.mark.full("kills")),
         pytest.param(
             4,
             ["strategy=gemini", "strategy.offload_optim_frac=0.5", "strategy.offload_param_frac=1"]
             + ["strategy.gathered_budget=500000"],
             id="gemini",
+            marks=pytest.mark.full("kills"),
         ),
     ],
 )

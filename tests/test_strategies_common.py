@@ -1,4 +1,8 @@
-"""What every strategy must do alike, on two gloo processes; a new strategy joins by a line in STRATEGIES."""
+"""What every strategy must do alike, on two gloo processes; a new strategy joins by a line in STRATEGIES.
+
+`make test-slow` holds the parity of all of them, and everything else under one strategy of each engine, in turn; the
+rest is `make test-full PART=matrix`. A run trains what its tests name in ``needs``.
+"""
 
 import json
 import math
@@ -13,6 +17,7 @@ import torch
 
 from sd_lightning.tensor_store import ShardedTensors
 from strategy_driver import torchrun
+from suites import keep, wanted
 
 STRATEGIES = (
     "ddp",
@@ -45,9 +50,10 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Train everything that the tests below look at, in one set of processes per world size."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Train everything that the chosen tests look at, in one set of processes per world size."""
     pytest.importorskip("deepspeed")
+    needed = wanted(request)
     folder = tmp_path_factory.mktemp("strategies")
     accumulate = {"accumulate_grad_batches": 2}
     single = {
@@ -62,7 +68,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     double: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES:
         double |= {
-            f"{name}:fifty": {"strategy": name, "steps": 50, "save_at": STEPS},
+            f"{name}:parity": {"strategy": name, "steps": STEPS},
+            f"{name}:fifty": {"strategy": name, "steps": 50},
             f"{name}:sampled": {"strategy": name, "sample_every": 3, "steps": 8, "trainer": _VALIDATING},
             f"{name}:not_sampled": {"strategy": name, "steps": 8},
             f"{name}:clipped": {
@@ -93,8 +100,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     double["gemini_auto:sampled"] = double["gemini:sampled"] | {"strategy": "gemini_auto"}
     double |= {name: {"strategy": name, "steps": 4} for name in (*EXACT_OPTIONS, *ROUNDING_OPTIONS)}
     double["ddp:unused"]["strategy"] = "ddp_unused"
+    assert needed <= single.keys() | double.keys() | four.keys()
     found: dict[str, dict[str, Any]] = {}
-    for world, cases in ((1, single), (4, four), (2, double)):
+    for world, every in ((1, single), (4, four), (2, double)):
+        cases = {name: case for name, case in every.items() if name in needed}
         jobs = [
             {
                 "do": "save",
@@ -107,11 +116,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             | case
             for name, case in cases.items()
         ]
-        found |= dict(zip(cases, torchrun(world, jobs, folder, timeout=1500), strict=True))
-    for name in STRATEGIES:
-        fifty = found[f"{name}:fifty"]
-        early = Path(fifty["checkpoint"]).with_name(f"step-{STEPS:08d}")
-        found[f"{name}:parity"] = {"losses": fifty["losses"][:STEPS], "checkpoint": str(early)}
+        if jobs:
+            found |= dict(zip(cases, torchrun(world, jobs, folder, timeout=1500), strict=True))
     return found
 
 
@@ -134,6 +140,7 @@ def rms(one: str, other: str, kind: str = "master") -> float:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.needs("whole", "two_halves", "{name}:parity")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_losses_and_weights_are_those_of_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     whole, ours = results["whole"], results[f"{name}:parity"]
@@ -144,24 +151,28 @@ def test_losses_and_weights_are_those_of_one_process(results: dict[str, dict[str
         assert rms(whole["checkpoint"], ours["checkpoint"], kind) <= 3 * noise_floor
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.needs("whole", "fifty", "{name}:fifty")
+@pytest.mark.parametrize("name", keep(["gemini"], STRATEGIES))
 def test_the_average_of_fifty_steps_is_that_of_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     assert rms(results["fifty"]["checkpoint"], results[f"{name}:fifty"]["checkpoint"], "ema") <= 1e-6
     assert rms(results["fifty"]["checkpoint"], results["whole"]["checkpoint"], "ema") > 1e-4
 
 
+@pytest.mark.needs("whole", "{name}")
 @pytest.mark.parametrize("name", EXACT_OPTIONS)
 def test_options_that_only_save_time_or_memory_change_nothing(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["losses"] == pytest.approx(results["whole"]["losses"][:4], abs=1e-6)
 
 
+@pytest.mark.needs("whole", "ddp:parity", "{name}")
 @pytest.mark.parametrize("name", ROUNDING_OPTIONS)
 def test_options_that_round_stay_near(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["losses"] == pytest.approx(results["whole"]["losses"][:4], rel=2e-2)
     assert results[name]["losses"] != results["ddp:parity"]["losses"][:4]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.needs("{name}:sampled", "{name}:not_sampled")
+@pytest.mark.parametrize("name", keep(SOME, STRATEGIES))
 def test_drawing_and_validating_with_the_average_leaves_training_bit_equal(
     results: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -172,7 +183,8 @@ def test_drawing_and_validating_with_the_average_leaves_training_bit_equal(
     assert "val/caption_gap" in sampled["metrics"]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.needs("whole", "clipped", "{name}:clipped")
+@pytest.mark.parametrize("name", keep(["ddp", "fsdp", "zero2_offload", "zero3", "gemini"], STRATEGIES))
 def test_clipping_over_accumulated_batches_is_that_of_one_process(
     results: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -184,12 +196,14 @@ def test_clipping_over_accumulated_batches_is_that_of_one_process(
     )
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.needs("frozen_text", "{name}:frozen_text")
+@pytest.mark.parametrize("name", keep(["ddp", "fsdp", "zero2", "gemini_offload"], STRATEGIES))
 def test_a_frozen_text_encoder_trains_alike(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[f"{name}:frozen_text"]["losses"] == pytest.approx(results["frozen_text"]["losses"], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.needs("whole", "{name}:{precision}")
+@pytest.mark.parametrize("name", keep(["ddp", "fsdp_offload", "zero1", "gemini"], STRATEGIES))
 @pytest.mark.parametrize("precision", ["bf16", "bf16_true"])
 def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], name: str, precision: str) -> None:
     ours, whole = results[f"{name}:{precision}"]["losses"], results["whole"]["losses"][:4]
@@ -197,8 +211,9 @@ def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], name: s
     assert ours != whole
 
 
+@pytest.mark.needs("whole", "{variation}", "{name}:{variation}")
 @pytest.mark.parametrize("variation", VARIATIONS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", keep(["ddp", "fsdp", "zero3_default", "gemini_offload"], STRATEGIES))
 def test_every_variation_of_training_is_that_of_one_process(
     results: dict[str, dict[str, Any]], name: str, variation: str
 ) -> None:
@@ -209,7 +224,8 @@ def test_every_variation_of_training_is_that_of_one_process(
         assert rms(whole["checkpoint"], results["whole"]["checkpoint"]) > 1e-7, "the variation has an effect"
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.needs("evaluated", "{name}:evaluated")
+@pytest.mark.parametrize("name", keep(["ddp", "fsdp", "zero3_offload", "gemini"], STRATEGIES))
 def test_validating_and_testing_after_fit_see_the_average_of_one_process(
     results: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -219,7 +235,8 @@ def test_validating_and_testing_after_fit_see_the_average_of_one_process(
     assert ours["test"]["test/loss"] == ours["validate"]["val/loss"]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.needs("{name}:stopped", "{name}:resumed", "{name}:not_sampled")
+@pytest.mark.parametrize("name", keep(SOME, STRATEGIES))
 def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(
     results: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -230,6 +247,7 @@ def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(
     assert rms(resumed["checkpoint"], plain["checkpoint"], "ema") == 0
 
 
+@pytest.mark.needs("{name}:signalled", "{name}:not_sampled")
 @pytest.mark.parametrize("name", SOME)
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(results: dict[str, dict[str, Any]], name: str) -> None:
     signalled, plain = results[f"{name}:signalled"], results[f"{name}:not_sampled"]
@@ -237,18 +255,21 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(results: dict[str, dict
     assert signalled["losses"] == plain["losses"][:3]
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.needs("{name}:ema_on_host", "{name}:not_sampled")
+@pytest.mark.parametrize("name", keep(["fsdp", "gemini"], SOME))
 def test_an_average_in_host_memory_is_the_same(results: dict[str, dict[str, Any]], name: str) -> None:
     on_host, plain = results[f"{name}:ema_on_host"], results[f"{name}:not_sampled"]
     assert on_host["losses"] == plain["losses"]
     assert rms(on_host["checkpoint"], plain["checkpoint"], "ema") == 0
 
 
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.needs("whole", "{name}:four")
+@pytest.mark.parametrize("name", keep(["hsdp"], OF_FOUR))
 def test_four_processes_train_as_one(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[f"{name}:four"]["losses"] == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
 
 
+@pytest.mark.needs("hsdp:four", "hsdp:four_stopped", "hsdp:four_resumed")
 def test_replicas_of_shards_go_on_where_they_were_stopped(results: dict[str, dict[str, Any]]) -> None:
     plain, stopped, resumed = (results[f"hsdp:{job}"] for job in ("four", "four_stopped", "four_resumed"))
     assert stopped["losses"] + resumed["losses"] == plain["losses"]
@@ -256,6 +277,7 @@ def test_replicas_of_shards_go_on_where_they_were_stopped(results: dict[str, dic
         assert rms(resumed["checkpoint"], plain["checkpoint"], kind) == 0
 
 
+@pytest.mark.needs("whole", "hsdp:four_stopped", "ddp:resumed_from_four")
 def test_two_processes_go_on_from_a_checkpoint_of_four(results: dict[str, dict[str, Any]]) -> None:
     ours = results["hsdp:four_stopped"]["losses"] + results["ddp:resumed_from_four"]["losses"]
     assert ours == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
@@ -264,8 +286,8 @@ def test_two_processes_go_on_from_a_checkpoint_of_four(results: dict[str, dict[s
 @pytest.fixture(scope="module")
 def drawn(results: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What plain diffusers draws with each strategy's pipeline, in a process that does not know of us."""
-    pipelines = {name: f"{results[f'{name}:parity']['checkpoint']}/pipeline" for name in STRATEGIES}
-    pipelines["whole"] = f"{results['whole']['checkpoint']}/pipeline"
+    trained = {"whole": results["whole"]} | {n: results[f"{n}:parity"] for n in STRATEGIES if f"{n}:parity" in results}
+    pipelines = {name: f"{found['checkpoint']}/pipeline" for name, found in trained.items()}
     file = tmp_path_factory.mktemp("drawn") / "pixels.npz"
     subprocess.run([sys.executable, "-c", _DRAW, json.dumps(pipelines), str(file)], check=True, timeout=300)
     return dict(np.load(file))
@@ -287,12 +309,14 @@ np.savez(sys.argv[2], **pixels)
 """
 
 
+@pytest.mark.needs("whole", "{name}:parity")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_plain_diffusers_draws_the_same_picture_with_every_strategys_pipeline(drawn: dict[str, Any], name: str) -> None:
     assert drawn[name].shape == (1, 32, 32, 3) and drawn[name].std() > 0.01
     assert np.abs(drawn[name] - drawn["whole"]).max() < 1 / 255
 
 
+@pytest.mark.needs("gemini_auto:sampled", "gemini:sampled")
 def test_gemini_places_chunks_by_itself_without_changing_a_bit(results: dict[str, dict[str, Any]]) -> None:
     automatic, fixed = results["gemini_auto:sampled"], results["gemini:sampled"]
     assert automatic["losses"] == fixed["losses"]

@@ -352,8 +352,10 @@ QUICK = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "split"),
-    [("sd", ["trainer.devices=2"]), ("sdxl", ["trainer.devices=2", "trainer.accumulate_grad_batches=2"])],
-    ids=["sd", "sdxl-accumulate"],
+    [
+        pytest.param("sd", ["trainer.devices=2"], id="sd", marks=pytest.mark.full("engines")),
+        pytest.param("sdxl", ["trainer.devices=2", "trainer.accumulate_grad_batches=2"], id="sdxl-accumulate"),
+    ],
 )
 def test_ddp_on_two_processes_learns_what_one_process_learns(
     family: str, split: list[str], tmp_path: Path, run_python: Callable[..., Any]

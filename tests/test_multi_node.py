@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launched_training import BIN, SMALL, TRAIN
+from suites import keep
 
 STEPS = 2
 
@@ -112,7 +113,7 @@ def final_loss(run_dir: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_zero2"])
+@pytest.mark.parametrize("strategy", keep(["fsdp"], ["fsdp", "deepspeed_zero2"], "engines"))
 def test_two_machines_train_what_one_process_trains(
     nodes: list[Node], strategy: str, single_loss: float, tmp_path: Path
 ) -> None:

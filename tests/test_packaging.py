@@ -150,7 +150,7 @@ def test_wheel_holds_code_configs_and_assets_and_nothing_else(wheel: Path) -> No
     assert re.search(r"Requires-Dist: deepspeed.*extra == 'deepspeed'", metadata)
 
 
-@pytest.mark.slow
+@pytest.mark.full("platform")
 def test_wheel_runs_from_another_folder(
     installed: Path, tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
@@ -168,7 +168,7 @@ def test_wheel_trains_without_the_extras(installed: Path, tmp_path: Path) -> Non
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.full("platform")
 def test_wheel_reads_the_users_own_configs(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "mine/data").mkdir(parents=True)
     (tmp_path / "mine/data/small.yaml").write_text("defaults: [digits, _self_]\nbatch_size: 24\n")
@@ -176,7 +176,7 @@ def test_wheel_reads_the_users_own_configs(installed: Path, tmp_path: Path) -> N
     assert re.search(r"^  batch_size: 24$", text, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.full("platform")
 def test_editable_install_sees_edits_of_the_checkouts_configs(editable: tuple[Path, Path], tmp_path: Path) -> None:
     python, checkout = editable
     assert run(python, "-c", CONFIG_DIR, cwd=tmp_path).strip() == str(checkout / "conf")

@@ -586,8 +586,7 @@ def test_tiles_lower_the_peak() -> None:
     assert tiled <= 1.5e9 < whole
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.full("platform")
 def test_loading_sd21_needs_little_more_memory_than_it_is_in_int8(
     tmp_path: Path, run_python: Callable[..., Any], repo: Path
 ) -> None:
@@ -607,8 +606,7 @@ def test_loading_sd21_needs_little_more_memory_than_it_is_in_int8(
 # ---------------------------------------------------------------------- why some layers are left out
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.full("quality")
 def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
     run_python: Callable[..., Any], repo: Path
 ) -> None:

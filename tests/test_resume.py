@@ -537,7 +537,7 @@ def test_a_run_killed_after_its_last_save_gets_its_results_when_it_is_resumed(
     assert [path.name for path in all_checkpoints(run)] == ["step-00000003"]
 
 
-@pytest.mark.slow
+@pytest.mark.full("matrix")
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_two_processes_continue_a_run_of_one_at_the_right_sample(
     tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]

@@ -15,7 +15,7 @@ def test_notebook_is_committed_without_outputs() -> None:
     assert not [cell for cell in notebook.cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
 
 
-@pytest.mark.slow
+@pytest.mark.full("platform")
 def test_notebook_teaches_a_subject_and_shows_before_and_after(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason="needs the extra notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)

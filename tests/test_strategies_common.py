@@ -146,9 +146,9 @@ def test_losses_and_weights_are_those_of_one_process(results: dict[str, dict[str
     whole, ours = results["whole"], results[f"{name}:parity"]
     assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-6)
     for kind in ("master", "ema"):
-        noise_floor = rms(whole["checkpoint"], results["two_halves"]["checkpoint"], kind)
-        assert 0 < noise_floor < 1e-5
-        assert rms(whole["checkpoint"], ours["checkpoint"], kind) <= 3 * noise_floor
+        # Sums in another order: Adam makes steps of it where a gradient is almost zero, in a few weights of a million.
+        for found in (ours, results["two_halves"]):
+            assert 0 < rms(whole["checkpoint"], found["checkpoint"], kind) < 1e-7
 
 
 @pytest.mark.needs("whole", "fifty", "{name}:fifty")

@@ -306,6 +306,7 @@ FILES = [
     ("generate run=run prompts=latin1.txt", "prompts=latin1.txt", "UTF-8", "save it as UTF-8"),
     ("generate run=run prompts=[a] output_dir=file", "output_dir=file", "a file is in the way", "choose another"),
     ("generate run=run prompts=[a] device=gpuu", "device=gpuu", "not there", "write device=cpu or auto"),
+    ("generate run=run prompts=[a] device=meta quantization=int8", "device=meta", "not there", "device=cpu or auto"),
 ]
 CASES = [*KEYS, *GROUPS, *TYPES, *MISSING, *NUMBERS, *COMBINATIONS, *WITHOUT_CUDA, *FILES]
 # (package, command line, words)

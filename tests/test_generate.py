@@ -170,8 +170,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run=RUN", "prompts=[a]", "height=30"], "height=30; expected a multiple of 8"),
     (["run=RUN", "prompts=[a]", "num_images_per_prompt=0"], "num_images_per_prompt=0; expected at least 1"),
     (["run=RUN", "prompts=[a]", "columns=0"], "columns=0; expected at least 1"),
-    (["run=RUN", "prompts=[a]", "device=cuda:99"], "device=cuda:99, which is not there; write device=cpu or auto"),
-    (["run=RUN", "prompts=[a]", "device=quantum"], "device=quantum, which is not there; write device=cpu or auto"),
+    *(
+        (["run=RUN", "prompts=[a]", f"device={name}"], f"device={name}, which is not there to compute on; expected")
+        for name in ("cuda:99", "quantum", "meta")
+    ),
     (["run=RUN", "prompts=[a]", "output_dir=empty.txt"], "output_dir=empty.txt: a file is in the way; choose another"),
     (["run=RUN", "prompt=[a]"], "prompt=[a]: there is no key 'prompt'; write prompts=[a]"),
 ]

@@ -67,10 +67,10 @@ def test_saved_model_draws_the_same_without_being_asked(cli: Any, pipeline: Path
 
 
 def test_settings_reach_the_model(cli: Any, pipeline: Path, tmp_path: Path) -> None:
-    settings = ["quantization.linear=weight_only", "quantization.exclude=[vae]", "quantization.dtype=bfloat16"]
+    settings = ["quantization.linear=bitsandbytes", "quantization.exclude=[vae]", "quantization.dtype=bfloat16"]
     assert cli(f"model.pretrained={pipeline}", "quantization=int8", "save_to=small", *settings)[0] == 0
     model = LatentDiffusion.from_pretrained(tmp_path / "small")
-    assert model.unet.int8_config.linear == "weight_only"
+    assert model.unet.int8_config.linear == "bitsandbytes"
     assert not list(int8_layers(model.vae)) and list(int8_layers(model.unet))
     assert {next(network.parameters()).dtype for network in model.networks.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "small/unet/config.json").read_text())["quantization_config"]["exclude"] == ["vae"]
@@ -131,4 +131,4 @@ def test_an_int8_folder_with_other_settings_is_refused(cli: Any, pipeline: Path)
     code, err = cli("model.pretrained=small", "quantization=int8", "quantization.exclude=[vae]", *QUICK)
     assert code == 2
     assert "in int8 already" in err and "load the original weights" in err
-    assert cli("model.pretrained=small", "quantization=int8", "quantization.linear=weight_only", *QUICK)[0] == 0
+    assert cli("model.pretrained=small", "quantization=int8", "quantization.linear=bitsandbytes", *QUICK)[0] == 0

@@ -254,9 +254,12 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"generate got device={name}, which is not there; write device=cpu or auto") from error
+        torch.zeros(1, device=device).item()  # "meta" has tensors, but no values
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise UsageError(
+            f"generate got device={name}, which is not there to compute on; expected auto, cpu, or cuda where there is "
+            "such a GPU; write device=cpu or auto"
+        ) from error
     return device
 
 

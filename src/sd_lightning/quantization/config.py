@@ -28,13 +28,14 @@ NUM_LAYERS = "num_layers"
 class Int8:
     """Weights in int8, one float32 scale per output channel; whatever computes with them, the stored bytes are alike.
 
-    Source of the scales and of the default for linear layers: LLM.int8(), arXiv 2208.07339.
+    Source of the scales: LLM.int8(), arXiv 2208.07339.
     """
 
-    linear: Linear = "bitsandbytes"
-    """What multiplies in linear layers: bitsandbytes' LLM.int8 (activations in int8, too, but for columns of
-    outliers), torchao (activations in int8, too), or weight_only (weights are dequantised on the fly). Convolutions
-    and embeddings are always the latter."""
+    linear: Linear = "weight_only"
+    """What multiplies in linear layers: weight_only (weights are dequantised on the fly), bitsandbytes' LLM.int8
+    (activations in int8, too, but for columns of outliers), or torchao (activations in int8, too). Convolutions and
+    embeddings are always the first. Only with it do pictures not depend on the batch that they are drawn in: a
+    difference in the last bit of an activation becomes a whole step where that is rounded to int8."""
     layers: Sequence[Layer] = ("linear", "conv2d", "embedding")
     """Kinds of layers that are quantised."""
     exclude: Sequence[str] = EXCLUDED
@@ -43,7 +44,7 @@ class Int8:
     float_inputs: Sequence[str] = FLOAT_INPUTS
     """Linear layers whose activations are never put into int8, whatever ``linear`` says; names as in ``exclude``."""
     threshold: float = 6.0
-    """bitsandbytes: activations from this size on count as outliers and are multiplied unquantised; 0: none are."""
+    """Of bitsandbytes: activations from this size on count as outliers and are multiplied unquantised; 0: none are."""
     dtype: Dtype | None = None
     """What the rest is kept in and the model computes in; as it is if not given. An SDXL pipeline's VAE that overflows
     in float16 (``force_upcast``) stays in float32."""

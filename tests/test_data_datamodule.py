@@ -4,6 +4,7 @@ Ranks are played one after the other in this process (`RankTrainer`); a real pro
 """
 
 import hashlib
+import json
 import logging
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 import small_training
+from sd_lightning import train
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import SDDataModule, digits_data, validation_batches
 from sd_lightning.data.loader import LoaderOptions
@@ -66,7 +68,7 @@ class Recorder(pl.LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seed = seed
-        self.latent_diffusion = SimpleNamespace(tokenize=tokenize)
+        self.latent_diffusion = SimpleNamespace(tokenize=tokenize, truncated=lambda captions: [False] * len(captions))
         self.encoder = SimpleNamespace(encode_moments=self._encode)
         self.num_encoded = 0
         self.steps: list[list[tuple[int, int, str]]] = []
@@ -328,6 +330,80 @@ def test_validation_is_in_order_without_randomness_and_with_wrong_captions() -> 
     wrong = torch.cat([batch["wrong_input_ids"] for batch in batches])
     assert torch.equal(wrong, tokenize([f"first {i}" for i in (1, 2, 3, 4, 0)]))
     assert all(batch["crop_top_left"].tolist() == [[0, 4]] * len(batch["index"]) for batch in batches)
+
+
+class Captioned(Squares):
+    """Squares with one caption each."""
+
+    def __init__(self, *captions: str) -> None:
+        super().__init__(len(captions))
+        self._captions = captions
+
+    def captions(self, index: int) -> list[str]:
+        if not self._captions[index]:
+            raise BadSample("no caption")
+        return [self._captions[index]]
+
+
+def validate(val: Squares, *, together: bool = True, **options: Any) -> tuple[SDDataModule, list[dict[str, Any]]]:
+    """Validate with a tokenizer that reads small letters only; ``together``: whether other ranks measure a gap."""
+    module = Recorder()
+    module.latent_diffusion.tokenize = lambda captions: tokenize([caption.lower() for caption in captions])
+    data, made = datamodule(val=val, **options), trainer(1)
+    agree = made.strategy.reduce_boolean_decision
+    made.strategy.reduce_boolean_decision = lambda decision, all=True: agree(decision, all) and together
+    made.validate(module, data, verbose=False)
+    return data, module.val_batches
+
+
+def test_a_wrong_caption_has_other_token_ids() -> None:
+    data, (batch,) = validate(Captioned("One", "ONE", "", "one", "two"), max_bad_fraction=0.5)
+    assert batch["captions"] == ["One", "ONE", "one", "one", "two"]
+    assert torch.equal(batch["wrong_input_ids"], tokenize(["two", "two", "two", "two", "one"]))
+    assert data.no_caption_gap is None
+
+
+@pytest.mark.parametrize(
+    ("captions", "empty", "together", "why"),
+    [
+        (("One", "ONE", "one"), 0.3, True, "all held-out captions are the same to the tokenizer"),
+        (("one", "two"), 0.3, False, "all held-out captions are the same to the tokenizer"),
+        (("one", "two"), 1.0, True, "the model is trained without captions (data.proportion_empty_prompts=1)"),
+    ],
+)
+def test_a_caption_gap_that_cannot_be_measured_is_said_and_left_out(
+    captions: tuple[str, ...], empty: float, together: bool, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = ImageOptions(16, proportion_empty_prompts=empty)
+    data, (batch,) = validate(Captioned(*captions), together=together, images=images, max_bad_fraction=0.5)
+    assert "wrong_input_ids" not in batch and data.no_caption_gap == why
+    data.val_dataloader()
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("sd_lightning")] == [
+        f"data: the caption gap is not measured: {why}"
+    ]
+
+
+def test_a_run_tells_how_many_captions_are_cut_and_that_it_has_no_caption_gap(
+    call_main: Callable[..., tuple[int, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "few").mkdir()
+    for i in range(6):
+        Image.new("RGB", (32, 32)).save(tmp_path / f"few/{i}.png")
+        text = "a handwritten three" if i == 4 else f"a very long caption of one and the same black square {i}"
+        (tmp_path / f"few/{i}.txt").write_text(text)
+    options = "data=images data.train_data_dir=few data.num_val_samples=2 data.batch_size=2 data.resolution=32"
+    options += " output_dir=run trainer.max_steps=4 trainer.val_check_interval=2 callbacks.samples=null"
+    code, out = call_main(train, *options.split(), "data.num_workers=0", "trainer.check_val_every_n_epoch=null")
+    assert code == 0
+    why = "all held-out captions are the same to the tokenizer"
+    assert f"caption gap        not measured: {why}" in out
+    assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("data: ")] == [
+        "data: 75.0 % of the captions are longer than the tokenizer reads",
+        f"data: the caption gap is not measured: {why}",
+    ]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["caption_gap"] is None and summary["no_caption_gap"] == why and summary["val_loss"] > 0
+    assert f"caption gap not measured<br>{why}" in (tmp_path / "run/report.html").read_text()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

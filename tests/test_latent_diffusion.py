@@ -85,6 +85,8 @@ def test_shipped_files_are_small_and_their_folders_complete() -> None:
 def test_tokenize_gives_one_row_per_text_encoder_padded_and_truncated(model: LatentDiffusion) -> None:
     captions = ["a handwritten three", "", "a handwritten three", "three " * 20]
     ids = model.tokenize(captions)
+    length = ids.shape[-1]
+    assert model.truncated(["a " * (length - 2), "a " * (length - 1), *captions[:1]]) == [False, True, False]
     assert ids.shape == (4, len(model.text_encoders), 8)
     assert ids.dtype == torch.int64
     tokenizer = model.tokenizers["tokenizer"]

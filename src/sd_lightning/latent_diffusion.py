@@ -305,6 +305,17 @@ class LatentDiffusion:
             self._token_ids[caption] = torch.stack(rows)
         return torch.stack([self._token_ids[caption] for caption in captions])
 
+    def truncated(self, captions: Sequence[str]) -> list[bool]:
+        """Tell of each caption whether :meth:`tokenize` cuts it for one of the text encoders."""
+        limits = [(tokenizer, tokenizer.model_max_length) for tokenizer in self.tokenizers.values()]
+        long = {
+            caption
+            for caption in set(captions)
+            for tokenizer, limit in limits
+            if len(tokenizer(caption, truncation=True, max_length=limit + 1).input_ids) > limit
+        }
+        return [caption in long for caption in captions]
+
     def forget_tokens(self) -> None:
         """Tokenize captions anew: a tokenizer has changed."""
         self._token_ids.clear()

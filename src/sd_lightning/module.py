@@ -238,7 +238,7 @@ class SDLightningModule(pl.LightningModule):
 
         The caption gap is the loss with wrong captions minus the loss with the right ones, on the noisier half of the
         schedule, where the caption matters. A model that ignores its prompts has a gap of zero, long before that
-        shows in pictures.
+        shows in pictures. Batches without ``wrong_input_ids`` measure none.
         """
         self._evaluate(batch, "val")
 
@@ -249,13 +249,15 @@ class SDLightningModule(pl.LightningModule):
     def _evaluate(self, batch: dict[str, Any], prefix: str) -> None:
         conditioning = self._conditioning(batch)
         losses = self._sample_losses(self._add_noise(batch), conditioning)
-        noisy = self._add_noise(batch, min_timestep=self.schedule.num_train_timesteps // 2)
-        right = self._sample_losses(noisy, conditioning)
-        wrong = self._sample_losses(noisy, self._conditioning(batch, prefix="wrong_"))
+        metrics = {"loss": losses}
+        if "wrong_input_ids" in batch:
+            noisy = self._add_noise(batch, min_timestep=self.schedule.num_train_timesteps // 2)
+            right = self._sample_losses(noisy, conditioning)
+            metrics["caption_gap"] = self._sample_losses(noisy, self._conditioning(batch, prefix="wrong_")) - right
         # Samples that only fill the last batches up, so that all ranks make the same calls, weigh nothing.
         weight = batch.get("sample_weight", torch.ones_like(losses))
         count = int(weight.sum())
-        for name, values in {"loss": losses, "caption_gap": wrong - right}.items():
+        for name, values in metrics.items():
             mean = (values * weight).sum() / max(count, 1)
             self.log(f"{prefix}/{name}", mean, batch_size=count, sync_dist=True)
 

@@ -250,6 +250,7 @@ def summarize(trainer: pl.Trainer, bad_samples: Mapping[str, str]) -> dict[str, 
     speed = throughput.summary() if throughput is not None else {}
     accuracy = samples.prompted_accuracy if samples is not None else None
     checkpoints = _callback(trainer, PortableCheckpoint)
+    gap, why = metrics.get("val/caption_gap"), trainer.datamodule.no_caption_gap  # type: ignore[attr-defined]
     return {
         "steps": trainer.global_step,
         "train_seconds": round(checkpoints.train_seconds, 2),
@@ -259,7 +260,8 @@ def summarize(trainer: pl.Trainer, bad_samples: Mapping[str, str]) -> dict[str, 
         "mfu": speed.get("mfu"),
         "final_loss": checkpoints.loss,
         "val_loss": metrics.get("val/loss"),
-        "caption_gap": metrics.get("val/caption_gap"),
+        "caption_gap": gap,
+        "no_caption_gap": None if gap is not None else why or "nothing was validated",
         "prompted_accuracy": accuracy,
         "prompted_accuracy_samples": samples.accuracy_samples if samples is not None and accuracy is not None else 0,
         "bad_samples": len(bad_samples),
@@ -284,6 +286,8 @@ def _print_results(summary: Mapping[str, Any], run_dir: Path) -> None:
         lines.append(f"images per second  {summary['images_per_second']:.0f}")
     if summary["caption_gap"] is not None:
         lines.append(f"caption gap        {summary['caption_gap']:.3f} (0: the model ignores its prompts)")
+    else:
+        lines.append(f"caption gap        not measured: {summary['no_caption_gap']}")
     if summary["prompted_accuracy"] is not None:
         lines.append(
             f"prompted accuracy  {summary['prompted_accuracy']:.1%} of {summary['prompted_accuracy_samples']} pictures"

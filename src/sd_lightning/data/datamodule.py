@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loader import EpochLoader, LoaderOptions, WholeBatchLoader
 from sd_lightning.data.sampler import GlobalBatchSampler, Key
 from sd_lightning.data.samples import CaptionedImages, ImageOptions
-from sd_lightning.data.source import Source, SourceSubset, hold_out
+from sd_lightning.data.source import BadSample, Source, SourceSubset, hold_out
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 
 log = logging.getLogger(__name__)
 
 _NAMED = 20
 """Bad samples that warnings and errors name."""
+_LOOKED_AT = 1000
+"""Samples whose captions tell how many the tokenizer cuts."""
 
 
 class SDDataModule(LightningDataModule):
@@ -40,6 +43,7 @@ class SDDataModule(LightningDataModule):
         batch_size: The global batch.
         bad_samples: Names of the samples that could not be used, and why (on this rank, so far).
         train_sampler: The sampler of the training loader, once there is one.
+        no_caption_gap: Why the validation measures no caption gap; None if it does.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class SDDataModule(LightningDataModule):
         self.cache_latents = cache_latents
         self.bad_samples: dict[str, str] = {}
         self.train_sampler: GlobalBatchSampler | None = None
+        self.no_caption_gap: str | None = "nothing was validated"
+        self._told_of_long_captions = False
         self._latents: dict[int, tuple[object, LatentTable]] = {}
         self._position: tuple[int, int] | None = None
         self._check_options()
@@ -150,6 +156,7 @@ class SDDataModule(LightningDataModule):
         )
         if self._position is not None:
             self.train_sampler.resume(*self._position)
+        self._tell_of_long_captions()
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loader_options.build(dataset, self.train_sampler, on_cuda=self._device().type == "cuda")
         return EpochLoader(loader, self.train_sampler, on_start=self._compare_bad)
@@ -162,9 +169,11 @@ class SDDataModule(LightningDataModule):
         if self.source_val is None:
             # No validation is what was asked for; Lightning asks whether it was intended.
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+            self.no_caption_gap = "no data are held out"
             return []
         world_size, rank = self._data_parallel()
         dataset = self._dataset(self.source_val, self.images.evaluation(), wrong_captions=True)
+        self._check_caption_gap(dataset)
         batches = validation_batches(len(self.source_val), self.val_batch_size or self.batch_size, world_size, rank)
         return WholeBatchLoader(self.loader_options.build(dataset, batches, on_cuda=self._device().type == "cuda"))
 
@@ -211,6 +220,36 @@ class SDDataModule(LightningDataModule):
             latents=self._latent_table(source) if self.cache_latents else None,
             max_bad=self._max_bad(),
         )
+
+    def _check_caption_gap(self, dataset: CaptionedImages) -> None:
+        """Say if there is no caption gap to measure: all ranks leave it out then, or none."""
+        was = self.no_caption_gap
+        if self.images.proportion_empty_prompts == 1:
+            self.no_caption_gap = "the model is trained without captions (data.proportion_empty_prompts=1)"
+        elif not self._attached().strategy.reduce_boolean_decision(dataset.has_wrong_captions):
+            self.no_caption_gap = "all held-out captions are the same to the tokenizer"
+        else:
+            self.no_caption_gap = None
+        dataset.has_wrong_captions = self.no_caption_gap is None
+        if self.no_caption_gap not in (None, was) and self._attached().is_global_zero:
+            log.warning("data: the caption gap is not measured: %s", self.no_caption_gap)
+
+    def _tell_of_long_captions(self) -> None:
+        """Say once which share of the training captions the tokenizer cuts, as far as a look at some tells."""
+        if self._told_of_long_captions or not self._attached().is_global_zero:
+            return
+        self._told_of_long_captions = True
+        total = len(self.source_train)
+        captions: list[str] = []
+        for i in range(min(_LOOKED_AT, total)):
+            with suppress(BadSample):
+                captions += self.source_train.captions(i * total // min(_LOOKED_AT, total))
+        cut = self._module().latent_diffusion.truncated(captions)
+        if captions:
+            level = logging.WARNING if any(cut) else logging.INFO
+            of = "" if total <= _LOOKED_AT else f" of {_LOOKED_AT} samples"
+            share = sum(cut) / len(cut)
+            log.log(level, "data: %.1f %% of the captions%s are longer than the tokenizer reads", 100 * share, of)
 
     def _latent_table(self, source: Source) -> LatentTable:
         """Encode a source once for an encoder, however often its loader is asked for."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,8 @@ class CaptionedImages(Dataset[dict[str, Any]]):
 
     - ``pixel_values`` (B, 3, H, W) float32 in [-1, 1], or ``latent_moments`` (B, 2C, h, w) float32
       when a table of latents is given
-    - ``input_ids`` (B, E, L) int64, E text encoders; in validation also ``wrong_input_ids``
+    - ``input_ids`` (B, E, L) int64, E text encoders; in validation also ``wrong_input_ids``, unless all samples have
+      the same ids
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
     - ``loss_weight`` (B,) float32 where the source weighs its samples (``loss_weights``)
@@ -103,8 +105,8 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             tokenize: Turns captions into token ids.
             options: Size, augmentation and caption dropout.
             seed: Seed of the run.
-            wrong_captions: Add ``wrong_input_ids``, the first caption of the next sample that has
-                another first caption, and use first captions only (validation).
+            wrong_captions: Add ``wrong_input_ids``, the first caption of the next sample whose first
+                caption has other token ids, and use first captions only (validation).
             latents: Encoded images to give instead of pixels.
             max_bad: Give up replacing samples once this many are bad in one batch; such a batch
                 holds ``bad`` only.
@@ -154,9 +156,27 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         }
         if hasattr(self.source, "loss_weights"):
             batch["loss_weight"] = self.source.loss_weights[used]
-        if self.wrong_captions:
+        if self.wrong_captions and self.has_wrong_captions:
             batch["wrong_input_ids"] = self.tokenize([self._wrong_caption(i) for i in used])
         return batch
+
+    @cached_property
+    def has_wrong_captions(self) -> bool:
+        """Whether two samples have first captions that the tokenizer tells apart; read until there are two."""
+        first: Tensor | None = None
+        for i in range(len(self)):
+            ids = self._first_ids(i)
+            first = ids if first is None else first
+            if ids is not None and first is not None and not torch.equal(ids, first):
+                return True
+        return False
+
+    def _first_ids(self, index: int) -> Tensor | None:
+        """Return the token ids of a sample's first caption; None if it cannot be read."""
+        try:
+            return self.tokenize([self.source.captions(index)[0]])
+        except BadSample:
+            return None
 
     def _read_pixels(self, epoch: Tensor, index: Tensor, bad: dict[int, str]) -> tuple[dict[str, Tensor], list[int]]:
         """Read, crop and flip the images; return them with the indices they really came from."""
@@ -208,13 +228,10 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         ]
 
     def _wrong_caption(self, index: int) -> str:
-        """Return the first caption of the next sample with another one ("" if all are the same)."""
-        right = self.source.captions(index)[0]
+        """Return the first caption of the next sample with another one, which the tokenizer tells apart."""
+        right = self._first_ids(index)
         for i in (*range(index + 1, len(self)), *range(index)):
-            try:
-                caption = self.source.captions(i)[0]
-            except BadSample:
-                continue
-            if caption != right:
-                return caption
-        return ""
+            ids = self._first_ids(i)
+            if ids is not None and right is not None and not torch.equal(ids, right):
+                return self.source.captions(i)[0]
+        raise RuntimeError(f"sample {index} has no wrong caption")

@@ -41,7 +41,8 @@ def write_report(
 
     Args:
         run_dir: The run's folder, which is named in the title.
-        summary: What ``summary.json`` holds. ``prompted_accuracy``, ``caption_gap``, ``final_loss``,
+        summary: What ``summary.json`` holds. ``prompted_accuracy``, ``caption_gap`` (or ``no_caption_gap``, why it
+            was not measured), ``final_loss``,
             ``images_per_second``, ``train_seconds``, ``steps`` and ``bad_samples`` stand out at the top where they are
             present; ``prompted_accuracy_samples`` gives the accuracy its confidence interval.
         metrics: Points by metric name, as :func:`~sd_lightning.report.read_metrics` returns them.
@@ -98,6 +99,9 @@ def _tiles(summary: Mapping[str, Any]) -> str:
             note = _accuracy_note(value, summary) if key == "prompted_accuracy" else ""
             shown = html.escape(number(value))
             tiles.append(f'<div class="card tile"><p class="value">{shown}</p><p>{label}{note}</p></div>')
+        elif key == "caption_gap" and summary.get("no_caption_gap"):
+            why = html.escape(str(summary["no_caption_gap"]))
+            tiles.append(f'<div class="card tile"><p class="value">—</p><p>{label} not measured<br>{why}</p></div>')
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 

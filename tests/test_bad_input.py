@@ -279,8 +279,40 @@ FILES = [
     ("train output_dir=run overwrite=true data=images data.train_data_dir=nowhere", "there is no folder 'nowhere'"),
     (
         "train output_dir=run overwrite=true init_from=run",
-        *("model.pretrained=run/pipeline is part of the run in output_dir=run", "choose another output_dir"),
+        *("init_from=run is output_dir=run", "expected two folders apart", "write output_dir=run-2"),
     ),
+    ("train output_dir=", "output_dir=: it is empty", "expected a folder", "write output_dir=runs/new"),
+    ("train output_dir=/", "output_dir=/: it is the root folder", "expected a folder of its own", "output_dir=runs/"),
+    (
+        "train output_dir=.",
+        "output_dir=.: it is the current folder",
+        "expected a folder of its own",
+        "output_dir=runs/",
+    ),
+    ("""train 'output_dir="~/a"'""", "output_dir=~/a: only a shell knows ~", "expected a whole path", "output_dir=/"),
+    ("train output_dir=few", "output_dir=few holds", "0.png, 0.txt,", "and 1 more (6 in all)", "output_dir=few/run"),
+    ("train output_dir=torn overwrite=true", "output_dir=torn holds", "model_index.json", "write output_dir=torn/run"),
+    ("train output_dir=torn resume=auto", "output_dir=torn holds", "model_index.json", "write output_dir=torn/run"),
+    ("train output_dir=torn model.pretrained=torn", "model.pretrained=torn is output_dir=torn", "output_dir=torn-2"),
+    (
+        "train output_dir=run resume=auto data=images data.train_data_dir=run/samples",
+        *("data.train_data_dir=run/samples lies in output_dir=run", "write output_dir=run-2"),
+    ),
+    (
+        "train data=huggingface data.dataset_name=few output_dir=few/run",
+        *("data.dataset_name=few: output_dir=few/run lies in it", "write output_dir=few-runs/run"),
+    ),
+    (
+        "dreambooth instance_data_dir=few instance_prompt=x output_dir=run overwrite=true model.pretrained=torn "
+        "class_data_dir=run/class with_prior_preservation=true class_prompt=y",
+        *("class_data_dir=run/class lies in output_dir=run", "write output_dir=run-2"),
+    ),
+    (
+        "dreambooth instance_data_dir=few instance_prompt=x class_data_dir= with_prior_preservation=true",
+        *("class_data_dir= without a value", "leave class_data_dir out"),
+    ),
+    ("generate run=run prompts=[a] output_dir=", "output_dir=: it is empty", "write output_dir=runs/new"),
+    ("generate run=run prompts=[a] save_to=.", "save_to=.: it is the current folder", "write save_to=runs/new"),
     ("train resume=nowhere", "resume=nowhere", "no such folder", "expected auto, a run or one of its checkpoints"),
     ("train resume=empty", "resume=empty", "no valid checkpoint", "expected a run or one of its checkpoints"),
     ("train resume=run data.batch_size=32", "data.batch_size=32", "data.batch_size=64", "or start a new run"),
@@ -477,11 +509,12 @@ def test_overwrite_deletes_what_a_run_left_and_nothing_else(folder: Path, tmp_pa
     shutil.copytree(folder / "run", run_dir)
     (run_dir / "photos").mkdir()
     (run_dir / "photos/me.jpg").touch()
+    (run_dir / ".sd_lightning").unlink()  # as an earlier release left it
     runs.prepare(run_dir, overwrite=False)
     assert set(os.listdir(run_dir)) - {".lock"} == {*os.listdir(folder / "run"), "photos"}
     runs.prepare(run_dir, overwrite=True)
     left = contents(run_dir).keys() - {str(run_dir / ".lock")}
-    assert left == {str(run_dir / "photos"), str(run_dir / "photos/me.jpg")}
+    assert left == {str(run_dir / name) for name in ("photos", "photos/me.jpg", ".sd_lightning")}
     assert (folder / "run/pipeline/model_index.json").exists()
 
 

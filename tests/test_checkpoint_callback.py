@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 
 import small_training as small
-from sd_lightning import UsageError, checkpoint, runs, typed_json
+from sd_lightning import UsageError, checkpoint, run_folder, runs, typed_json
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.checkpoint import all_checkpoints, checkpoint_path, verify
 
@@ -39,7 +39,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_newest_n_are_kept_and_nothing_else(run_dir: Path) -> None:
-    assert sorted(os.listdir(run_dir)) == ["checkpoints", "frozen"]
+    assert sorted(os.listdir(run_dir)) == [".sd_lightning", "checkpoints", "frozen"]
     assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-00000003", "step-00000004"]
     assert not any(verify(path) for path in all_checkpoints(run_dir))
 
@@ -56,6 +56,7 @@ def test_frozen_parts_are_stored_once_and_trained_ones_in_every_checkpoint(run_d
 
 def test_nothing_in_a_checkpoint_is_a_pickle_or_an_archive(run_dir: Path) -> None:
     files = [path for path in run_dir.rglob("*") if path.is_file()]
+    files.remove(run_dir / ".sd_lightning")
     assert {path.suffix for path in files} == {".safetensors", ".json"}
     for path in files:
         content = path.read_bytes()
@@ -236,8 +237,9 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     for name in (".tmp-step-00000007-00ff00ff", ".trash-step-00000001-00ff00ff"):
         (tmp_path / "checkpoints" / name / "state").mkdir(parents=True)
     (tmp_path / ".tmp-frozen").mkdir()
+    run_folder.mark(tmp_path)
     small.fit(small.module(), small.data(), 1, PortableCheckpoint(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "frozen"]
+    assert sorted(os.listdir(tmp_path)) == [".sd_lightning", "checkpoints", "frozen"]
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
 
 

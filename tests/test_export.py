@@ -327,7 +327,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run=3", ("run=3: expected str",)),
     ("run=RUN output=x", ("output=x: there is no key 'output'", "write output_dir=x")),
     ("run=RUN output_dir=taken", ("output_dir=taken is not empty", "choose another output_dir", "or delete it")),
-    ("run=RUN output_dir=.", ("output_dir=. is not empty", "choose another output_dir")),
+    ("run=RUN output_dir=.", ("output_dir=.: it is the current folder", "write output_dir=runs/new")),
     ("run=RUN output_dir=file", ("output_dir=file: a file is in the way", "choose another output_dir")),
     ("run=RUN output_dir=file/x", ("output_dir=file/x cannot be written", "choose another output_dir")),
     ("run=RUN output_dir=/proc/x/y", ("output_dir=/proc/x/y cannot be written", "choose another output_dir")),

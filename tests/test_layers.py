@@ -46,6 +46,7 @@ LAYERS: dict[str, int] = {
     "pipeline_folder": 2,
     "quantization": 2,
     "report": 2,
+    "run_folder": 2,
     "runs": 2,
     "sampling_schedulers": 2,
     "single_file": 2,

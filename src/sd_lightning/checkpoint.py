@@ -62,6 +62,15 @@ def is_portable(path: str | os.PathLike[str]) -> bool:
     return (root / MANIFEST_NAME).is_file() or bool(all_checkpoints(root))
 
 
+def has_manifest(path: Path) -> bool:
+    """Whether a folder holds a manifest as ``commit`` writes it; not whether the files are as it says."""
+    try:
+        manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.keys() >= {"sha256", "files"}
+
+
 def begin(run_dir: str | os.PathLike[str], step: int) -> Path:
     """Make the temporary directory in which the checkpoint of a step is built."""
     path = checkpoint_path(run_dir, step)

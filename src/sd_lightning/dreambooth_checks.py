@@ -47,11 +47,16 @@ def check_used(cfg: DictConfig) -> None:
 
 
 def check_folders(cfg: DictConfig) -> None:
-    """Refuse to let class images lie among the photos of the subject.
+    """Refuse to let class images lie among the photos of the subject, or in no folder of their own.
 
     Raises:
         UsageError: They would.
     """
+    if cfg.with_prior_preservation and not cfg.class_data_dir:
+        raise UsageError(
+            "dreambooth got class_data_dir= without a value; expected a folder for the class images; leave "
+            "class_data_dir out"
+        )
     photos, pictures = (Path(cfg[name]).resolve() for name in ("instance_data_dir", "class_data_dir"))
     if cfg.with_prior_preservation and (photos.is_relative_to(pictures) or pictures.is_relative_to(photos)):
         how = "the same folder" if photos == pictures else "one inside the other"

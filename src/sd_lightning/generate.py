@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sd_lightning import _conf, runs
+from sd_lightning import _conf, run_folder, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.generation import SamplingOptions, decoding_in_tiles, generate
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
+
+_GRID = "a grid of pictures"
+"""What a grid says of itself in its metadata."""
 
 log = logging.getLogger("sd_lightning.generate")  # __name__ is "__main__" under python -m
 
@@ -242,10 +246,17 @@ def write_png(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
 
 
 def _write_grid(images: Sequence[Image.Image], prompts: Sequence[str], folder: Path, columns: int | None) -> Path:
+    """Write all pictures as one, in the place of the last such grid but of no other picture."""
+    from PIL.PngImagePlugin import PngInfo
+
     from sd_lightning.report import image_grid
 
-    path = folder / "grid.png"
-    image_grid(list(images), columns or math.ceil(math.sqrt(len(images))), captions=list(prompts)).save(path)
+    names = itertools.chain(["grid.png"], (f"grid-{number}.png" for number in itertools.count(2)))
+    path = next(path for name in names if not (path := folder / name).exists() or _metadata(path) == _GRID)
+    info = PngInfo()
+    info.add_text("sd_lightning", _GRID)
+    grid = image_grid(list(images), columns or math.ceil(math.sqrt(len(images))), captions=list(prompts))
+    grid.save(path, pnginfo=info)
     return path
 
 
@@ -271,6 +282,7 @@ def _seeds(first: int, count: int) -> range:
 
 def _output_dir(name: str) -> Path:
     """Check that pictures can be written there, without making the folder yet."""
+    run_folder.check_place(name, key="output_dir")
     path = Path(name)
     try:
         if path.exists() and not path.is_dir():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sd_lightning import runs
+from sd_lightning import run_folder, runs
 from sd_lightning._errors import UsageError
 
 
@@ -20,11 +20,13 @@ def check_new_folder(name: str, *, key: str) -> Path:
         key: What the user gave it as, for messages: "output_dir".
 
     Raises:
-        UsageError: Something is there already, or nothing can be written there.
+        UsageError: Something is there already, nothing can be written there, or it is the root, the home or the
+            current folder.
     """
+    run_folder.check_place(name, key=key)
     path = Path(name).resolve()
     try:
-        if path.is_dir() and (any(path.iterdir()) or path == Path.cwd()):
+        if path.is_dir() and any(path.iterdir()):
             raise UsageError(f"{key}={name} is not empty; choose another {key}=<folder>, or delete it")
         if path.exists() and not path.is_dir():
             raise UsageError(f"{key}={name}: a file is in the way; choose another {key}=<folder>")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning import _conf, checkpoint, runs
+from sd_lightning import _conf, checkpoint, run_folder, runs
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 
@@ -31,6 +31,7 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
     Returns:
         The checkpoint to resume, if any.
     """
+    run_folder.check_place(cfg.output_dir, key="output_dir")
     _check_keys(cfg)
     is_own = adopt_base(cfg)
     adopt_engine_file(cfg)
@@ -55,7 +56,9 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
     # A run that is continued elsewhere is a new one there.
     resuming = cfg.resume == "auto" or (resume is not None and runs.holds(run_dir, resume))
     if is_first_process():
-        runs.check_output_dir(run_dir, resuming=resuming, overwrite=cfg.overwrite, reads=_reads(cfg))
+        reads = _reads(cfg, resumed=resume is not None and runs.holds(run_dir, resume))
+        _check_scanned(cfg, run_dir)
+        runs.check_output_dir(run_dir, resuming=resuming, overwrite=cfg.overwrite, reads=reads)
     elif not resuming and not cfg.overwrite:
         runs.check_unused(run_dir)  # this run has no checkpoint before all its processes are in it
     return resume
@@ -102,14 +105,37 @@ def adopt_base(cfg: DictConfig) -> bool:
 
 def is_resumed(cfg: DictConfig) -> bool:
     """Whether there is something to continue; the first checkpoint of a run waits for all of its processes."""
-    return cfg.resume is not None and (cfg.resume != "auto" or bool(checkpoint.all_checkpoints(cfg.output_dir)))
+    if cfg.resume != "auto":
+        return cfg.resume is not None
+    return run_folder.is_run(Path(cfg.output_dir)) and bool(checkpoint.all_checkpoints(cfg.output_dir))
 
 
-def _reads(cfg: DictConfig) -> dict[str, str]:
-    """Return the settings that may name a file or folder which the run reads, with their values."""
-    given = {"init_from": cfg.init_from, "model.pretrained": cfg.model.pretrained}
-    given |= {f"data.{key}": value for key, value in cfg.data.items()}
-    return {key: value for key, value in given.items() if isinstance(value, str)}
+def _reads(cfg: DictConfig, *, resumed: bool) -> dict[str, str]:
+    """Return the settings that name a file or folder which the run reads, with their values.
+
+    The model of a run that is resumed may be the run's own.
+    """
+    given = {key: value for key, value in cfg.data.items() if isinstance(value, str)}
+    reads = {key if key in cfg else f"data.{key}": value for key, value in given.items() if key.endswith("_dir")}
+    reads |= {f"data.{key}": value for key, value in given.items() if not key.endswith("_dir")}
+    if not resumed:
+        reads |= {"init_from": cfg.init_from} | {f"model.{key}": cfg.model.get(key) for key in ("pretrained", "vae")}
+    # What is not there is no path: the name of a column, a hub id. Folders of class images may be still to come.
+    return {k: v for k, v in reads.items() if v and (k.endswith("_dir") or os.path.exists(v))}
+
+
+def _check_scanned(cfg: DictConfig, run_dir: Path) -> None:
+    """Refuse a run inside a folder that ``datasets`` scans as a whole: its pictures would become data."""
+    from sd_lightning.data.images import is_saved_dataset
+
+    name = cfg.data.get("dataset_name")
+    if not name or not Path(name).is_dir() or is_saved_dataset(name):
+        return
+    if run_dir.resolve().is_relative_to(Path(name).resolve()):
+        raise UsageError(
+            f"data.dataset_name={name}: output_dir={run_dir} lies in it, and the run's pictures would become data; "
+            f"expected two folders apart; write output_dir={run_folder.unused(f'{Path(name)}-runs/{run_dir.name}')}"
+        )
 
 
 def _check_keys(cfg: DictConfig) -> None:

@@ -1,9 +1,10 @@
 """A run lives in one directory; this is its layout, and how other programs find things in it.
 
-``<run>/`` holds ``config.yaml``, ``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by
-every checkpoint), ``frozen-weights/`` (weights within trained networks that are not trained, if there are any),
-``pipeline/`` (the result, linked from the last checkpoint), ``samples/``, ``logs/``, ``summary.json`` and
-``report.html``.
+``<run>/`` holds ``.sd_lightning`` (the mark of a run: see :mod:`sd_lightning.run_folder`), ``config.yaml``,
+``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint),
+``frozen-weights/`` (weights within trained networks that are not trained, if there are any), ``pipeline/`` (the
+result, linked from the last checkpoint), ``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, where an
+engine's bytes are counted, ``memory_timeline.json``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-from sd_lightning import checkpoint
+from sd_lightning import checkpoint, run_folder
 from sd_lightning._errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,9 +99,9 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
 
 
 def holds(run_dir: Path, path: Path) -> bool:
-    """Return whether a checkpoint, or a run, is in a run's directory; its checkpoints may lie behind a link."""
+    """Return whether a path is in a run's directory, links followed; parts of the run may lie behind links."""
     place = path.resolve()
-    return any(place.is_relative_to(folder.resolve()) for folder in (run_dir, run_dir / "checkpoints"))
+    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in run_folder.NAMES)))
 
 
 def _newest_after(run_dir: Path, step: int) -> Path | None:
@@ -151,34 +152,24 @@ def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -
     module.load_state_dict(weights)
 
 
-WRITTEN = (
-    *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples"),
-    *("summary.json", "report.html", ".tmp-*", ".old-*"),
-)
-"""What a run leaves in its directory, as patterns; ``overwrite=true`` deletes this and nothing else there."""
-
-
-def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool, reads: Mapping[str, str]) -> None:
-    """Refuse to mix two runs in one directory, and one that cannot be written; nothing is left or removed.
+def check_output_dir(
+    run_dir: Path, *, resuming: bool, overwrite: bool, reads: Mapping[str, str | os.PathLike[str]]
+) -> None:
+    """Refuse a directory that is not a run's or holds another run, and one that cannot be written; touch nothing.
 
     Args:
         run_dir: The run's directory.
         resuming: Whether a run in it is continued.
         overwrite: Whether an earlier run in it is deleted.
-        reads: What the run will read: setting -> path or anything else.
+        reads: What the run will read: setting -> path.
 
     Raises:
-        UsageError: It holds another run, is not a directory, or cannot be written; or the run reads what it deletes.
+        UsageError: It holds another run or anything else, is not a directory, or cannot be written; or the run reads
+            what lies in it.
     """
-    for setting, path in reads.items() if overwrite else ():
-        if any(Path(path).resolve().is_relative_to(written.resolve()) for written in _written(run_dir)):
-            raise UsageError(
-                f"{setting}={path} is part of the run in output_dir={run_dir}, which overwrite=true deletes before "
-                "it is read; choose another output_dir=<folder>"
-            )
     try:
-        if run_dir.exists() and not run_dir.is_dir():
-            raise UsageError(f"output_dir={run_dir}: a file is in the way; choose another output_dir=<folder>")
+        _check_apart(run_dir, reads)
+        run_folder.check_ours(run_dir)
         if not resuming and not overwrite:
             check_unused(run_dir)
         check_writable(run_dir)
@@ -188,12 +179,18 @@ def check_output_dir(run_dir: Path, *, resuming: bool, overwrite: bool, reads: M
         ) from error
 
 
-def _written(run_dir: Path) -> list[Path]:
-    return [path for pattern in WRITTEN for path in run_dir.glob(pattern)]
+def _check_apart(run_dir: Path, reads: Mapping[str, str | os.PathLike[str]]) -> None:
+    for setting, path in reads.items():
+        if holds(run_dir, Path(path)):
+            same = Path(path).resolve() == run_dir.resolve()
+            raise UsageError(
+                f"{setting}={path} {'is' if same else 'lies in'} output_dir={run_dir}, where the run would write over "
+                f"what it reads; expected two folders apart; write output_dir={run_folder.unused(f'{run_dir}-2')}"
+            )
 
 
 def check_unused(run_dir: Path) -> None:
-    """Refuse to start a run where another has left checkpoints.
+    """Refuse to start a run where another has left checkpoints or its results.
 
     Raises:
         UsageError: It has.
@@ -202,6 +199,11 @@ def check_unused(run_dir: Path) -> None:
         raise UsageError(
             f"output_dir={run_dir} already holds a run; continue it with resume=auto, choose another output_dir=, "
             "or delete it with overwrite=true"
+        )
+    if any((run_dir / name).exists() for name in ("pipeline/model_index.json", "summary.json")):
+        raise UsageError(
+            f"output_dir={run_dir} already holds the results of a run, whose checkpoints are gone; choose another "
+            "output_dir=, or delete them with overwrite=true"
         )
 
 
@@ -214,25 +216,37 @@ def check_writable(folder: Path) -> None:
     while not folder.exists():
         folder = folder.parent
     # As root, os.access says yes to everything.
-    probe = folder / f".tmp-{secrets.token_hex(4)}"
+    probe = folder / f"{run_folder.TEMPORARY}{secrets.token_hex(4)}"
     probe.mkdir()
     probe.rmdir()
 
 
-def prepare(run_dir: Path, *, overwrite: bool) -> None:
-    """Make the run's directory; the last step before training, when everything else has been checked.
+def prepare(run_dir: Path, *, overwrite: bool = False, key: str = "output_dir", others: Collection[str] = ()) -> None:
+    """Make a run's directory, lock it and mark it as one; the last step before training.
 
     Args:
-        run_dir: What :func:`check_output_dir` accepted.
+        run_dir: The run's directory.
         overwrite: Delete what an earlier run left in it.
+        key: What the user gave it as, for messages.
+        others: Names in it that others write beside the run.
+
+    Raises:
+        UsageError: Another process runs there, or it holds what no run has written: neither is touched.
     """
+    run_folder.check_ours(run_dir, key=key, others=others)  # before there is a lock file
+    held = run_dir.resolve() in _locks
     lock(run_dir)
-    if overwrite and checkpoint.all_checkpoints(run_dir):
-        for path in _written(run_dir):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    try:
+        run_folder.check_ours(run_dir, key=key, others=others)  # again, now that nobody else can begin a run
+        run_folder.mark(run_dir)
+        if overwrite:
+            run_folder.delete_written(run_dir)
+    except BaseException:
+        if not held:
+            unlock(run_dir)
+        raise
 
 
-_LOCK_NAME = ".lock"
 _locks: dict[Path, int] = {}
 """Folders that this process, or the one it was forked from, has locked, with the open files."""
 
@@ -250,13 +264,13 @@ def lock(run_dir: Path) -> None:
     if folder in _locks:
         return
     while True:
-        handle = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)  # groups share runs
+        handle = os.open(folder / run_folder.LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # groups share runs
         try:
             _lock_file(handle)
         except OSError as error:
             _refuse_locked(run_dir, handle, error)
             return
-        if _is_file(handle, folder / _LOCK_NAME):
+        if _is_file(handle, folder / run_folder.LOCK):
             break
         os.close(handle)  # its holder was just removing it
     os.truncate(handle, 0)
@@ -287,8 +301,8 @@ def unlock(run_dir: Path) -> None:
     handle = _locks.pop(folder, None)
     if handle is None:
         return
-    if sys.platform != "win32" and _is_file(handle, folder / _LOCK_NAME):  # Windows removes no open file
-        (folder / _LOCK_NAME).unlink()
+    if sys.platform != "win32" and _is_file(handle, folder / run_folder.LOCK):  # Windows removes no open file
+        (folder / run_folder.LOCK).unlink()
     os.close(handle)
 
 
@@ -323,10 +337,11 @@ def _finished_step(run_dir: Path) -> int:
 def go_back(run_dir: Path, step: int) -> None:
     """Set aside what a run that continues at an earlier step has left: later checkpoints, and the results of them."""
     moved = checkpoint.set_aside(run_dir, step)
-    if _finished_step(run_dir) > step:
+    if _finished_step(run_dir) > step or step == 0:  # no result is of a run that has made no step
         for name in ("pipeline", "report.html", "summary.json"):  # the last one tells what the others are of
-            if (run_dir / name).exists():
+            if (run_dir / name).is_file() or (run_dir / name / "model_index.json").is_file():
                 new = run_dir / "checkpoints" / f"set-aside-{secrets.token_hex(4)}-{name}"
+                new.parent.mkdir(exist_ok=True)
                 moved.append((run_dir / name).rename(new))
     if not moved:
         return
@@ -335,11 +350,20 @@ def go_back(run_dir: Path, step: int) -> None:
 
 
 def publish_pipeline(run_dir: Path, newest: Path) -> Path:
-    """Make ``<run>/pipeline`` the pipeline of a checkpoint, by hard links; it is never half of one."""
+    """Make ``<run>/pipeline`` the pipeline of a checkpoint, by hard links; it is never half of one.
+
+    What others have put into that folder, such as a model card, stays in it.
+    """
     final, tmp, old = run_dir / "pipeline", run_dir / ".tmp-pipeline", run_dir / ".old-pipeline"
+    if old.is_dir() and not final.exists():
+        old.rename(final)  # a run was killed between the two renames below
     for leftover in (tmp, old):
         shutil.rmtree(leftover, ignore_errors=True)
     checkpoint.hard_link_tree(newest / "pipeline", tmp)
+    for path in run_folder.added_to(final) if final.is_dir() else ():
+        if not (tmp / path.name).exists():
+            link = checkpoint.hard_link_tree if path.is_dir() else checkpoint.hard_link
+            link(path, tmp / path.name)
     if final.exists():
         final.rename(old)
     tmp.rename(final)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from sd_lightning import checkpoint, runs, typed_json
+from sd_lightning import checkpoint, run_folder, runs, typed_json
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint_folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint_pipeline import write_pipeline
@@ -39,6 +39,7 @@ from sd_lightning.trainer_state import (
 
 log = logging.getLogger(__name__)
 
+_KEY = "PortableCheckpoint got run_dir"
 _NFS_SECONDS = 90.0
 """NFS clients may not see a new directory for a minute."""
 
@@ -51,7 +52,7 @@ class PortableCheckpoint(Checkpoint):
     is ever unpickled. It is complete or absent: see :mod:`sd_lightning.checkpoint`.
 
     Args:
-        run_dir: Directory of the run; checkpoints go to ``<run_dir>/checkpoints``.
+        run_dir: Directory of the run, new, empty or a run's; checkpoints go to ``<run_dir>/checkpoints``.
         every_n_steps: Optimizer steps between checkpoints; 0 saves only when training ends.
         keep: How many of the newest checkpoints stay on disk.
         resume: Checkpoint directory to continue.
@@ -64,6 +65,7 @@ class PortableCheckpoint(Checkpoint):
             raise UsageError(f"PortableCheckpoint got every_n_steps={every_n_steps}; expected 0 or more")
         if keep < 1:
             raise UsageError(f"PortableCheckpoint got keep={keep}; expected at least 1")
+        run_folder.check_place(run_dir, key=_KEY)
         self.run_dir = Path(run_dir)
         self.every_n_steps = every_n_steps
         self.keep = keep
@@ -242,17 +244,19 @@ class PortableCheckpoint(Checkpoint):
         raise checkpoint.disk_full(error, self.run_dir, step) or error
 
     def _open_run(self, trainer: pl.Trainer) -> None:
-        """Lock the run's directory and refuse one that holds another run, on all ranks together."""
+        """Refuse a directory that holds another run or anything else, or lock and mark it, on all ranks together."""
         refused = None
         if trainer.is_global_zero:
             try:
-                runs.lock(self.run_dir)
+                others = _logged(trainer, self.run_dir)
+                run_folder.check_ours(self.run_dir, key=_KEY, others=others)
                 newest = None if self._goes_on(trainer) else checkpoint.newest_valid(self.run_dir)
                 if newest is not None:
                     raise UsageError(
                         f"PortableCheckpoint got run_dir={self.run_dir}, which already holds a run; continue it with "
                         f"resume='{newest}', or give another run_dir"
                     )
+                runs.prepare(self.run_dir, key=_KEY, others=others)
             except (UsageError, OSError) as error:
                 refused = str(error)
         refused = trainer.strategy.broadcast(refused)
@@ -430,6 +434,19 @@ def _check_data(datamodule: Any) -> None:
             f"PortableCheckpoint got {given}; expected an SDDataModule, whose sampler says where a run stands and goes "
             "on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
         )
+
+
+def _logged(trainer: pl.Trainer, run_dir: Path) -> set[str]:
+    """Return the names in a directory under which loggers write: Lightning lets them begin before any callback."""
+    root, names = run_dir.resolve(), set()
+    for logger in trainer.loggers:
+        for place in filter(None, (logger.log_dir, logger.save_dir)):
+            folder = Path(place).resolve()
+            if folder == root:
+                names |= {"wandb", "metrics.csv", "hparams.yaml", "events.out.tfevents.*"}
+            elif folder.is_relative_to(root):
+                names.add(folder.relative_to(root).parts[0])
+    return names
 
 
 def _trained_parts(pl_module: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import io
 import json
+import logging
 import os
 import re
 import stat
@@ -23,6 +24,9 @@ from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size, to_rgb
+from sd_lightning.run_folder import is_run
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 METADATA = "metadata.jsonl"
@@ -127,7 +131,7 @@ class ImageFolder:
 
     Every line of ``metadata.jsonl`` is an object with ``file_name`` (relative to the folder) and the
     caption, a string or a list of strings. Without that file all images below the folder are used,
-    each with the ``.txt`` of the same name; every line of it is one caption.
+    but for the folders of runs, each with the ``.txt`` of the same name; every line of it is one caption.
 
     Attributes:
         dropped: Unusable entries and why.
@@ -256,8 +260,15 @@ class ImageFolder:
             raise UsageError(f"ImageFolder got data.train_data_dir={self.root}: {reason}") from reason
 
     def _find_sidecars(self) -> None:
-        """Collect the images below the root in a stable order; one scan finds their captions, too."""
+        """Collect the images below the root in a stable order; one scan finds their captions, too.
+
+        Runs below it are left out: a run would train on pictures that it has drawn itself.
+        """
         for folder, subfolders, names in os.walk(self.root, followlinks=True):
+            if Path(folder) != self.root and is_run(Path(folder)):
+                log.info("data: %s is the folder of a run, and left out", folder)
+                subfolders.clear()
+                continue
             subfolders.sort()
             present = set(names)
             for name in sorted(names):
@@ -412,12 +423,16 @@ def _choose(option: str, columns: list[str]) -> str:
     return f"write data.{option}={columns[0]}" + (f", or {', '.join(columns[1:])}" if len(columns) > 1 else "")
 
 
+def is_saved_dataset(name: str) -> bool:
+    """Whether a folder is one that ``Dataset.save_to_disk`` wrote, which names its files; others are scanned."""
+    return any(Path(name, marker).is_file() for marker in ("state.json", "dataset_dict.json"))
+
+
 def _open_dataset(name: str, split: str) -> Any:
     """Load one split from a saved folder or by name."""
     datasets = require("datasets", extra="datasets", who="data=huggingface")
-    saved = any(Path(name, marker).is_file() for marker in ("state.json", "dataset_dict.json"))
     try:
-        table = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, split=split)
+        table = datasets.load_from_disk(name) if is_saved_dataset(name) else datasets.load_dataset(name, split=split)
     except Exception as error:
         raise UsageError(
             f"data.dataset_name={name}: cannot load its split {split!r} ({type(error).__name__}: {error}); expected "

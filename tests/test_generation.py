@@ -1,5 +1,7 @@
 """Drawing pictures: the same whatever the batch, scheduler, precision or program that draws them."""
 
+import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,9 @@ import torch
 from PIL import Image
 
 import small_training
-from sd_lightning import LatentDiffusion, SamplingOptions, SDLightningModule
+from sd_lightning import LatentDiffusion, SamplingOptions, SDLightningModule, sampling_schedulers
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks import EMA, PortableCheckpoint
+from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
 from sd_lightning.encoder import LatentEncoder
 from sd_lightning.generation import generate
 from sd_lightning.sampling_schedulers import scheduler_class
@@ -142,12 +144,51 @@ def test_vae_decodes_in_float32_while_the_trainer_samples_in_half_precision(mode
         ({"width": 4}, "width=4; expected a multiple of 8 pixels, e.g. width=8"),
         ({"guidance_scale": -0.5}, "guidance_scale=-0.5; expected at least 0"),
         ({"scheduler": "ddimm"}, "scheduler=ddimm: diffusers has no such scheduler"),
+        (
+            {"num_inference_steps": 1001},
+            "num_inference_steps=1001, more than the 1000 steps that the model was trained",
+        ),
+        ({"num_inference_steps": 2000, "scheduler": "euler"}, "expected 1 to 1000, e.g. num_inference_steps=25"),
     ],
 )
 def test_impossible_options_are_refused(model: LatentDiffusion, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         draw(model, **options)
     assert message in str(error.value)
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    samples = SampleGrid(tmp_path / "run", options=SamplingOptions(num_inference_steps=1001))
+    module = small_training.module()
+    with pytest.raises(UsageError, match="num_inference_steps=1001, more than the 1000 steps"):
+        small_training.fit(module, small_training.data(), 1, samples)
+    assert module.last_loss is None and not (tmp_path / "run").exists()
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "EDMEulerScheduler"])
+def test_what_a_scheduler_warns_of_is_said_once(
+    model: LatentDiffusion, scheduler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sampling_schedulers, "_said", set())
+    heard, library = Heard(), logging.getLogger("diffusers")
+    monkeypatch.setattr(library, "handlers", [heard])
+    caplog.set_level(logging.WARNING, library.name)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            draw(model, scheduler=scheduler, batch_size=1)
+    said = [str(each.message) for each in warned] + heard.said
+    assert len([text for text in said if "config" in text]) == 1, said
+    assert len(said) == len(set(said)), said
 
 
 def test_number_of_seeds_must_be_that_of_the_prompts(model: LatentDiffusion) -> None:

@@ -314,6 +314,26 @@ def test_metrics_of_the_progress_bar_are_shown(
     assert last.startswith("step 12/12 | loss 0.1235 | ") and "hidden" not in last
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_the_loss_shown_is_that_of_the_step_and_not_a_part_of_it(
+    automatic: bool, tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Constant(Model):
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx) * 0 + 1.0702
+            self.log("train/loss", loss)
+            return loss
+
+    model = Constant(clock)
+    model.automatic_optimization = automatic
+    bounds = {"accumulate_grad_batches": 4, "max_steps": 3} if automatic else {"max_steps": -1, "max_epochs": 1}
+    run = trainer(tmp_path, TrainingProgress(), log_every_n_steps=1, **bounds)
+    run.fit(model, loader(clock))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert lines and all(" | loss 1.07 | " in line for line in lines), lines
+    assert float(run.logged_metrics["train/loss"]) == pytest.approx(1.0702)
+
+
 def test_a_run_bounded_by_epochs_knows_its_steps(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from sd_lightning.generation import SamplingOptions, decoding_in_tiles, generate
 from sd_lightning.inference_memory import inference_bytes
 from sd_lightning.latent_diffusion import LatentDiffusion
 from sd_lightning.new_folder import check_new_folder, complete_or_absent
+from sd_lightning.pipeline_folder import find_folder, read_json
 from sd_lightning.quantization import Int8, quantize_
 
 if TYPE_CHECKING:
@@ -112,6 +113,10 @@ def run(cfg: DictConfig) -> int:
     options, device = request.sampling, _device(request.device)
     seeds, output_dir = _seeds(request.seed, len(prompts)), _output_dir(request.output_dir)
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
+    folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
+    schedule = folder / "scheduler" / "scheduler_config.json"
+    if schedule.is_file():  # or else loading says what is missing
+        options.check_steps(read_json(schedule))  # before weights are read
     model = _load(request, device)
     options.check(model)
     if save_to is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.latent_diffusion import LatentDiffusion
-from sd_lightning.sampling_schedulers import scheduler_class
+from sd_lightning.sampling_schedulers import said_once, scheduler_class
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -64,14 +64,29 @@ class SamplingOptions:
             UsageError: The scheduler is not for this model, or cannot do with that few or many steps.
         """
         scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
+        self.check_steps(scheduler.config)
         try:
-            scheduler.set_timesteps(self.num_inference_steps)
-            _ = scheduler.timesteps
+            with said_once():
+                scheduler.set_timesteps(self.num_inference_steps)
+                _ = scheduler.timesteps
         except (ValueError, IndexError) as error:
             raise UsageError(
                 f"sampling got num_inference_steps={self.num_inference_steps}, with which {type(scheduler).__name__} "
                 f"cannot work ({error}); give another number or scheduler, e.g. num_inference_steps=25"
             ) from error
+
+    def check_steps(self, scheduler_config: Mapping[str, Any]) -> None:
+        """Refuse more steps than a model was trained with: some would be drawn twice, or between two of them.
+
+        Raises:
+            UsageError: There are more.
+        """
+        most = scheduler_config.get("num_train_timesteps", 1000)  # as in diffusers
+        if self.num_inference_steps > most:
+            raise UsageError(
+                f"sampling got num_inference_steps={self.num_inference_steps}, more than the {most} steps that the "
+                f"model was trained with; expected 1 to {most}, e.g. num_inference_steps={min(most, 25)}"
+            )
 
 
 def generate(
@@ -106,7 +121,8 @@ def generate(
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
     options.check(latent_diffusion)
     device = device or next(latent_diffusion.unet.parameters()).device
-    pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
+    with said_once():
+        pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())
     for network in networks:
         if not any(isinstance(p, DTensor) for p in network.parameters()):  # FSDP places them itself
@@ -114,6 +130,7 @@ def generate(
     images: list[Image.Image] = []
     vae = latent_diffusion.vae
     with (
+        said_once(),
         torch.no_grad(),
         _evaluation_mode(networks),
         _common_dtype(networks, device),

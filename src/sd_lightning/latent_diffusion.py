@@ -37,7 +37,7 @@ from sd_lightning.pipeline_folder import (
 from sd_lightning.quantization.folder import load_int8_network, stored_int8
 from sd_lightning.quantization.model import int8_config, int8_record
 from sd_lightning.safetensors_file import write_tensors
-from sd_lightning.sampling_schedulers import samples_stable_diffusion, scheduler_class
+from sd_lightning.sampling_schedulers import said_once, samples_stable_diffusion, scheduler_class
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -349,7 +349,8 @@ class LatentDiffusion:
         component = self.components["scheduler"]
         class_name = component.class_name if name is None else scheduler_class(name)
         try:
-            scheduler = getattr(diffusers, class_name).from_config(dict(component.config))
+            with said_once():
+                scheduler = getattr(diffusers, class_name).from_config(dict(component.config))
         except (ImportError, TypeError, ValueError, KeyError) as error:  # a missing package, arguments of its own
             raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
         if not samples_stable_diffusion(scheduler):

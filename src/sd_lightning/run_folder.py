@@ -207,14 +207,15 @@ def delete_written(run_dir: Path) -> None:
         else:
             for part in set(path.iterdir()) - set(kept):
                 shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
-        _remove_empty(path.parent, run_dir)
+    for folder in sorted((run_dir / "logs").glob("**/"), reverse=True):  # loggers make theirs before they write
+        _remove_empty(folder)
+    for name in ("checkpoints", "samples", "pipeline"):
+        _remove_empty(run_dir / name)
 
 
-def _remove_empty(folder: Path, run_dir: Path) -> None:
-    with suppress(OSError):  # it is not empty, or a link
-        while folder != run_dir:
-            folder.rmdir()
-            folder = folder.parent
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it is not empty, not there, or a link
+        folder.rmdir()
 
 
 def added_to(pipeline: Path) -> list[Path]:

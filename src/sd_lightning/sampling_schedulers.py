@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sd_lightning._errors import UsageError
+
+_said: set[tuple[object, ...]] = set()
+"""Warnings that have been let through."""
+_listening = False
 
 
 def scheduler_class(name: str) -> str:
@@ -44,3 +52,49 @@ def samples_stable_diffusion(scheduler: Any) -> bool:
         return False
     parameters = list(inspect.signature(scheduler.step).parameters.values())
     return len(parameters) >= 3 and all(p.default is not p.empty for p in parameters[3:] if p.kind != p.VAR_KEYWORD)
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Let every warning of diffusers through once per process: it warns whenever a scheduler is built, or steps."""
+    global _listening
+    if _listening:
+        yield
+        return
+    show = warnings.showwarning
+
+    def show_once(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if _is_new(category, str(message)):
+            show(message, category, *where, **more)
+
+    handlers = [*logging.getLogger("diffusers").handlers, *logging.getLogger().handlers]
+    filters = [(handler, _Once(handler)) for handler in handlers]
+    _listening = True
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = show_once
+            for handler, once in filters:
+                handler.addFilter(once)
+            yield
+    finally:
+        _listening = False
+        for handler, once in filters:
+            handler.removeFilter(once)
+
+
+class _Once(logging.Filter):
+    """Drops what diffusers has told a handler before."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        super().__init__("diffusers")
+        self._handler = handler
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is shown."""
+        return not super().filter(record) or _is_new(self._handler, record.name, record.getMessage())
+
+
+def _is_new(*said: object) -> bool:
+    is_new = said not in _said
+    _said.add(said)
+    return is_new

@@ -168,7 +168,7 @@ class TrainingProgress(ProgressBar, PauseListener):
         """Return the losses and the other metrics of the progress bar as text."""
         shown = {name.rpartition("/")[2]: value for name, value in trainer.progress_bar_metrics.items()}
         if self._loss is not None and not any("loss" in name for name in shown):
-            shown = {"loss": self._loss.item(), **shown}
+            shown = {"loss": self._loss.item() * _num_parts(trainer), **shown}
         texts = {name: f"{name} {float(value):.4g}" for name, value in shown.items()}
         losses = [text for name, text in texts.items() if "loss" in name]
         return losses, [text for text in texts.values() if text not in losses]
@@ -207,6 +207,11 @@ def _total_steps(trainer: Trainer) -> int | None:
 def _loss(outputs: Any) -> torch.Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return loss.detach() if isinstance(loss, torch.Tensor) else None
+
+
+def _num_parts(trainer: Trainer) -> int:
+    """By what Lightning has divided a batch's loss before callbacks see it."""
+    return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
 
 
 def _three_digits(value: float) -> str:

@@ -75,6 +75,10 @@ class SampleGrid(Callback):
         self._last_step = 0
         self._drawn_step = -1
 
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Find out before the first step that a model cannot be sampled with these options."""
+        self.options.check(pl_module.latent_diffusion)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
         self._drawn_step = -1

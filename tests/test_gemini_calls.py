@@ -235,13 +235,208 @@ def test_weights_used_elsewhere_are_refused_where_they_do_not_stay(train: Callab
         train(engine, network)
 
 
-def test_reentrant_checkpoints_are_refused() -> None:
+# ---------------------------------------------------------------------- backward passes inside of others
+
+
+class Inside(Residual):
+    """A residual block that checkpoints a part of itself, as often as asked."""
+
+    times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.a(x))
+        for _ in range(self.times):
+            hidden = hidden + checkpoint(self.inner, hidden, use_reentrant=True)
+        return x + hidden
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return self.b(hidden.sin())
+
+
+def network_of(block: type[nn.Module]) -> Net:
+    torch.manual_seed(0)
+    network = Net()
+    network.blocks = nn.ModuleList(block() for _ in range(3))
+    return network
+
+
+def checkpointed_inside(api: Api, network: Net) -> None:
+    one_after_another(api, network)
+
+
+checkpointed_inside.block = Inside  # type: ignore[attr-defined]
+
+
+def reentrant(api: Api, network: Net) -> None:
+    def losses(step: int) -> Iterator[Tensor]:
+        hidden = network.inp(batch(step))
+        for block in network.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        yield network.head(hidden).square().mean()
+
+    steps_of(api, network, losses)
+
+
+def reentrant_network(api: Api, network: Net) -> None:
+    """All units in one nested backward pass, with a checkpoint of the other kind, and of the same, inside."""
+
+    def inner(x: Tensor) -> Tensor:
+        x = checkpoint(network.blocks[0], network.inp(x), use_reentrant=True)
+        return network.head(checkpoint(network.blocks[1], x, use_reentrant=False))
+
+    def losses(step: int) -> Iterator[Tensor]:
+        yield checkpoint(inner, batch(step).requires_grad_(), use_reentrant=True).square().mean()
+
+    steps_of(api, network, losses)
+
+
+def reentrant_and_shared(api: Api, network: Net) -> None:
+    """One block is called under two checkpoints and without, before and after; another twice under one."""
+
+    def twice(x: Tensor) -> Tensor:
+        return network.blocks[1](network.blocks[1](x))
+
+    def losses(step: int) -> Iterator[Tensor]:
+        hidden = network.blocks[0](network.inp(batch(step)))
+        for block in (network.blocks[0], twice, network.blocks[0], network.blocks[2]):
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        yield network.head(network.blocks[2](network.blocks[0](hidden))).square().mean()
+
+    steps_of(api, network, losses)
+
+
+class Again(torch.autograd.Function):
+    """Calls a module, and in the backward pass again, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, fails: bool) -> Tensor:
+        ctx.module, ctx.fails = module, fails
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.module(x)
+            (weight,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
+            if ctx.fails:
+                failing = output.clone()
+                failing.register_hook(fail)
+                try:
+                    failing.sum().backward(retain_graph=True)
+                except ZeroDivisionError:
+                    pass  # the pass around it goes on
+            output.backward(gradient)
+        assert x.grad is not None and torch.equal(x.grad, weight)
+        return x.grad, None, None
+
+
+def fail(gradient: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def functions_that_go_backward(api: Api, network: Net) -> None:
+    def losses(step: int) -> Iterator[Tensor]:
+        hidden = network.inp(batch(step))
+        for block in network.blocks:
+            hidden = Again.apply(hidden, block, step == 1)
+        yield network.head(hidden).square().mean()
+
+    steps_of(api, network, losses)
+
+
+def hooks_that_go_backward(api: Api, network: Net) -> None:
+    def losses(step: int) -> Iterator[Tensor]:
+        other = network.head(network.blocks[1](batch(70 + step))).square().mean()
+        hidden = network.inp(batch(step))
+        hidden.register_hook(lambda gradient: other.backward())
+        yield network.head(network.blocks[2](network.blocks[0](hidden))).square().mean()
+
+    steps_of(api, network, losses)
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize(
+    "train",
+    [
+        checkpointed_inside,
+        reentrant,
+        reentrant_network,
+        reentrant_and_shared,
+        functions_that_go_backward,
+        hooks_that_go_backward,
+    ],
+)
+def test_backward_passes_inside_of_others_equal_plain_torch(train: Callable[..., None], placement: str) -> None:
+    assert_as_plain_torch(train, EVERYWHERE[placement])
+
+
+def test_what_is_computed_again_from_a_gradient_is_refused() -> None:
+    """Two checkpoints of the same weights inside one block: fine where weights stay, by name where they do not."""
+
+    class Twice(Inside):
+        times = 2
+
+    def train(api: Api, network: Net) -> None:
+        one_after_another(api, network)
+
+    train.block = Twice  # type: ignore[attr-defined]
+    for config in WHOLE.values():
+        assert_as_plain_torch(train, config)
+    network = network_of(Twice)
+    engine = GeminiEngine({"": network}, GeminiConfig(**EVERYWHERE["all offloaded, small"]))
+    with pytest.raises(UsageError, match=r"a second gradient of blocks\.2\.b\.\w+ from a backward pass inside another"):
+        train(engine, network)
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize("fails", ["inside", "around"])
+def test_a_pass_that_fails_inside_of_another_or_around_it_is_forgotten(fails: str, placement: str) -> None:
+    def train(api: Api, network: Net) -> None:
+        optimizer = api.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+        for step in range(3):
+            if step == 1:
+                hidden = network.inp(batch(step))
+                if fails == "around":
+                    hidden.register_hook(fail)
+                hidden = checkpoint(failing if fails == "inside" else network.blocks[0], hidden, use_reentrant=True)
+                with pytest.raises(ZeroDivisionError):
+                    network.head(network.blocks[1](hidden)).square().mean().backward()
+                optimizer.zero_grad()
+            # The next one begins inside of a node, and with a graph from before.
+            hidden = checkpoint(network.blocks[0], batch(step).requires_grad_(), use_reentrant=True)
+            network.head(hidden).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def failing(x: Tensor) -> Tensor:
+        hidden = network_under_test[0].blocks[0](x)
+        if hidden.requires_grad:
+            hidden.register_hook(fail)
+        return network_under_test[0].blocks[2](hidden)
+
+    network_under_test: list[Net] = []
+
+    def train_one(api: Api, network: Net) -> None:
+        network_under_test[:] = [network]
+        train(api, network)
+
+    assert_as_plain_torch(train_one, EVERYWHERE[placement])
+
+
+def test_gradients_are_not_dropped_by_anything_but_an_exception() -> None:
     network = fresh()
     engine = GeminiEngine({"": network}, GeminiConfig(**LARGE))
-    engine.optimizer(torch.optim.SGD(network.parameters()))
-    hidden = network.head(checkpoint(network.blocks[0], batch(0).requires_grad_(), use_reentrant=True))
-    with pytest.raises(UsageError, match="write use_reentrant=False"):
-        hidden.sum().backward()
+    output = network(batch(0))
+    output.register_hook(lambda gradient: None)
+    hidden = network.blocks[1](batch(0).requires_grad_())
+    hidden.register_hook(lambda gradient: engine.abort())
+    with pytest.raises(RuntimeError, match="dropped inside the backward pass that computes them"):
+        network.head(hidden).sum().backward()
+    squared(network, 0).backward()  # the failed one is forgotten
+    assert engine.statistics()["aborted"] == 1
 
 
 # ---------------------------------------------------------------------- optimizers
@@ -348,12 +543,12 @@ def test_hyper_parameters_are_loaded_in_place() -> None:
 
 
 def fresh() -> Net:
-    torch.manual_seed(0)
-    return Net()
+    return network_of(Residual)
 
 
 def assert_as_plain_torch(train: Callable[..., None], config: dict[str, Any]) -> None:
-    network, expected = fresh(), fresh()
+    block = getattr(train, "block", Residual)
+    network, expected = network_of(block), network_of(block)
     initial = expected.head.weight.detach().clone()
     train(Plain(), expected)
     assert train is penalty_alone or not torch.allclose(expected.head.weight, initial, atol=1e-3)

@@ -252,6 +252,11 @@ class Chunk:
             # Whatever would still read the weight in this backward pass gets autograd's error, not the gradient.
             self._versions.setdefault(parameter, parameter._version)
             torch.autograd.graph.increment_version(parameter)
+            parameter.data = self._nan.expand(parameter.shape)
+
+    def is_overwritten(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient is in the place of this weight."""
+        return self.state is ChunkState.OVERWRITTEN and self.slots[parameter].name in self.filled
 
     def _gradient_slots(self, keep: bool) -> Tensor:
         if self.gradients is not None:

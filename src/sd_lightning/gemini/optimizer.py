@@ -162,8 +162,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters."""
-        if self._engine.runtime.is_in_backward and torch._C._current_graph_task_id() == -1:
-            self._engine.abort()
+        self._engine.runtime.recover()
         if any(chunk.has_gradients for chunk in self.chunks):
             self._forget()
 

@@ -40,6 +40,35 @@ class Monitor(Protocol):
         ...
 
 
+class _TaskEnd:
+    """What a graph task of autograd calls at its end, unless it fails; nothing else holds it."""
+
+    def __init__(self, runtime: Runtime, number: int) -> None:
+        self._runtime = runtime
+        self._number = number
+        self.is_called = False
+
+    def __call__(self) -> None:
+        self.is_called = True
+        self._runtime._end_task(self._number)
+
+
+class _Task:
+    """A graph task of autograd that is a part of the backward pass."""
+
+    def __init__(self, end: _TaskEnd) -> None:
+        self._end = weakref.ref(end)
+        self.node: Any = None
+        """Of autograd, before which the last unit was opened."""
+        self.at_node: list[int] = []
+        """Units that were opened before it."""
+
+    @property
+    def is_running(self) -> bool:
+        end = self._end()
+        return end is not None and not end.is_called
+
+
 Observer = Callable[[str, int], None]
 """(what happens: "forward", "backward" or "end", index of the unit): called when a unit's weights are there."""
 
@@ -87,19 +116,19 @@ class Runtime:
         self._chunks_of = [sorted({chunk_of[p].index for p in unit.parameters}) for unit in units]
         self.tracer = Tracer(self._chunks_of)
         self._running: list[int] = []
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, int] = {}
+        """Chunks of containers, and the graph task until whose end they are in use."""
         self._calls: Counter[int] = Counter()
         self._users: dict[int, set[int]] = {}
-        self._open: dict[int, None] = {}
+        self._open: dict[int, int] = {}
+        """Units whose backward pass has begun, and the graph task that it began in."""
+        self._spent: dict[int, set[int]] = {}
+        """By chunk that is not reduced yet: units that may have gradients in the place of their weights."""
         self._visited: dict[int, None] = {}
         self._kept: dict[int, None] = {}
         self._reductions: deque[tuple[Chunk, Pending]] = deque()
-        self._task: int | None = None
-        self._node: Any = None
-        """Of autograd, before which the last unit was opened."""
-        self._at_node: list[int] = []
-        """Units that were opened before it."""
-        self._recomputed_in: int | None = None
+        self._tasks: dict[int, _Task] = {}
+        """Of the backward pass under way, by autograd's numbers: others run inside of the first one's nodes."""
         self._removable: list[Any] = []
         self._attach()
 
@@ -118,7 +147,8 @@ class Runtime:
 
     @property
     def is_in_backward(self) -> bool:
-        return self._task is not None
+        """Whether a backward pass has begun and not ended: one that failed counts until it is forgotten."""
+        return bool(self._tasks)
 
     # ---------------------------------------------------------------- hooks
 
@@ -166,7 +196,7 @@ class Runtime:
                 if not torch.is_grad_enabled() and self._begins_inference(index):
                     self.tracer.end_pass()
         else:
-            self._recomputed_in = self._task
+            self._renew(index)  # recomputation of a checkpointed block
         self._running.append(index)
         self._access(index, "forward")
 
@@ -177,8 +207,7 @@ class Runtime:
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if index in self._running:
             del self._running[self._running.index(index) :]
-        in_backward = torch._C._current_graph_task_id() != -1  # recomputation of a checkpointed block
-        if output is None or in_backward or not torch.is_grad_enabled():
+        if output is None or not torch.is_grad_enabled():
             return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if not tensors:
@@ -188,14 +217,19 @@ class Runtime:
                 "torch.utils._pytree"
             )
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-        if differentiable:
+        if not differentiable:
+            return
+        if torch._C._current_graph_task_id() == -1:
             self._calls[index] += 1
             for chunk in self._chunks_of[index]:
                 self._users.setdefault(chunk, set()).add(index)
-            register_multi_grad_hook(differentiable, partial(self._before_backward, index), mode="any")
+        # Inside a backward pass, what is computed again goes backward in a task of its own (use_reentrant=True) or not
+        # at all.
+        register_multi_grad_hook(differentiable, partial(self._before_backward, index), mode="any")
 
     def _before_backward(self, index: int, gradient: Tensor) -> None:
-        self._begin_backward()
+        number = self._begin_backward()
+        task = self._tasks[number]
         if torch.is_grad_enabled() and not all(self.chunks[c].is_resident for c in self._chunks_of[index]):
             raise UsageError(
                 f"Gemini got a backward pass with create_graph=True through {self.units[index].name or 'the network'}, "
@@ -205,18 +239,20 @@ class Runtime:
         # Autograd runs in the reverse order of execution, so whatever ran later is done; but for units that return
         # the same tensor: a network and its last block, a block and the one after it that was left out.
         node = torch._C._current_autograd_node()
-        if node is not self._node:
-            self._node = node
-            self._at_node.clear()
-            for earlier in list(self._open):
+        if node is not task.node:
+            task.node = node
+            task.at_node.clear()
+            for earlier in [unit for unit, opened_in in self._open.items() if opened_in == number]:
                 if earlier != index and not self.units[earlier].is_container and self._calls[earlier] <= 0:
                     self._close(earlier)
-        self._at_node.append(index)
+        task.at_node.append(index)
         self._calls[index] -= 1
-        self._open[index] = None
+        self._renew(index)
+        self._open[index] = number
         self._visited.update(dict.fromkeys(self._chunks_of[index]))
         if self.units[index].is_container:
-            self._pinned.update(self._chunks_of[index])
+            for chunk in self._chunks_of[index]:
+                self._pinned.setdefault(chunk, number)
         self._access(index, "backward")
 
     def _on_gradient(self, chunk: Chunk, parameter: Tensor) -> None:
@@ -224,6 +260,13 @@ class Runtime:
         self._begin_backward()
         if chunk.index not in self._visited:
             self._note_late(chunk, parameter)
+        elif len(self._tasks) > 1 and chunk.is_overwritten(parameter):
+            raise UsageError(
+                f"Gemini got a second gradient of {_name(chunk, parameter)} from a backward pass inside another "
+                "(torch.utils.checkpoint with use_reentrant=True): the first one had taken the place of the weight, "
+                "which is gathered for one pass only; write use_reentrant=False, or keep the weights whole on the "
+                "accelerator (shard_param_frac=0, offload_param_frac=0)"
+            )
         chunk.put_gradient(parameter, parameter.grad, keep=self.keeps_gradients)
         parameter.grad = None
         self.touched.add(parameter)
@@ -231,9 +274,8 @@ class Runtime:
     def _note_late(self, chunk: Chunk, parameter: nn.Parameter) -> None:
         """Have the optimizer ask the ranks: a parameter was used outside of its unit's forward, here at least."""
         if not chunk.is_resident:
-            name = next(name for name, known in chunk.parameters.items() if known is parameter)
             raise UsageError(
-                f"Gemini got a gradient of {name} outside of its block's part of the backward pass: it is used outside "
+                f"Gemini got a gradient of {_name(chunk, parameter)} outside of its block's part of the backward pass: it is used outside "
                 "of that block's forward, where it is not gathered; use it inside, or keep the weights whole on the "
                 "accelerator (shard_param_frac=0, offload_param_frac=0)"
             )
@@ -242,20 +284,53 @@ class Runtime:
 
     # ---------------------------------------------------------------- backward
 
-    def _begin_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if self._task == task:
-            return
-        if self._task is not None:
-            if self._recomputed_in == self._task:
-                raise UsageError(
-                    "Gemini got a block under torch.utils.checkpoint with use_reentrant=True, whose backward pass "
-                    "hides it; write use_reentrant=False"
-                )
+    def _begin_backward(self) -> int:
+        """Note that the graph task that runs now belongs to the backward pass; return its number."""
+        number = torch._C._current_graph_task_id()
+        if number in self._tasks:
+            return number
+        if self._has_failed():
             self.abort()
-        self._task = task
-        self.gradients_version += 1
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if not self._tasks:
+            self.gradients_version += 1
+        # Otherwise a node of the task before has begun this one: a checkpoint with use_reentrant=True, or a function
+        # of the user's that calls backward.
+        end = _TaskEnd(self, number)
+        self._tasks[number] = _Task(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return number
+
+    def _has_failed(self) -> bool:
+        """Whether the backward pass has ended in an exception: autograd has let go of its first task."""
+        return bool(self._tasks) and not next(iter(self._tasks.values())).is_running
+
+    def _end_task(self, number: int) -> None:
+        if number == next(iter(self._tasks), None):
+            self._end_backward()
+            return
+        if self._tasks.pop(number, None) is None:
+            return  # the pass around it was forgotten
+        self._pinned = {chunk: task for chunk, task in self._pinned.items() if task != number}
+        for index in [index for index, task in self._open.items() if task == number]:
+            if self._calls[index] <= 0:
+                self._close(index)
+            else:
+                self._note_spent(index)
+
+    def _renew(self, index: int) -> None:
+        """Reduce the gradients that may have taken the place of a unit's weights: it is about to compute again."""
+        task = torch._C._current_graph_task_id()
+        is_elsewhere = self._open.get(index, task) != task
+        for chunk in self._chunks_of[index]:
+            is_spent = chunk in self._visited and (is_elsewhere or index in self._spent.get(chunk, ()))
+            if is_spent and not self.chunks[chunk].is_resident:
+                self._reduce(chunk)
+                self._visited[chunk] = None
+
+    def _note_spent(self, index: int) -> None:
+        for chunk in self._chunks_of[index]:
+            if chunk in self._visited:
+                self._spent.setdefault(chunk, set()).add(index)
 
     def _close(self, index: int) -> None:
         """A unit has all its gradients: reduce the chunks that no other unit still works on."""
@@ -265,9 +340,11 @@ class Runtime:
             users.discard(index)
             if not users and chunk in self._visited and chunk not in self._pinned:
                 self._reduce(chunk)
+        self._note_spent(index)
 
     def _reduce(self, index: int) -> None:
         del self._visited[index]
+        self._spent.pop(index, None)
         self.late.discard(index)
         chunk = self.chunks[index]
         if not chunk.is_trained:
@@ -305,11 +382,11 @@ class Runtime:
         self._calls.clear()
         self._users.clear()
         self._open.clear()
+        self._spent.clear()
         self._visited.clear()
         self._pinned.clear()
         self._running.clear()
-        self._at_node.clear()
-        self._task = self._node = self._recomputed_in = None
+        self._tasks.clear()
 
     def flush(self, late: Iterable[int] = ()) -> None:
         """Reduce gradients that were kept whole, where no backward pass outside ``no_sync`` did.
@@ -326,12 +403,26 @@ class Runtime:
             self._finish_reduction()
 
     def recover(self) -> None:
-        """Forget the last backward pass if it ended in an exception."""
-        if self._task is not None and torch._C._current_graph_task_id() == -1:
+        """Forget the last backward pass if it ended in an exception; called outside of one.
+
+        Raises:
+            RuntimeError: It is still running: its gradients must not be lost.
+        """
+        if self._has_failed():
             self.abort()
+        elif self._tasks and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                "Gemini: a network was called while a backward pass runs in another thread; expected one thread"
+            )
 
     def abort(self) -> None:
-        """Forget a backward pass that ended in an exception, and all gradients since the last optimizer step."""
+        """Forget a backward pass that ended in an exception, and all gradients since the last optimizer step.
+
+        Raises:
+            RuntimeError: Called inside the backward pass.
+        """
+        if torch._C._current_graph_task_id() in self._tasks:
+            raise RuntimeError("Gemini: gradients were to be dropped inside the backward pass that computes them")
         while self._reductions:
             _, pending = self._reductions.popleft()
             pending.wait()
@@ -421,7 +512,7 @@ class Runtime:
         return True
 
     def _furthest(self, until: int, keep: set[Chunk]) -> Chunk | None:
-        units = [*self._running, *self._at_node]
+        units = [*self._running, *(index for task in self._tasks.values() for index in task.at_node)]
         in_use = keep | {self.chunks[c] for index in units for c in self._chunks_of[index]}
         in_use |= {self.chunks[c] for c in self._pinned}
         candidates = [
@@ -438,6 +529,10 @@ class Runtime:
 
 
 _EVICTABLE = {ChunkState.GATHERING, ChunkState.GATHERED}
+
+
+def _name(chunk: Chunk, parameter: nn.Parameter) -> str:
+    return next(name for name, known in chunk.parameters.items() if known is parameter)
 
 
 def _accumulated(runtime: weakref.ref[Runtime], chunk: int, parameter: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import held_out_models
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.chunked import Reader
@@ -39,7 +40,7 @@ class Job:
     """``gemini``, ``ddp``, or ``torch``: one process with the whole batch."""
     network: str = "blocks"
     """``blocks``, ``pair`` of two networks, ``lora`` with frozen weights below trained ones, ``twins``, ``direct``,
-    ``unet``."""
+    ``unet``, or one of ``held_out_models.MODELS``."""
     config: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
     steps: int = 20
@@ -55,6 +56,8 @@ class Job:
     penalised: bool = False
     """The last of two ranks has a backward pass of its own for a penalty on a block's weight."""
     checkpointed: bool = False
+    checkpoints: str = ""
+    """Of a held-out model: ``reentrant`` or ``saved``."""
     compiled: str = ""
     """``block``: each block's ``_call_impl``."""
     two_groups: bool = False
@@ -189,6 +192,8 @@ def build(job: Job) -> nn.Module:
         if job.checkpointed:
             network.enable_gradient_checkpointing()
         network.train()
+    elif job.network in held_out_models.MODELS:
+        network = held_out_models.build(job.network, job.checkpoints)
     elif job.network == "pair":
         network = Pair()
     elif job.network == "twins":
@@ -215,6 +220,8 @@ def inputs(step: int, job: Job) -> tuple[Tensor, ...]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
+    if job.network in held_out_models.MODELS:
+        return held_out_models.inputs(job.network, generator)
     if job.network == "unet":
         latents, noise = normal(BATCH, 4, 8, 8), normal(BATCH, 4, 8, 8)
         return latents, torch.randint(0, 1000, (BATCH,), generator=generator), normal(BATCH, 8, 64), noise
@@ -225,6 +232,9 @@ def inputs(step: int, job: Job) -> tuple[Tensor, ...]:
 def loss_of(network: nn.Module, batch: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """Return the mean squared error of a batch."""
     batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
+    if isinstance(network, held_out_models.HeldOut):
+        output = network(*batch)
+        return F.mse_loss(output, torch.linspace(-2.0, 2.0, output.shape[1]).expand_as(output))
     if len(batch) == 4:
         latents, timesteps, text, noise = batch
         return F.mse_loss(network(latents, timesteps, text).sample.float(), noise.float())
@@ -236,6 +246,8 @@ def optimizers_of(job: Job, network: nn.Module) -> list[torch.optim.Optimizer]:
     parameters = [p for p in network.parameters() if p.requires_grad]
     settings: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9} if job.optimizer == "SGD" else {"lr": 1e-3}
     settings |= {"fused": True, "weight_decay": 0.05}
+    if job.network in held_out_models.MODELS:
+        settings["eps"] = 1e-4  # gradients that are 0 but for rounding, as of a key's bias, move nothing
     if job.optimizer.startswith("AdamW8bit"):
         import bitsandbytes
 

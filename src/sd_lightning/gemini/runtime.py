@@ -275,9 +275,9 @@ class Runtime:
         """Have the optimizer ask the ranks: a parameter was used outside of its unit's forward, here at least."""
         if not chunk.is_resident:
             raise UsageError(
-                f"Gemini got a gradient of {_name(chunk, parameter)} outside of its block's part of the backward pass: it is used outside "
-                "of that block's forward, where it is not gathered; use it inside, or keep the weights whole on the "
-                "accelerator (shard_param_frac=0, offload_param_frac=0)"
+                f"Gemini got a gradient of {_name(chunk, parameter)} outside of its block's part of the backward pass: "
+                "it is used outside of that block's forward, where it is not gathered; use it inside, or keep the "
+                "weights whole on the accelerator (shard_param_frac=0, offload_param_frac=0)"
             )
         self._finish_reductions_of(chunk)  # nothing is written to what is being sent
         self.late.add(chunk.index)

@@ -53,6 +53,9 @@ class Job:
     frozen: bool = False
     unused: str = ""
     """``everywhere`` or ``one_rank``: where a branch of each block is not used."""
+    skips: str = ""
+    """What some ranks do with some blocks in some steps: ``branch``, ``no_grad``, ``detached``, ``held`` or
+    ``dropped``; see :class:`Skipping`."""
     penalised: bool = False
     """The last of two ranks has a backward pass of its own for a penalty on a block's weight."""
     checkpointed: bool = False
@@ -169,6 +172,45 @@ class Direct(nn.Module):
         return self.head(hidden)
 
 
+class Skipping(Blocks):
+    """Blocks of which some do not go backward, in another way on each rank.
+
+    ``branch``: a low-rank correction, the only trained weights before the head, is left out; ``no_grad``: a block
+    runs without gradients; ``detached``: what it returns is detached; ``held``: and kept; ``dropped``: it is not
+    called.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.skipped: set[int] = set()
+        self.kept: list[Tensor] = []
+        if how == "branch":
+            for module in (self.embed, self.blocks):
+                module.requires_grad_(False)
+            self.gain.requires_grad_(False)
+            for index in (1, 3):
+                self.blocks[index].up = LowRank(self.blocks[index].up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        self.kept.clear()
+        for index, block in enumerate(self.blocks):
+            is_skipped = index in self.skipped
+            if self.how == "branch" and isinstance(block.up, LowRank):
+                block.up.is_used = not is_skipped
+            if is_skipped and self.how == "dropped":
+                continue
+            with torch.no_grad() if is_skipped and self.how == "no_grad" else nullcontext():
+                output = block(hidden)
+            if is_skipped and self.how in ("detached", "held"):
+                if self.how == "held":
+                    self.kept.append(output)
+                output = hidden + output.detach()
+            hidden = output * self.gain
+        return self.head(hidden) + self.tied(hidden)
+
+
 class LowRank(nn.Module):
     """A frozen layer and a trained correction of rank 2 (Hu et al. 2021, equation 3)."""
 
@@ -177,8 +219,11 @@ class LowRank(nn.Module):
         self.layer = layer.requires_grad_(False)
         self.first = nn.Parameter(torch.randn(2, layer.in_features) * 0.1)
         self.second = nn.Parameter(torch.zeros(layer.out_features, 2))
+        self.is_used = True
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.is_used:
+            return self.layer(x)
         return self.layer(x) + F.linear(F.linear(x, self.first), self.second)
 
 
@@ -194,6 +239,8 @@ def build(job: Job) -> nn.Module:
         network.train()
     elif job.network in held_out_models.MODELS:
         network = held_out_models.build(job.network, job.checkpoints)
+    elif job.skips:
+        network = Skipping(job.skips)
     elif job.network == "pair":
         network = Pair()
     elif job.network == "twins":
@@ -298,7 +345,7 @@ class Training:
             self.engine = self._engine()
             self.trained = self.network  # the one with weights, where it was on the meta device
         elif job.engine == "ddp":
-            unused = bool(job.unused)
+            unused = bool(job.unused or job.skips)
             self.trained = nn.parallel.DistributedDataParallel(self.network, find_unused_parameters=unused)
         self.begin_fit()
         self.dtype = getattr(torch, job.dtype)
@@ -389,6 +436,8 @@ class Training:
             if job.unused:
                 uses = job.unused == "one_rank" and rank == 0 if shares > 1 else job.unused == "one_rank"
                 self.network.with_extra = uses
+            if job.skips:
+                self.network.skipped = [set(), {1} if rank else set(), {1, 3} if rank else {2}, {0, 3}][index % 4]
             loss = loss_of(self.trained, batch, self.dtype) / job.accumulate
             factor = job.loss_factor if job.factor_rank in (None, rank) else 1.0
             scaled = loss * factor / (shares if job.engine == "torch" else 1)

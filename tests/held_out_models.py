@@ -155,8 +155,8 @@ def build(name: str, checkpoints: str = "") -> HeldOut:
     """
     network = MODELS[name]().train()
     for parameter in network.parameters():
-        if not parameter.any():
-            nn.init.normal_(parameter, std=0.1)  # gradients come through
+        if parameter.dim() > 1 or not parameter.any():
+            nn.init.normal_(parameter, std=0.2)  # large enough for gradients that are not lost in rounding
     model = network.model
     if not checkpoints or not getattr(model, "supports_gradient_checkpointing", True):
         return network

@@ -38,7 +38,10 @@ def initial(model: str) -> Findings:
 
 
 def assert_as_plain_torch(found: Findings, model: str) -> None:
-    """Each parameter has moved as far as it does there, but for rounding: AdamW moves each by up to 3e-3."""
+    """Each parameter has moved as far as it does there, but for rounding: AdamW moves each by up to 3e-3.
+
+    What has no gradient, as a key's bias, only decays.
+    """
     before, expected = initial(model).weights, plain(model).weights
     assert found.weights.keys() == expected.keys()
     for name, weight in expected.items():
@@ -47,7 +50,6 @@ def assert_as_plain_torch(found: Findings, model: str) -> None:
     assert len(still) <= 0.15 * len(expected), still
 
 
-# What has no gradient but rounding, as a key's bias, only decays.
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_trains_a_model_with_reentrant_checkpoints_as_plain_torch(model: str) -> None:

@@ -53,7 +53,15 @@ AUTO = PLACEMENTS["auto_some"]
 ROOM = {"placement": "auto", "memory_cap": "1MiB", "reduce_once": "auto"}
 TWINS = {"chunk_numel": 64}
 """One layer in each chunk."""
+SKIPS = ["branch", "no_grad", "detached", "held", "dropped"]
 BUDGETED = {"offload_optim_frac": 0.5, "offload_param_frac": 0.3, "gathered_budget": 16_000}
+
+
+SKIPPED_IN: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "budgeted": BUDGETED,
+    "kept_gathered": {"shard_param_frac": 0.0},
+}
 
 
 def jobs_of_ranks() -> list[Job]:
@@ -65,6 +73,13 @@ def jobs_of_ranks() -> list[Job]:
         Job("ddp/unused_one_rank", engine="ddp", unused="one_rank"),
         Job("feature/unused_one_rank", config=BUDGETED, unused="one_rank"),
         Job("unused_one_rank/kept_gathered", config={"shard_param_frac": 0.0}, unused="one_rank"),
+        *(Job(f"ddp/{how}", engine="ddp", skips=how) for how in SKIPS),
+        *(
+            Job(f"{how}/{place}", config=config, skips=how)
+            for how in SKIPS
+            for place, config in SKIPPED_IN.items()
+            if how != "dropped" or place == "kept_gathered"
+        ),
         Job("act/drop", config=BUDGETED, unused="one_rank", act="drop"),
         Job("penalised", config={"shard_param_frac": 0.0}, penalised=True),
         Job("outputs_of_others/one_layer_each", network="direct", config={"chunk_numel": 64}),
@@ -249,6 +264,20 @@ def test_a_parameter_used_on_one_rank_only_trains_as_under_ddp(two_ranks: list[d
     assert loss <= 1e-6 and rms <= 1e-6
     moved = distance(found, two_ranks[0]["place/sharded"])[1]
     assert moved > 1e-3, "the branch makes no difference"
+
+
+@pytest.mark.parametrize("how", SKIPS)
+def test_blocks_that_go_backward_on_some_ranks_only_train_as_under_ddp(
+    two_ranks: list[dict[str, Findings]], how: str
+) -> None:
+    expected = two_ranks[0][f"ddp/{how}"]
+    for place in SKIPPED_IN if how != "dropped" else ["kept_gathered"]:
+        found = two_ranks[0][f"{how}/{place}"]
+        loss, rms = distance(found, expected)
+        assert loss <= 1e-6 * max(1.0, *expected.losses) and rms <= 1e-6, place
+        assert found.digest == two_ranks[1][f"{how}/{place}"].digest
+        assert found.notes["statistics"]["schedules"] == 20 / 2, "two steps of four differ between ranks"
+    assert distance(expected, two_ranks[0]["place/sharded"])[1] > 1e-3, "it makes no difference"
 
 
 def test_gradients_that_are_dropped_leave_nothing_behind_on_any_rank(two_ranks: list[dict[str, Findings]]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from difflib import SequenceMatcher
+from functools import partial, reduce
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from sd_lightning._errors import UsageError
@@ -38,6 +42,19 @@ class Monitor(Protocol):
     def abort(self) -> None:
         """The pass under way is forgotten."""
         ...
+
+
+class _Call:
+    """A unit's call, which its part of autograd's graph alone holds."""
+
+    def __init__(self, unit: int, key: int) -> None:
+        self.unit = unit
+        self.key = key
+        """Calls go backward from the largest; equal ones at the same node, in their order."""
+        self.has_begun = False
+        """Its backward pass."""
+        self.position: int | None = None
+        """In the schedule."""
 
 
 class _TaskEnd:
@@ -78,7 +95,8 @@ class Runtime:
 
     Everything that leads to a collective depends only on which units run, in which order: never on which parameters
     of a unit got gradients, on time, or on this rank's memory. So all ranks do the same, also where a parameter is
-    used on one of them only.
+    used on one of them only. Where units themselves go backward on some ranks only, all ranks find that out as the
+    pass begins, and follow one schedule: a rank takes part for what it does not compute.
 
     Args:
         units: All units of all networks.
@@ -129,6 +147,13 @@ class Runtime:
         self._reductions: deque[tuple[Chunk, Pending]] = deque()
         self._tasks: dict[int, _Task] = {}
         """Of the backward pass under way, by autograd's numbers: others run inside of the first one's nodes."""
+        self._graph: list[weakref.ref[_Call]] = []
+        """Calls that may go backward."""
+        self._has_begun = False
+        """Whether a unit went backward in the pass under way."""
+        self._schedule: list[tuple[int, int]] | None = None
+        """(number of the node, unit): how units go backward if ranks differ."""
+        self._cursor = 0
         self._removable: list[Any] = []
         self._attach()
 
@@ -192,17 +217,20 @@ class Runtime:
         if torch._C._current_graph_task_id() == -1:
             self.recover()
             if not self._running:
-                self.tracer.begin(with_gradients=torch.is_grad_enabled())
-                if not torch.is_grad_enabled() and self._begins_inference(index):
-                    self.tracer.end_pass()
+                self._begin_forward(index)
         else:
             self._renew(index)  # recomputation of a checkpointed block
         self._running.append(index)
         self._access(index, "forward")
 
-    def _begins_inference(self, index: int) -> bool:
-        """Whether a forward pass without gradients starts again at the unit that the last one started with."""
-        return self.tracer.current_start == index
+    def _begin_forward(self, index: int) -> None:
+        self._graph = [call for call in self._graph if call() is not None]
+        if torch.is_grad_enabled():
+            self.tracer.begin(with_gradients=True)
+        elif self.tracer.current_start in (None, index):
+            # Otherwise it is a part of the pass under way, and on other ranks may have gradients.
+            self.tracer.begin(with_gradients=False)
+            self.tracer.end_pass()
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if index in self._running:
@@ -219,27 +247,46 @@ class Runtime:
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         if not differentiable:
             return
+        call = _Call(index, max(_order_of(tensor) for tensor in differentiable))
         if torch._C._current_graph_task_id() == -1:
             self._calls[index] += 1
             for chunk in self._chunks_of[index]:
                 self._users.setdefault(chunk, set()).add(index)
+            self._graph.append(weakref.ref(call))
         # Inside a backward pass, what is computed again goes backward in a task of its own (use_reentrant=True) or not
         # at all.
-        register_multi_grad_hook(differentiable, partial(self._before_backward, index), mode="any")
+        register_multi_grad_hook(differentiable, partial(self._before_backward, call), mode="any")
 
-    def _before_backward(self, index: int, gradient: Tensor) -> None:
+    def _before_backward(self, call: _Call, gradient: Tensor) -> None:
+        index = call.unit
         number = self._begin_backward()
-        task = self._tasks[number]
+        if not self._has_begun:
+            self._has_begun = True
+            self._agree_on_calls()
+        call.has_begun = True
         if torch.is_grad_enabled() and not all(self.chunks[c].is_resident for c in self._chunks_of[index]):
             raise UsageError(
                 f"Gemini got a backward pass with create_graph=True through {self.units[index].name or 'the network'}, "
                 "whose weights are gathered for one pass only; keep them whole on the accelerator "
                 "(shard_param_frac=0, offload_param_frac=0)"
             )
+        if call.position is not None and call.position >= self._cursor:
+            self._follow_schedule(call.position + 1)
+        else:
+            self._begin_unit(index, number, torch._C._current_autograd_node())
+
+    def _begin_unit(self, index: int, number: int, node: Any) -> None:
+        """Gather a unit that goes backward, on this rank or another.
+
+        Args:
+            index: Of the unit.
+            number: Of the graph task.
+            node: Of autograd's graph, or its number in the schedule.
+        """
         # Autograd runs in the reverse order of execution, so whatever ran later is done; but for units that return
         # the same tensor: a network and its last block, a block and the one after it that was left out.
-        node = torch._C._current_autograd_node()
-        if node is not task.node:
+        task = self._tasks[number]
+        if node != task.node:
             task.node = node
             task.at_node.clear()
             for earlier in [unit for unit, opened_in in self._open.items() if opened_in == number]:
@@ -254,6 +301,53 @@ class Runtime:
             for chunk in self._chunks_of[index]:
                 self._pinned.setdefault(chunk, number)
         self._access(index, "backward")
+
+    def _agree_on_calls(self) -> None:
+        """Find out, with one small collective, whether the same calls go backward on all ranks; else make a schedule.
+
+        What a rank cannot foresee is whether this pass reaches a call; its trained parameters tell of most.
+        """
+        collectives = self.chunks[0].collectives
+        alive = [call for reference in self._graph if (call := reference()) is not None and not call.has_begun]
+        self._graph = [weakref.ref(call) for call in alive]
+        if collectives.world_size == 1:
+            return
+        alive.sort(key=lambda call: -call.key)
+        at_nodes = [list(calls) for _, calls in groupby(alive, key=lambda call: call.key)]
+        own = [tuple(call.unit for call in calls) for calls in at_nodes]
+        reached = [any(map(_is_reached, unit.parameters)) for unit in self.units]
+        digest = int.from_bytes(hashlib.sha256(repr((own, reached)).encode()).digest()[:7], "big")
+        most, least = collectives.all_reduce(torch.tensor([digest, -digest]), dist.ReduceOp.MAX).tolist()
+        if most == -least:
+            return
+        everyone: list[list[tuple[int, ...]]] = [[]] * collectives.world_size
+        dist.all_gather_object(everyone, own, group=collectives.group)
+        merged = reduce(_merged, everyone)
+        self._schedule = [(number, unit) for number, units in enumerate(merged) for unit in units]
+        self._cursor = 0
+        places = iter(enumerate(merged))
+        for calls, units in zip(at_nodes, own, strict=True):
+            number = next(number for number, others in places if others == units)
+            begin = sum(map(len, merged[:number]))
+            for offset, call in enumerate(calls):
+                call.position = begin + offset
+        # From here on all ranks count alike.
+        self._calls = Counter(unit for _, unit in self._schedule)
+        self._users.clear()
+        for unit in self._calls:
+            for chunk in self._chunks_of[unit]:
+                self._users.setdefault(chunk, set()).add(unit)
+        self.tracer.forget()
+        self.statistics["schedules"] += 1
+
+    def _follow_schedule(self, end: int) -> None:
+        """Go through the schedule up to a position: this rank computes what is there, and others what is before it."""
+        assert self._schedule is not None
+        first = next(iter(self._tasks))
+        while self._cursor < end:
+            node, unit = self._schedule[self._cursor]
+            self._cursor += 1
+            self._begin_unit(unit, first, node)
 
     def _on_gradient(self, chunk: Chunk, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
@@ -363,6 +457,9 @@ class Runtime:
         chunk.finish_reduction(pending)
 
     def _end_backward(self) -> None:
+        if self._schedule is not None:
+            self._follow_schedule(len(self._schedule))
+            self.tracer.forget()  # in their forward passes ranks may have recorded different ones
         self._pinned.clear()
         if not self.keeps_gradients:
             self._visited.update(self._kept)
@@ -387,6 +484,10 @@ class Runtime:
         self._pinned.clear()
         self._running.clear()
         self._tasks.clear()
+        self._has_begun, self._schedule, self._cursor = False, None, 0
+        for reference in self._graph:
+            if (call := reference()) is not None:
+                call.position = None
 
     def flush(self, late: Iterable[int] = ()) -> None:
         """Reduce gradients that were kept whole, where no backward pass outside ``no_sync`` did.
@@ -513,8 +614,10 @@ class Runtime:
 
     def _furthest(self, until: int, keep: set[Chunk]) -> Chunk | None:
         units = [*self._running, *(index for task in self._tasks.values() for index in task.at_node)]
+        # Whether gradients are in their memory already may differ between ranks; what they are asked for does not.
+        gradients = {self.chunks[c] for c in self._visited if self.chunks[c].is_trained}
         in_use = keep | {self.chunks[c] for index in units for c in self._chunks_of[index]}
-        in_use |= {self.chunks[c] for c in self._pinned}
+        in_use |= gradients | {self.chunks[c] for c in self._pinned}
         candidates = [
             (self.tracer.next_use(chunk.index), -chunk.index, chunk)
             for chunk in self.chunks
@@ -529,6 +632,29 @@ class Runtime:
 
 
 _EVICTABLE = {ChunkState.GATHERING, ChunkState.GATHERED}
+
+
+def _order_of(tensor: Tensor) -> int:
+    """Return the number by which autograd's engine sorts: the largest goes backward first."""
+    return torch.iinfo(torch.int64).max if tensor.grad_fn is None else int(tensor.grad_fn._sequence_nr())
+
+
+def _is_reached(parameter: nn.Parameter) -> bool:
+    """Whether the graph task that runs now will compute this gradient."""
+    if not parameter.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:
+        return False  # torch.autograd.grad asks for this very parameter, and accumulates nothing
+
+
+def _merged(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return a short sequence that has both in it, in their order."""
+    merged = []
+    for change, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        merged += one[a:b] if change == "equal" else one[a:b] + other[c:d]
+    return merged
 
 
 def _name(chunk: Chunk, parameter: nn.Parameter) -> str:

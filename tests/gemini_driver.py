@@ -496,6 +496,7 @@ def _act(training: Training, step: int) -> None:
 def _call_in_another_order(training: Training) -> None:
     """Try a step in which the last rank calls two layers of one size the other way round."""
     assert training.engine is not None
+    training.network.eval()  # in training, ranks take part in what others call
     if training.rank == training.world_size - 1:
         training.network.order = [0, 2, 1, 3]
     try:
@@ -505,6 +506,7 @@ def _call_in_another_order(training: Training) -> None:
         training.notes["refused"] = str(error)
     training.engine.abort()
     training.network.order = [0, 1, 2, 3]
+    training.network.train()
 
 
 def _fail_in_backward(training: Training, step: int) -> None:

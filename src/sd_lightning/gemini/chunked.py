@@ -82,6 +82,7 @@ class ChunkedNetworks:
             self.chunk_of,
             budget=self.plan.gathered_budget,
             prefetch=config.prefetch,
+            networks=self.networks.values(),
         )
 
     def _pack(self, specs: list[ParameterSpec]) -> list[ChunkLayout]:

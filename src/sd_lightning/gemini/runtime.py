@@ -7,7 +7,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import SequenceMatcher
 from functools import partial, reduce
 from itertools import groupby
 from typing import Any, Protocol
@@ -15,10 +14,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.calls import Call, Route, is_reached, merged, order_of
 from sd_lightning.gemini.chunk import Chunk, ChunkState
 from sd_lightning.gemini.collectives import Pending
 from sd_lightning.gemini.tracer import Tracer
@@ -42,19 +42,6 @@ class Monitor(Protocol):
     def abort(self) -> None:
         """The pass under way is forgotten."""
         ...
-
-
-class _Call:
-    """A unit's call, which its part of autograd's graph alone holds."""
-
-    def __init__(self, unit: int, key: int) -> None:
-        self.unit = unit
-        self.key = key
-        """Calls go backward from the largest; equal ones at the same node, in their order."""
-        self.has_begun = False
-        """Its backward pass."""
-        self.position: int | None = None
-        """In the schedule."""
 
 
 class _TaskEnd:
@@ -104,6 +91,7 @@ class Runtime:
         chunk_of: Chunk of each parameter.
         budget: Bytes of temporarily gathered chunks, None for no limit.
         prefetch: Chunks gathered ahead.
+        networks: What the units are in.
     """
 
     def __init__(
@@ -114,6 +102,7 @@ class Runtime:
         *,
         budget: int | None,
         prefetch: int,
+        networks: Iterable[nn.Module] = (),
     ) -> None:
         self.units = list(units)
         self.chunks = list(chunks)
@@ -147,13 +136,17 @@ class Runtime:
         self._reductions: deque[tuple[Chunk, Pending]] = deque()
         self._tasks: dict[int, _Task] = {}
         """Of the backward pass under way, by autograd's numbers: others run inside of the first one's nodes."""
-        self._graph: list[weakref.ref[_Call]] = []
+        self._graph: list[weakref.ref[Call]] = []
         """Calls that may go backward."""
         self._has_begun = False
         """Whether a unit went backward in the pass under way."""
         self._schedule: list[tuple[int, int]] | None = None
         """(number of the node, unit): how units go backward if ranks differ."""
         self._cursor = 0
+        self._routes: list[Route] = []
+        for network in networks:
+            inside = set(network.modules())
+            self._routes.append(Route(network, [i for i, unit in enumerate(self.units) if unit.module in inside]))
         self._removable: list[Any] = []
         self._attach()
 
@@ -188,6 +181,12 @@ class Runtime:
             after = torch._dynamo.disable(partial(self._after, index))
             self._removable.append(unit.module.register_forward_pre_hook(before, prepend=True))
             self._removable.append(unit.module.register_forward_hook(after, always_call=True))
+        for route in self._routes if self.chunks and self.chunks[0].collectives.world_size > 1 else []:
+            if route.network._compiled_call_impl is None:
+                begin = torch._dynamo.disable(partial(self._begin_route, route))
+                end = torch._dynamo.disable(partial(self._end_route, route))
+                self._removable.append(route.network.register_forward_pre_hook(begin, prepend=True))
+                self._removable.append(route.network.register_forward_hook(end, always_call=True))
         for parameter, chunk in self._chunk_of.items():
             if chunk.is_trained:
                 # Python's collector does not see these hooks: one that held the engine would keep it for ever.
@@ -218,10 +217,29 @@ class Runtime:
             self.recover()
             if not self._running:
                 self._begin_forward(index)
+            for route in self._routes:
+                if route.position is not None:
+                    self._take_part(route.skipped_before(index))
+                    route.called.append(index)
         else:
             self._renew(index)  # recomputation of a checkpointed block
         self._running.append(index)
         self._access(index, "forward")
+
+    def _begin_route(self, route: Route, module: nn.Module, args: Any) -> None:
+        """Follow a network in training: other ranks may call blocks that this one leaves out."""
+        is_shared = any(not chunk.is_resident for chunk in self.chunks)
+        if module.training and is_shared and torch._C._current_graph_task_id() == -1:
+            route.position, route.called = 0, []
+
+    def _end_route(self, route: Route, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1 and output is not None:
+            self._take_part(route.skipped_before(None))
+            route.position = None
+
+    def _take_part(self, skipped: Iterable[int]) -> None:
+        for unit in skipped:
+            self._access(unit, "forward")
 
     def _begin_forward(self, index: int) -> None:
         self._graph = [call for call in self._graph if call() is not None]
@@ -247,7 +265,7 @@ class Runtime:
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         if not differentiable:
             return
-        call = _Call(index, max(_order_of(tensor) for tensor in differentiable))
+        call = Call(index, max(order_of(tensor) for tensor in differentiable))
         if torch._C._current_graph_task_id() == -1:
             self._calls[index] += 1
             for chunk in self._chunks_of[index]:
@@ -257,7 +275,7 @@ class Runtime:
         # at all.
         register_multi_grad_hook(differentiable, partial(self._before_backward, call), mode="any")
 
-    def _before_backward(self, call: _Call, gradient: Tensor) -> None:
+    def _before_backward(self, call: Call, gradient: Tensor) -> None:
         index = call.unit
         number = self._begin_backward()
         if not self._has_begun:
@@ -315,22 +333,27 @@ class Runtime:
         alive.sort(key=lambda call: -call.key)
         at_nodes = [list(calls) for _, calls in groupby(alive, key=lambda call: call.key)]
         own = [tuple(call.unit for call in calls) for calls in at_nodes]
-        reached = [any(map(_is_reached, unit.parameters)) for unit in self.units]
-        digest = int.from_bytes(hashlib.sha256(repr((own, reached)).encode()).digest()[:7], "big")
+        reached = [any(map(is_reached, unit.parameters)) for unit in self.units]
+        called = [route.called for route in self._routes]
+        digest = int.from_bytes(hashlib.sha256(repr((own, reached, called)).encode()).digest()[:7], "big")
         most, least = collectives.all_reduce(torch.tensor([digest, -digest]), dist.ReduceOp.MAX).tolist()
         if most == -least:
+            for route in self._routes:
+                route.learn()
             return
         everyone: list[list[tuple[int, ...]]] = [[]] * collectives.world_size
         dist.all_gather_object(everyone, own, group=collectives.group)
-        merged = reduce(_merged, everyone)
-        self._schedule = [(number, unit) for number, units in enumerate(merged) for unit in units]
+        nodes = reduce(merged, everyone)
+        self._schedule = [(number, unit) for number, units in enumerate(nodes) for unit in units]
         self._cursor = 0
-        places = iter(enumerate(merged))
+        places = iter(enumerate(nodes))
         for calls, units in zip(at_nodes, own, strict=True):
             number = next(number for number, others in places if others == units)
-            begin = sum(map(len, merged[:number]))
+            begin = sum(map(len, nodes[:number]))
             for offset, call in enumerate(calls):
                 call.position = begin + offset
+        for route in self._routes:
+            route.num_idle.clear()
         # From here on all ranks count alike.
         self._calls = Counter(unit for _, unit in self._schedule)
         self._users.clear()
@@ -484,6 +507,8 @@ class Runtime:
         self._pinned.clear()
         self._running.clear()
         self._tasks.clear()
+        for route in self._routes:
+            route.position, route.called = None, []
         self._has_begun, self._schedule, self._cursor = False, None, 0
         for reference in self._graph:
             if (call := reference()) is not None:
@@ -632,29 +657,6 @@ class Runtime:
 
 
 _EVICTABLE = {ChunkState.GATHERING, ChunkState.GATHERED}
-
-
-def _order_of(tensor: Tensor) -> int:
-    """Return the number by which autograd's engine sorts: the largest goes backward first."""
-    return torch.iinfo(torch.int64).max if tensor.grad_fn is None else int(tensor.grad_fn._sequence_nr())
-
-
-def _is_reached(parameter: nn.Parameter) -> bool:
-    """Whether the graph task that runs now will compute this gradient."""
-    if not parameter.requires_grad:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:
-        return False  # torch.autograd.grad asks for this very parameter, and accumulates nothing
-
-
-def _merged(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return a short sequence that has both in it, in their order."""
-    merged = []
-    for change, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-        merged += one[a:b] if change == "equal" else one[a:b] + other[c:d]
-    return merged
 
 
 def _name(chunk: Chunk, parameter: nn.Parameter) -> str:

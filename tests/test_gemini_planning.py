@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gemini_driver import Blocks
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.gemini.calls import Route, merged
 from sd_lightning.gemini.layout import ALIGNMENT, ChunkLayout, ParameterSpec, Shard, align, pack, search_chunk_numel
 from sd_lightning.gemini.placement import (
     Demand,
@@ -224,3 +225,35 @@ def test_random_networks_train_the_same_wherever_their_chunks_are(
     fast = trained()
     moved = trained(offload_optim_frac=optim, offload_param_frac=param, gathered_budget=budget, prefetch=prefetch)
     assert all(torch.equal(a, b) for a, b in zip(fast, moved, strict=True))
+
+
+# ---------------------------------------------------------------------- what other ranks call
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("abcd", "acd"), ("abcd", ""), ("abc", "cba"), ("aabb", "abab"), ("abcd", "wxyz")]
+)
+def test_merged_calls_have_those_of_both_ranks_in_their_order(one: str, other: str) -> None:
+    both = merged([(ord(c),) for c in one], [(ord(c),) for c in other])
+    for calls in (one, other):
+        rest = iter(both)
+        assert all((ord(c),) in rest for c in calls), both
+    assert len(both) < len(one) + len(other) or not set(one) & set(other)
+
+
+def test_a_rank_takes_part_in_what_it_leaves_out_until_no_rank_has_called_it_for_long() -> None:
+    def forward(*called: int) -> list[list[int]]:
+        route.position, route.called = 0, list(called)
+        return [route.skipped_before(unit) for unit in (*called, None)]
+
+    route = Route(torch.nn.Identity(), [0, 1, 2, 3])
+    assert forward(0, 1, 2, 3) == [[], [], [], [], []]
+    assert forward(0, 2) == [[], [1], [3]]
+    assert forward(0, 2, 1) == [[], [1], [], [3]], "units in another order are not waited for"
+    for _ in range(15):
+        forward(0, 3, 1)
+        route.learn()
+    assert route.units == [0, 3, 1, 2]
+    assert forward(0, 3, 1) == [[], [], [], [2]]
+    route.learn()
+    assert route.units == [0, 3, 1]

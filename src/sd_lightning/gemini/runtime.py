@@ -222,7 +222,7 @@ class Runtime:
                     self._take_part(route.skipped_before(index))
                     route.called.append(index)
         else:
-            self._renew(index)  # recomputation of a checkpointed block
+            self._renew(index, torch._C._current_graph_task_id())  # recomputation of a checkpointed block
         self._running.append(index)
         self._access(index, "forward")
 
@@ -312,7 +312,7 @@ class Runtime:
                     self._close(earlier)
         task.at_node.append(index)
         self._calls[index] -= 1
-        self._renew(index)
+        self._renew(index, number)
         self._open[index] = number
         self._visited.update(dict.fromkeys(self._chunks_of[index]))
         if self.units[index].is_container:
@@ -434,10 +434,9 @@ class Runtime:
             else:
                 self._note_spent(index)
 
-    def _renew(self, index: int) -> None:
+    def _renew(self, index: int, number: int) -> None:
         """Reduce the gradients that may have taken the place of a unit's weights: it is about to compute again."""
-        task = torch._C._current_graph_task_id()
-        is_elsewhere = self._open.get(index, task) != task
+        is_elsewhere = self._open.get(index, number) != number
         for chunk in self._chunks_of[index]:
             is_spent = chunk in self._visited and (is_elsewhere or index in self._spent.get(chunk, ()))
             if is_spent and not self.chunks[chunk].is_resident:

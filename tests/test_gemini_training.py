@@ -55,8 +55,6 @@ TWINS = {"chunk_numel": 64, "prefetch": 0}
 """One layer in each chunk, gathered when it is called."""
 SKIPS = ["branch", "no_grad", "detached", "held", "dropped"]
 BUDGETED = {"offload_optim_frac": 0.5, "offload_param_frac": 0.3, "gathered_budget": 16_000}
-
-
 SKIPPED_IN: dict[str, dict[str, Any]] = {
     "sharded": {},
     "budgeted": BUDGETED,
@@ -272,7 +270,6 @@ def test_blocks_that_go_backward_on_some_ranks_only_train_as_under_ddp(
         assert loss <= 1e-6 * max(1.0, *expected.losses) and rms <= 1e-6, place
         assert found.digest == two_ranks[1][f"{how}/{place}"].digest
         assert found.notes["statistics"]["schedules"] == 20 / 2, "two steps of four differ between ranks"
-    assert distance(expected, two_ranks[0]["place/sharded"])[1] > 1e-3, "it makes no difference"
 
 
 def test_gradients_that_are_dropped_leave_nothing_behind_on_any_rank(two_ranks: list[dict[str, Findings]]) -> None:

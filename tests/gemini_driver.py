@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,8 @@ class Job:
     """Of the engine."""
     steps: int = 20
     optimizer: str = "AdamW"
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Of the optimizer, by name."""
     clip: float | None = None
     accumulate: int = 1
     """Micro-batches per step, each of ``BATCH`` samples over all ranks."""
@@ -72,6 +75,8 @@ class Job:
     """The only rank whose loss is multiplied; all if not given."""
     act: str = ""
     """What happens between steps; see :func:`_act`."""
+    native: bool = False
+    """The backend's own collectives, which are taken with nccl."""
 
 
 class Block(nn.Module):
@@ -229,6 +234,11 @@ class LowRank(nn.Module):
 
 def build(job: Job) -> nn.Module:
     """Return the network of a job, with the same weights everywhere."""
+    network = _build(job)
+    return network.double() if job.dtype == "float64" else network
+
+
+def _build(job: Job) -> nn.Module:
     torch.manual_seed(0)
     if job.network == "unet":
         from sd_lightning.latent_diffusion import LatentDiffusion
@@ -285,16 +295,20 @@ def loss_of(network: nn.Module, batch: tuple[Tensor, ...], dtype: torch.dtype) -
     if len(batch) == 4:
         latents, timesteps, text, noise = batch
         return F.mse_loss(network(latents, timesteps, text).sample.float(), noise.float())
-    return F.mse_loss(network(batch[0]).float(), batch[1].float())
+    prediction = network(batch[0])
+    wide = torch.promote_types(prediction.dtype, torch.float32)
+    return F.mse_loss(prediction.to(wide), batch[1].to(wide))
 
 
 def optimizers_of(job: Job, network: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the user's optimizers, made after the engine."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     settings: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9} if job.optimizer == "SGD" else {"lr": 1e-3}
-    settings |= {"fused": True, "weight_decay": 0.05}
+    if job.optimizer in ("AdamW", "Adam", "SGD"):
+        settings |= {"fused": True, "weight_decay": 0.05}
     if job.network in held_out_models.MODELS:
         settings["eps"] = 1e-4  # gradients that are 0 but for rounding, as of a key's bias, move nothing
+    settings |= dict(job.settings)
     if job.optimizer.startswith("AdamW8bit"):
         import bitsandbytes
 
@@ -362,7 +376,9 @@ class Training:
     def _engine(self) -> GeminiEngine:
         job = self.job
         config = {"chunk_numel": 60_000 if job.network == "unet" else 1500} | job.config
-        if job.dtype != "float32":
+        if "reduce_dtype" in config:
+            config["reduce_dtype"] = getattr(torch, config["reduce_dtype"])
+        if job.dtype not in ("float32", "float64"):
             config["compute_dtype"] = getattr(torch, job.dtype)
         reader: Reader | None = None
         if job.meta:
@@ -573,7 +589,9 @@ def _plan(engine: GeminiEngine) -> dict[str, Any]:
 
 def train(job: Job, rank: int = 0, world_size: int = 1) -> Findings:
     """Run one job in this process."""
-    return Training(job, rank, world_size).run()
+    takes_own = mock.patch("sd_lightning.gemini.collectives.exchanges_shards", return_value=False)
+    with takes_own if job.native else nullcontext():
+        return Training(job, rank, world_size).run()
 
 
 def run_ranks(world_size: int, jobs: list[Job], folder: Path, *, timeout: float = 240) -> list[dict[str, Findings]]:

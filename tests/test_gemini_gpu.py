@@ -25,21 +25,24 @@ def network_of() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def train(settings: dict[str, Any] | None, *, steps: int = 8, quantised: bool = False) -> tuple[list[float], Any, int]:
+def train(
+    settings: dict[str, Any] | None, *, steps: int = 8, quantised: bool = False, kind: Any = torch.optim.AdamW
+) -> tuple[list[float], Any, int]:
     """Return the losses, the engine (none: plain torch), and the most memory taken in the second half."""
     network, engine = network_of().cuda(), None
     if settings is not None:
         network = network_of()
         config = GeminiConfig(chunk_numel=WIDTH * WIDTH + 4 * WIDTH, **settings)
         engine = GeminiEngine({"": network}, config, device=torch.device("cuda", torch.cuda.current_device()))
-    optimizer = _optimizer(network, quantised)
+    optimizer = _optimizer(network, quantised, kind)
     stepped = optimizer if engine is None else engine.optimizer(optimizer)
     losses = []
     for step in range(steps):
         if step == steps // 2:
             torch.cuda.reset_peak_memory_stats()
         batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
-        loss = F.mse_loss(network(batch), batch.roll(1, 0))
+        dtype = None if settings is None else settings.get("compute_dtype")
+        loss = F.mse_loss(network(batch if dtype is None else batch.to(dtype)).float(), batch.roll(1, 0))
         loss.backward()
         stepped.step()
         stepped.zero_grad()
@@ -47,9 +50,9 @@ def train(settings: dict[str, Any] | None, *, steps: int = 8, quantised: bool = 
     return losses, engine, torch.cuda.max_memory_allocated()
 
 
-def _optimizer(network: nn.Module, quantised: bool) -> torch.optim.Optimizer:
+def _optimizer(network: nn.Module, quantised: bool, kind: Any) -> torch.optim.Optimizer:
     if not quantised:
-        return torch.optim.AdamW(network.parameters(), lr=1e-3)
+        return kind(network.parameters(), lr=1e-3)
     from bitsandbytes.optim import AdamW8bit
 
     return AdamW8bit(network.parameters(), lr=1e-3)
@@ -76,6 +79,24 @@ def test_every_placement_trains_as_plain_torch(settings: dict[str, Any] | None) 
     assert losses == pytest.approx(train(None)[0], rel=1e-4)
     assert losses[-1] < losses[0]
     engine.restore()
+
+
+@pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["fast", "offloaded"])
+@pytest.mark.parametrize("name", ["NAdam", "ASGD", "RMSprop", "Adagrad"])
+def test_the_users_own_class_steps_chunks_on_both_tiers(name: str, settings: dict[str, Any]) -> None:
+    kind = getattr(torch.optim, name)
+    losses, _, _ = train(settings, kind=kind)
+    assert losses == pytest.approx(train(None, kind=kind)[0], rel=1e-4)
+
+
+def test_weights_that_are_cast_on_their_way_change_no_bit() -> None:
+    half = {"compute_dtype": torch.bfloat16}
+    losses, engine, _ = train(OFFLOADED | half)
+    assert losses == train({"offload_param_frac": 1.0, "offload_optim_frac": 1.0} | half)[0]
+    assert losses == pytest.approx(train(half)[0], rel=1e-2)
+    assert engine.ledger.kind_peak["slow", "staged"] == 0, "offloaded weights are cast on the host"
+    staged = train({"offload_optim_frac": 1.0} | half)[1].ledger.kind_peak["slow", "staged"]
+    assert staged > 0
 
 
 def test_an_automatic_placement_stays_under_its_cap() -> None:

@@ -20,10 +20,12 @@ from sd_lightning.blocks import execution_position, repeated_blocks
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, SavedStates
 from sd_lightning.gemini.accumulation import spare_bytes
 from sd_lightning.gemini.auto import Call
+from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.collectives import Collectives
-from sd_lightning.gemini.probe import AllocatorProbe
+from sd_lightning.gemini.probe import AllocatorProbe, peak_allocated
 from sd_lightning.gemini.tiers import Kind, Memory, Tier
 from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.strategies.gemini import gemini
 
 SLOW = {"offload_param_frac": 1.0, "chunk_numel": 1500}
 
@@ -99,6 +101,20 @@ def test_a_pipeline_is_not_saved_from_released_weights(tmp_path: Path) -> None:
     assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())
 
 
+def test_parameters_of_integers_come_to_the_accelerator() -> None:
+    network = nn.Linear(2, 2)
+    network.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    device = torch.device("meta")  # one that differs from the host's
+    chunked: Any = SimpleNamespace(
+        networks={"": network},
+        chunk_of=dict.fromkeys([network.weight, network.bias]),
+        memory=SimpleNamespace(device=device),
+    )
+    ChunkedNetworks._place_others(chunked, None)
+    assert network.table.device == device and network.table.dtype == torch.int64
+    assert network.weight.device.type == "cpu", "the chunk moves it"
+
+
 # ---------------------------------------------------------------------- layout and order
 
 
@@ -160,6 +176,12 @@ def test_the_engine_tells_once_how_gradients_accumulate(
             with engine.no_sync():
                 loss_of(network, inputs(step, Job("accumulate")), torch.float32).backward()
     assert caplog.text.count(message) == 1 and caplog.text.count("Gemini") == 1
+
+
+def test_the_type_of_the_sums_is_given_by_name() -> None:
+    assert gemini(reduce_dtype="bfloat16").config.reduce_dtype == torch.bfloat16
+    with pytest.raises(UsageError, match=r"got reduce_dtype=halff; expected float32, or bfloat16 or float16"):
+        gemini(reduce_dtype="halff")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["once", 1, None])
@@ -343,26 +365,10 @@ def test_the_allocators_peak_without_chunks_is_what_activations_take(monkeypatch
     allocator.take(-20)
     assert probe.note() == 80
     assert probe.end() == 100
+    assert allocator.peak == 1080 < peak_allocated(memory.device) == 1100, "others' peak is lost"
 
 
 # ---------------------------------------------------------------------- optimizers
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("Adafactor", "sums over the rows and columns of whole parameters"),
-        ("Muon", "orthogonalises whole matrices"),
-        ("LBFGS", "dot products of whole histories"),
-        ("RAdam", "not known to be elementwise"),
-    ],
-)
-def test_optimizers_that_are_not_elementwise_are_refused_with_the_reason(name: str, reason: str) -> None:
-    network = nn.Linear(8, 8, bias=False)
-    engine = engine_of(network)
-    inner = getattr(torch.optim, name)(network.parameters(), lr=1e-3)
-    with pytest.raises(UsageError, match=f"Gemini cannot step {name}: .*{reason}.*use AdamW, Adam, SGD or"):
-        engine.optimizer(inner)
 
 
 def test_paged_8_bit_states_are_refused() -> None:
@@ -525,6 +531,17 @@ def test_the_norm_and_the_clipping_of_a_step_that_failed_are_forgotten(how: str)
 
     plain, aborted = trained(fails=False), trained(fails=True)
     assert all(torch.equal(plain[name], weight) for name, weight in aborted.items())
+
+
+def test_a_norm_is_one_transfer_from_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, transfers = Blocks(), []
+    engine = engine_of(network, chunk_numel=1500)
+    optimizer = engine.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    loss_of(network, inputs(0, Job("norm")), torch.float32).backward()
+    to_host = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: transfers.append(self.numel()) or to_host(self))
+    optimizer.clip_grad_norm_(1.0)
+    assert transfers == [len(engine.chunks)], "one number from each range"
 
 
 def test_norms_that_are_watched_between_micro_batches_change_nothing() -> None:

@@ -22,6 +22,18 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
 
+class Noted(nn.Linear):
+    """A part that is not trained and notes where it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.devices: list[torch.device] = []
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.devices.append(fn(torch.zeros(())).device)
+        return super()._apply(fn, recurse)
+
+
 class TwoOptimizers(pl.LightningModule):
     """Two networks, each with an optimizer of its own, stepped by hand."""
 
@@ -30,6 +42,7 @@ class TwoOptimizers(pl.LightningModule):
         torch.manual_seed(0)
         self.automatic_optimization = False
         self.first, self.second = network(), network()
+        self.other = Noted()
         self.losses: list[float] = []
 
     def trained_networks(self) -> dict[str, nn.Module]:
@@ -55,11 +68,12 @@ class TwoOptimizers(pl.LightningModule):
             self.losses.append(float(loss.detach()))
 
 
-def losses(strategy: Any, precision: Any = "32-true") -> list[float]:
+def losses(strategy: Any, precision: Any = "32-true", dtype: torch.dtype = torch.float32) -> list[float]:
     warnings.filterwarnings("ignore", module="lightning")
-    module = TwoOptimizers()
+    module = TwoOptimizers().to(dtype)
+    module.other.devices.clear()
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randn(4, 8, generator=generator) for _ in range(5)]
+    batches = [torch.randn(4, 8, generator=generator).to(dtype) for _ in range(5)]
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -74,6 +88,7 @@ def losses(strategy: Any, precision: Any = "32-true") -> list[float]:
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     leave_process_group()
     assert trainer.global_step == 10
+    assert module.other.devices[:1] == [torch.device("cpu")], "what is not trained is left behind"
     return module.losses
 
 
@@ -100,3 +115,8 @@ def test_two_optimizers_stepped_by_hand_train_as_without_an_engine(settings: dic
     plain, ours = losses("auto"), losses(GeminiStrategy(**settings))
     assert ours == pytest.approx(plain, abs=1e-6)
     assert len(set(plain)) == 10, "every step changes something"
+
+
+def test_networks_in_float64_stay_in_float64() -> None:
+    plain, ours = (losses(strategy, dtype=torch.float64) for strategy in ("auto", GeminiStrategy(**OFFLOADED)))
+    assert ours == pytest.approx(plain, abs=1e-13)

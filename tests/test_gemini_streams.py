@@ -24,7 +24,7 @@ from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunked
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.placement import plan_static
-from sd_lightning.gemini.tiers import Buffer, Kind, Memory, Tier
+from sd_lightning.gemini.tiers import Arrival, Buffer, Kind, Memory, Tier
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fast": {},
@@ -64,15 +64,21 @@ class Timeline:
 class Event:
     """A point of a timeline."""
 
-    def __init__(self, host: Timeline) -> None:
+    def __init__(self, device: Device) -> None:
         self.clock: Counter[str] = Counter()
-        self._host = host
+        self._device, self._host = device, device.host
 
     def record(self, stream: Timeline) -> None:
-        self.clock = Counter(stream.clock)
+        self.clock, self._stream = Counter(stream.clock), stream
 
     def synchronize(self) -> None:
+        if not self.query():
+            name = self._stream.name
+            self._device.waits.append((name, self._stream.clock[name] - self.clock[name]))
         self._host.merge(self.clock)
+
+    def query(self) -> bool:
+        return self._host.clock >= self.clock  # nothing is known to be done before it is waited for
 
 
 @dataclass
@@ -92,11 +98,13 @@ class Device:
         self.host = Timeline("host")
         self.compute, self.network = Timeline("compute", self.host), Timeline("network", self.host)
         self.current = self.compute
-        self.is_copying = False
+        self.is_copying = self.is_leaving = False
+        self.waits: list[tuple[str, int]] = []
+        """Of the host: the stream, and what it had to do after that which is waited for."""
         self.memory: dict[int, Accesses] = {}
 
     def Event(self) -> Event:
-        return Event(self.host)
+        return Event(self)
 
     def current_stream(self, device: torch.device) -> Timeline:
         return self.current
@@ -148,9 +156,12 @@ class Watch(TorchDispatchMode):
                 tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
                 used += [(tensor, is_write) for tensor in tensors]
             tiers = {device.memory[key].tier for t, _ in used if (key := t.untyped_storage()._cdata) in device.memory}
-            is_on_host = tiers == {Tier.SLOW} and not device.is_copying
+            is_on_host = tiers == {Tier.SLOW} and not device.is_leaving  # what leaves may be cast on the device first
             for tensor, is_write in used:
                 device.use(device.host if is_on_host else device.current, tensor, is_write=is_write)
+            if func is torch.ops.aten.copy_.default and device.is_copying and args[0].dtype != args[1].dtype:
+                if not device.is_leaving:
+                    raise Race("the host converts into pageable memory and waits for the copy from it")
             if len(tiers) == 2 and not device.is_copying:
                 device.host.merge(device.current.clock)  # a copy that the host waits for
         return func(*args, **kwargs)
@@ -179,14 +190,14 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
             return buffer
 
         def copy(self, target: Tensor, source: Tensor, source_tier: Tier, target_tier: Tier) -> None:
-            device.is_copying = Tier.FAST in (source_tier, target_tier)
+            device.is_copying, device.is_leaving = Tier.FAST in (source_tier, target_tier), source_tier is Tier.FAST
             super().copy(target, source, source_tier, target_tier)
-            device.is_copying = False
+            device.is_copying = device.is_leaving = False
 
-        def free(self, buffer: Buffer) -> None:
+        def free(self, buffer: Buffer, last_use: Arrival | None = None) -> None:
             if buffer.tier is Tier.FAST:  # the allocator gives it to the computation again
                 device.use(device.compute, buffer.tensor, is_write=True)
-            super().free(buffer)
+            super().free(buffer, last_use)
 
     class Work:
         """A collective on a stream of its own, after what was current when it was called."""
@@ -207,16 +218,21 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
         device.use(device.compute, chunk.full, is_write=True)
         chunk.full.untyped_storage().resize_(nbytes)
 
-    def collective(collectives: Collectives, buffer: Tensor, chunk: int) -> Pending:
+    def gather(collectives: Collectives, buffer: Tensor, chunk: int) -> Pending:
         return Pending([Work(buffer)] if with_network else [])  # type: ignore[list-item]
+
+    def reduce(collectives: Collectives, buffer: Tensor, chunk: int) -> tuple[Pending, Tensor]:
+        return gather(collectives, buffer, chunk), collectives.shard(buffer)
 
     with pytest.MonkeyPatch.context() as patch, Watch(device):
         patch.setattr(chunked, "Memory", WatchedMemory)
         patch.setattr(torch, "empty", lambda *args, pin_memory=False, **settings: empty(*args, **settings))
         patch.setattr(Chunk, "_allocate", allocate_known)
         patch.setattr(Chunk, "_resize_storage", resize)
-        patch.setattr(Collectives, "reduce_scatter", collective)
-        patch.setattr(Collectives, "all_gather", collective)
+        patch.setattr(Collectives, "reduce_scatter", reduce)
+        patch.setattr(Collectives, "all_gather", gather)
+        if with_network:  # as nccl does
+            patch.setattr(Collectives, "sent_dtype", lambda self, dtype: torch.promote_types(dtype, torch.float32))
         yield device
 
 
@@ -246,7 +262,10 @@ def train(name: str, act: str, *, with_network: bool) -> Device:
                 optimizer.step()
             _act(made, act, step, backward)
         made.full_parameter("gain")
+        kept = sum(nbytes * len(buffers) for nbytes, buffers in made.memory._pinned.items())
+        assert made.ledger.by_kind[Tier.SLOW, Kind.KEPT] == kept
         made.close()
+        assert made.ledger.by_kind[Tier.SLOW, Kind.KEPT] == 0 == len(made.memory._pinned)
     return device
 
 
@@ -304,6 +323,32 @@ def test_copies_in_both_directions_go_on_beside_the_computation() -> None:
     assert sum(count > 0 for count in ahead["to slow"]) >= 3, "gradients that leave are waited for"
 
 
+def test_the_host_waits_for_nothing_that_has_just_been_sent() -> None:
+    """Neither for gradients that are added to those of a micro-batch before, nor for all to step the first."""
+    with pretended_accelerator(with_network=True) as device:
+        network = Blocks()
+        made = GeminiEngine({"": network}, GeminiConfig(chunk_numel=1500, offload_optim_frac=1.0))
+        optimizer = made.optimizer(torch.optim.AdamW(network.parameters()))
+        under_way: list[int] = []
+        apply = optimizer.update.apply
+
+        def watched(*args: Any) -> Any:
+            stream = made.memory._to_slow
+            under_way.append(stream.clock[stream.name] - device.host.clock[stream.name])
+            return apply(*args)
+
+        optimizer.update.apply = watched  # type: ignore[method-assign]
+        for micro in range(3):
+            with made.no_sync():
+                loss_of(network, inputs(micro, Job("streams")), torch.float32).backward()
+        in_backward, num_chunks = list(device.waits), len(made.chunks)
+        optimizer.step()
+    assert num_chunks > 6
+    assert len(in_backward) >= num_chunks, "nothing was added up on the host"
+    assert all(later >= 4 for _, later in in_backward), "gradients were waited for as soon as they were sent"
+    assert under_way[0] > 0 == under_way[-1], "all gradients were waited for before the first was stepped"
+
+
 def test_host_memory_is_used_again_only_after_copies_to_it() -> None:
     with pretended_accelerator(with_network=False):
         memory = chunked.Memory(torch.device("cpu"))
@@ -312,6 +357,10 @@ def test_host_memory_is_used_again_only_after_copies_to_it() -> None:
             memory.copy(target.tensor, source.tensor, Tier.FAST, Tier.SLOW)
         with pytest.raises(Race, match="host uses memory of the slow tier while to slow does"):
             target.tensor.zero_()
-        address = target.tensor.data_ptr()
+        other = memory.allocate(Tier.SLOW, Kind.WEIGHTS, 8, torch.float32)
+        addresses = [buffer.tensor.data_ptr() for buffer in (target, other)]
         memory.free(target)
-        assert memory.allocate(Tier.SLOW, Kind.WEIGHTS, 8, torch.float32, zero=True).tensor.data_ptr() == address
+        fresh = memory.allocate(Tier.SLOW, Kind.WEIGHTS, 8, torch.float32, zero=True)
+        assert fresh.tensor.data_ptr() not in addresses, "waits though there is other memory"
+        memory.free(other)
+        assert memory.allocate(Tier.SLOW, Kind.WEIGHTS, 8, torch.int32, zero=True).tensor.data_ptr() == addresses[0]

@@ -54,6 +54,19 @@ ROOM = {"placement": "auto", "memory_cap": "1MiB", "reduce_once": "auto"}
 TWINS = {"chunk_numel": 64, "prefetch": 0}
 """One layer in each chunk, gathered when it is called."""
 SKIPS = ["branch", "no_grad", "detached", "held", "dropped"]
+OPTIMIZERS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "RMSprop": (("centered", True), ("momentum", 0.9), ("weight_decay", 0.05)),
+    "NAdam": (("decoupled_weight_decay", True), ("weight_decay", 0.05)),
+    "Adagrad": (("lr", 1e-2), ("initial_accumulator_value", 0.1), ("lr_decay", 0.01)),
+    "ASGD": (("lr", 1e-2), ("lambd", 1e-2), ("t0", 5.0)),
+    "RAdam": (("foreach", True), ("lr", 1e-2)),
+    "Adamax": (("maximize", False),),
+    "Adadelta": (("lr", 0.3),),
+    "Rprop": (),
+    "Adam": (("amsgrad", True),),
+}
+"""With settings that matter: the engine steps flat ranges by the user's own class."""
+ON_TWO_RANKS = ("RMSprop", "NAdam", "Adagrad", "ASGD")
 BUDGETED = {"offload_optim_frac": 0.5, "offload_param_frac": 0.3, "gathered_budget": 16_000}
 SKIPPED_IN: dict[str, dict[str, Any]] = {
     "sharded": {},
@@ -123,6 +136,16 @@ def jobs_of_ranks() -> list[Job]:
         Job("8bit/offloaded", optimizer="AdamW8bit", config=PLACEMENTS["all_offloaded"]),
         Job("8bit/disk", optimizer="AdamW8bit", config=PLACEMENTS["disk"]),
         Job("8bit/auto", optimizer="AdamW8bit", config=AUTO | {"memory_cap": "130KiB"}),
+        *(Job(f"own/{name}", config=BUDGETED, optimizer=name, settings=OPTIMIZERS[name]) for name in ON_TWO_RANKS),
+        Job("float64", config=BUDGETED, dtype="float64", clip=0.05),
+        Job("float64/own", config=BUDGETED, dtype="float64", clip=0.05, optimizer="RMSprop"),
+        Job("native/plain", config=BUDGETED, native=True),
+        Job("native/reduce_once", config={"reduce_once": True}, native=True, accumulate=3, clip=0.05),
+        Job("auto/native", config=AUTO, native=True, dtype="bfloat16"),
+        Job("native/bf16", config=PLACEMENTS["all_offloaded"], native=True, dtype="bfloat16"),
+        Job("native/bf16_whole", config={"shard_param_frac": 0.0}, native=True, dtype="bfloat16"),
+        Job("native/bf16_narrow", config={"reduce_dtype": "bfloat16"}, native=True, dtype="bfloat16"),
+        Job("bf16/narrow", config={"reduce_dtype": "bfloat16"}, dtype="bfloat16"),
         Job("bf16/fast", dtype="bfloat16"),
         Job("bf16/slow", dtype="bfloat16", config=PLACEMENTS["all_offloaded"]),
         Job("bf16/slow_clip", dtype="bfloat16", config=PLACEMENTS["all_offloaded"], clip=1e-3, optimizer="SGD"),
@@ -431,6 +454,59 @@ def test_the_trace_shows_activations_growing_from_unit_to_unit(two_ranks: list[d
     assert forward == sorted(forward) and forward[0] == 0 < forward[-1]
     assert [phase for phase, _, _ in trace][-1] == "end" and trace[-1][2] > 0
     assert {unit for _, unit, _ in trace} >= {"embed", "blocks.0", "blocks.3", "head"}
+
+
+# ---------------------------------------------------------------------- other optimizers and types
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_the_users_own_class_steps_ranges_as_it_steps_parameters(
+    two_ranks: list[dict[str, Findings]], name: str
+) -> None:
+    assert_as_plain_torch(two_ranks[0][f"own/{name}"], {"optimizer": name, "settings": OPTIMIZERS[name]})
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("float64", "AdamW"), ("float64/own", "RMSprop")])
+def test_float64_is_reduced_clipped_and_stepped_in_float64(
+    two_ranks: list[dict[str, Findings]], name: str, optimizer: str
+) -> None:
+    fields = {"dtype": "float64", "clip": 0.05, "optimizer": optimizer}
+    expected = reference(1, tuple(sorted(fields.items())))
+    assert distance(expected, reference(1, (("clip", 0.05), ("optimizer", optimizer))))[1] > 1e-9
+    assert distance(two_ranks[0][name], expected)[1] < 1e-14
+    assert two_ranks[0][name].norms == pytest.approx(expected.norms, rel=1e-13)
+
+
+# ---------------------------------------------------------------------- the collectives that nccl takes
+
+
+@pytest.mark.parametrize(
+    ("name", "exchanged"),
+    [
+        ("native/plain", "place/sharded"),
+        ("native/reduce_once", "feature/reduce_once"),
+        ("native/bf16", "bf16/fast"),
+        ("native/bf16_whole", "bf16/fast"),
+        ("auto/native", "bf16/fast"),
+    ],
+)
+def test_collectives_of_the_backend_give_the_same_bits(
+    two_ranks: list[dict[str, Findings]], name: str, exchanged: str
+) -> None:
+    found, expected = two_ranks[0][name], two_ranks[0][exchanged]
+    assert found.losses == expected.losses and found.digest == expected.digest
+
+
+def test_half_precision_gradients_are_summed_in_float32_unless_asked_otherwise(
+    two_ranks: list[dict[str, Findings]],
+) -> None:
+    wide, narrow, exchanged = (
+        two_ranks[0][name] for name in ("native/bf16_whole", "native/bf16_narrow", "bf16/narrow")
+    )
+    assert narrow.digest == exchanged.digest != wide.digest == two_ranks[0]["bf16/fast"].digest
+    sent = [found.notes["statistics"]["reduced_bytes"] for found in (wide, narrow, two_ranks[0]["bf16/fast"])]
+    # nccl sums in the type that it sends; shards that are exchanged are widened by the rank that sums them.
+    assert sent[0] == 2 * sent[1] == 2 * sent[2] > 0
 
 
 # ---------------------------------------------------------------------- half precision

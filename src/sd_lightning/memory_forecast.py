@@ -185,7 +185,8 @@ def _states(trained: Mapping[str, nn.Module], training: Training, gemini: Gemini
     shards = [Shard(layout, 0, world_size) for layout in layouts]
     states = _state_bytes(shards, training)
     units = tuple((layout.index,) for layout in layouts)
-    device = fast_bytes(layouts, plan.chunks, Demand(0, 0, states, units, world_size))
+    sent_dtype = gemini.reduce_dtype if world_size > 1 else None
+    device = fast_bytes(layouts, plan.chunks, Demand(0, 0, states, units, world_size, sent_dtype=sent_dtype))
     if gemini.offload_param_frac or world_size > 1:
         whole = sum(layout.numel for layout in layouts) * training.dtype.itemsize
         device += whole if gemini.gathered_budget is None else min(gemini.gathered_budget, whole)

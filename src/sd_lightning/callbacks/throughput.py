@@ -17,6 +17,7 @@ from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.probe import peak_allocated
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +281,7 @@ class Throughput(Callback, PauseListener):
         return values
 
     def _note_peak(self) -> None:
-        """Keep the largest peak: a strategy that places by measurement resets torch's figure."""
+        """Keep the largest peak: whoever else measures may reset torch's figure."""
         peak = peak_memory_bytes(self._device)
         self._peak = peak if self._peak is None or peak is None else max(self._peak, peak)
 
@@ -292,7 +293,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         Bytes, or None on Windows without CUDA, where the standard library cannot tell.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return peak_allocated(device)
     if sys.platform == "win32":
         return None
     import resource

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sd_lightning.gemini.auto import AutoPlacement, fast_tier_bytes
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.placement import Plan, whole_gradient_bytes
+from sd_lightning.gemini.probe import peak_allocated
 from sd_lightning.gemini.tiers import Memory
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def spare_bytes(memory: Memory, world_size: int) -> int:
     module = torch.get_device_module(memory.device)
     free, _ = module.mem_get_info(memory.device)
     reachable = free + module.memory_reserved(memory.device)
-    return int(_USABLE * reachable) - int(module.max_memory_allocated(memory.device))
+    return int(_USABLE * reachable) - peak_allocated(memory.device)
 
 
 def _mib(nbytes: int) -> str:

@@ -192,6 +192,7 @@ class AutoPlacement:
             engine.runtime.chunks_of_units(),
             world_size,
             keeps_gradients=(None if world_size > 1 else False) if mode == "auto" else mode,
+            sent_dtype=engine.collectives.widest_sent_dtype,
         )
 
     def _is_weight(self, tensor: Tensor) -> bool:

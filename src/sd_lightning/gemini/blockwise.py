@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.layout import Shard, Slot, align
+from sd_lightning.gemini.progress import Progress
 
 _BLOCK = 256
 _SIGNED = {"state1": True, "state2": False}
@@ -31,6 +32,7 @@ class BlockwiseUpdate:
     """
 
     joins_parameters = False
+    scalar_names = ("step",)
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         if getattr(inner, "is_paged", False):
@@ -44,8 +46,11 @@ class BlockwiseUpdate:
     def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(_SIGNED)
 
-    def scalars(self, step: int) -> dict[str, Any]:
-        return {"step": step}
+    def scalars(self, progress: Progress) -> dict[str, Any]:
+        return {"step": progress.step}
+
+    def progress(self, scalars: Mapping[str, Any]) -> Progress:
+        return Progress(int(scalars.get("step", 1)))
 
     def size(self, shard: Shard) -> tuple[int, torch.dtype]:
         return sum(self._nbytes(shard, slot) for slot in shard.layout.slots), torch.uint8
@@ -80,12 +85,13 @@ class BlockwiseUpdate:
         weights: Sequence[Tensor],
         gradients: Sequence[Tensor],
         states: Mapping[str, Sequence[Tensor]],
-        step: int,
+        progress: Progress | None,
         group: Mapping[str, Any],
         divisor: float,
-    ) -> None:
+    ) -> Progress:
         from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
+        step = 1 if progress is None else progress.step + 1
         (beta1, beta2), eps, lr, decay = group["betas"][:2], group["eps"], float(group["lr"]), group["weight_decay"]
         for weight, gradient, first, second in zip(weights, gradients, states["state1"], states["state2"], strict=True):
             n = weight.numel()
@@ -101,6 +107,7 @@ class BlockwiseUpdate:
                 "adam", gradient, weight, codes1, codes2, beta1, beta2, 0.0, 0.0, eps, step, lr, *maps, scales1,
                 scales2, decay, gnorm_scale=1 / divisor,
             )  # fmt: skip
+        return Progress(step)
 
     def _nbytes(self, shard: Shard, slot: Slot) -> int:
         begin, end = shard.owned(slot)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +74,13 @@ class Chunk:
         self._stash: Buffer | None = None
         self._pending: Pending | None = None
         self._gathered, self._refreshed = Arrival(), Arrival()
+        self._reduced: Tensor | None = None
+        """This rank's part of the gradients that are being reduced, and their sum when they are."""
         self._offloaded: tuple[Buffer, Arrival] | None = None
         """Reduced gradients on their way to the slow tier."""
+        self._landing: deque[tuple[Buffer, Arrival]] = deque()
+        """Those of later passes, that the host has not yet added to those there."""
+        self._landed = Arrival()
         self._faces: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         """Of each parameter: its view of the chunk, and what it shows while there is no memory behind that."""
         self.state = ChunkState.GATHERED
@@ -177,6 +184,13 @@ class Chunk:
             self._pending = None
         self._gathered.join()
         self._go(ChunkState.GATHERED)
+
+    def wait_on_host(self) -> None:
+        """Let the host change the weights and read the gradients on the slow tier: after all that still copies them."""
+        for arrival in (self._gathered, self._refreshed, self._landed):
+            arrival.wait()
+        while self._landing:
+            self._add_landed(self._landing[0][0])
 
     def settle(self) -> None:
         """Let the computation change the weights: it comes after all that still copies them."""
@@ -283,10 +297,22 @@ class Chunk:
         for begin, end in self.layout.gaps():
             slots[begin:end].zero_()
         self.filled.clear()
-        pending = self.collectives.reduce_scatter(slots, self.index)
+        slots = self._widened(slots)
+        pending, self._reduced = self.collectives.reduce_scatter(slots, self.index)
         if self.placement.step_tier is Tier.SLOW and not self.collectives.wait_on_host:
             self._offload(pending)
         return pending
+
+    def _widened(self, slots: Tensor) -> Tensor:
+        """Give whole gradients memory of their own in the type in which they are summed, if that is a wider one."""
+        dtype = self.collectives.sent_dtype(slots.dtype)
+        if dtype == slots.dtype:
+            return slots
+        wide = self.memory.allocate(Tier.FAST, Kind.GRADIENTS, self.layout.numel, dtype)
+        wide.tensor.copy_(slots)
+        self._free_gradients()
+        self.gradients = wide
+        return wide.tensor
 
     def finish_reduction(self, pending: Pending) -> None:
         """Add the reduced gradients of this rank's shard to those of earlier passes, on the optimizer's tier."""
@@ -297,10 +323,12 @@ class Chunk:
         else:
             pending.wait()
             self._keep()
+        self._reduced = None
         self._free_gradients()
 
     def _keep(self) -> None:
         """Add the reduced gradients to those on the fast tier."""
+        assert self._reduced is not None
         whole = self.gradients
         if whole is not None and self.accumulator is None and self._can_adopt(whole):
             whole.kind, self.gradients, self.accumulator = Kind.ACCUMULATED, None, whole
@@ -314,12 +342,9 @@ class Chunk:
         else:
             self.accumulator.tensor.add_(self._reduced)
 
-    @property
-    def _reduced(self) -> Tensor:
-        return self.collectives.shard(self.full if self.gradients is None else self.gradients.tensor)
-
     def _offload(self, pending: Pending) -> None:
         """Let the reduced gradients go to the slow tier as soon as they are there, beside the computation."""
+        assert self._reduced is not None
         dtype = self.bounds.master_dtype if self.accumulator is None else self._reduced.dtype
         with self.memory.copying(Tier.SLOW) as arrival:
             pending.wait()
@@ -333,11 +358,20 @@ class Chunk:
         (buffer, arrival), self._offloaded = self._offloaded, None
         arrival.join()  # the memory they came from is used again
         if self.accumulator is None:
-            self.accumulator = buffer
+            self.accumulator, self._landed = buffer, arrival
             return
-        arrival.wait()
+        self._landing.append((buffer, arrival))
+        self.memory.land(arrival, partial(self._add_landed, buffer))
+
+    def _add_landed(self, buffer: Buffer) -> None:
+        """Add the gradients that came to the slow tier first to those there; do nothing if these are no longer they."""
+        if not self._landing or self._landing[0][0] is not buffer:
+            return
+        (_, arrival), self._landed = self._landing.popleft(), Arrival()
+        arrival.wait()  # and so for those that came before
+        assert self.accumulator is not None
         self.accumulator.tensor.add_(buffer.tensor)
-        self.memory.free(buffer)
+        self.memory.free(buffer, arrival)
 
     @property
     def has_gradients(self) -> bool:
@@ -348,6 +382,8 @@ class Chunk:
         """Set a parameter's gradients to zero, whole and reduced ones; others of this chunk stay."""
         slot = self.slots[parameter]
         self.filled.discard(slot.name)
+        if self.placement.step_tier is Tier.SLOW:
+            self.wait_on_host()
         if self.gradients is not None:
             self.gradients.tensor[slot.begin : slot.end].zero_()
         if self.accumulator is not None:
@@ -360,6 +396,9 @@ class Chunk:
             (buffer, arrival), self._offloaded = self._offloaded, None
             arrival.join()
             self.memory.free(buffer)
+        while self._landing:
+            self.memory.free(self._landing.popleft()[0])
+        self._reduced = None
         self._free_gradients()
         self.free_accumulator()
 
@@ -416,6 +455,7 @@ class Chunk:
         if placement == self.placement:
             return
         self.memory.wait_for_copies()  # nothing reads or writes what is freed
+        self.wait_on_host()
         self.release()
         self._place_weights(placement, *self._place_optimizer(placement))
 

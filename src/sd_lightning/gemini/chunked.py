@@ -52,7 +52,7 @@ class ChunkedNetworks:
     ) -> None:
         self.networks = dict(networks)
         self.config = config
-        self.collectives = Collectives(group, torch.device(device))
+        self.collectives = Collectives(group, torch.device(device), config.reduce_dtype)
         self.memory = Memory(torch.device(device), config.offload_dir)
         _replace_meta_parameters(self.networks.values(), reader)
         names = _parameter_names(self.networks)
@@ -74,7 +74,7 @@ class ChunkedNetworks:
         with torch.no_grad():
             for layout, placement in zip(self.layouts, self.plan.chunks, strict=True):
                 self._create(layout, placement, by_name, reader)
-            self._place_buffers(reader)
+            self._place_others(reader)
         self.trained = {n: p for p, n in names.items() if p in self.chunk_of and self.chunk_of[p].is_trained}
         self.runtime = Runtime(
             [_chunked(unit, self.chunk_of) for unit in units if any(p in self.chunk_of for p in unit.parameters)],
@@ -116,17 +116,25 @@ class ChunkedNetworks:
         chunk.fill(values)
         self.chunks.append(chunk)
 
-    def _place_buffers(self, reader: Reader | None) -> None:
+    def _place_others(self, reader: Reader | None) -> None:
+        """Bring what is in no chunk to the fast tier, whole: buffers, and parameters of integers."""
+
+        def read(name: str, tensor: Tensor) -> Tensor:
+            assert reader is not None
+            return reader(name, 0, tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
+
         for prefix, network in self.networks.items():
             for module_name, module in network.named_modules():
+                path = ".".join(part for part in (prefix, module_name) if part)
                 for key, buffer in module._buffers.items():
-                    if buffer is None:
-                        continue
-                    if buffer.is_meta:
-                        name = ".".join(part for part in (prefix, module_name, key) if part)
-                        assert reader is not None
-                        buffer = reader(name, 0, buffer.numel()).reshape(buffer.shape).to(buffer.dtype)
-                    module._buffers[key] = buffer.to(self.memory.device)
+                    if buffer is not None:
+                        values = read(f"{path}.{key}".lstrip("."), buffer) if buffer.is_meta else buffer
+                        module._buffers[key] = values.to(self.memory.device)
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and parameter not in self.chunk_of:
+                        name = f"{path}.{key}".lstrip(".")
+                        values = parameter.data if reader is None else read(name, parameter)
+                        parameter.data = values.to(self.memory.device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -205,6 +213,7 @@ class ChunkedNetworks:
         """Remove the hooks; parameters that are not gathered read as NaN."""
         self.is_closed = True
         self.synchronize()
+        self.memory.release_unused()
         self.runtime.detach()
 
     def statistics(self) -> dict[str, Any]:
@@ -258,7 +267,7 @@ def _specs(units: Iterable[Unit], names: Mapping[nn.Parameter, str], config: Gem
                 raise UsageError(
                     f"Gemini got {names[parameter]} of type {parameter.dtype} to train; expected a floating-point type"
                 )
-            continue  # it stays where it is, whole on every rank
+            continue  # whole on every rank
         is_row_major = parameter.is_contiguous() or parameter.dim() != 4
         if not is_row_major and parameter.is_contiguous(memory_format=torch.channels_last):
             raise UsageError(

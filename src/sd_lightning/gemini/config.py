@@ -47,7 +47,10 @@ class GeminiConfig:
     offload_dir: str | Path | None = None
     """Folder on a fast local disk for ``disk_optim_frac``."""
     compute_dtype: torch.dtype | None = None
-    """Weights are gathered and gradients reduced in this type; each parameter's own type if not given."""
+    """Weights are gathered and gradients computed in this type; each parameter's own type if not given."""
+    reduce_dtype: torch.dtype = torch.float32
+    """Gradients of a narrower type are summed over the ranks in this one, others in their own. The compute type halves
+    what nccl sends, and rounds at every addition."""
     reduce_once: bool | Literal["auto"] = False
     """Inside ``no_sync``, keep whole float32 gradients and reduce them once, instead of after each micro-batch;
     ``"auto"``: if there is memory for them. The order of summation is another one, so that what fits changes bits."""
@@ -66,10 +69,15 @@ class GeminiConfig:
             raise UsageError(f"GeminiConfig got placement={self.placement!r}; expected 'static' or 'auto'")
         if not isinstance(self.reduce_once, bool) and self.reduce_once != "auto":
             raise UsageError(f"GeminiConfig got reduce_once={self.reduce_once!r}; expected true, false or 'auto'")
-        allowed = (None, torch.float32, torch.bfloat16, torch.float16)
-        if self.compute_dtype not in allowed:
+        allowed = (torch.float32, torch.bfloat16, torch.float16)
+        if self.compute_dtype not in (None, torch.float64, *allowed):
             raise UsageError(
-                f"GeminiConfig got compute_dtype={self.compute_dtype}; expected float32, bfloat16 or float16"
+                f"GeminiConfig got compute_dtype={self.compute_dtype}; expected float32, bfloat16, float16 or float64"
+            )
+        if self.reduce_dtype not in allowed:
+            raise UsageError(
+                f"GeminiConfig got reduce_dtype={self.reduce_dtype}; expected float32, or bfloat16 or float16 to send "
+                "half as much"
             )
 
     def _check_sizes(self) -> None:

@@ -52,7 +52,7 @@ class GeminiEngine(ChunkedNetworks):
         """Return what steps the chunks by the groups of a torch optimizer.
 
         Args:
-            inner: ``AdamW``, ``Adam`` or ``SGD`` over parameters of the networks, made after this engine.
+            inner: An elementwise optimizer over parameters of the networks, made after this engine.
 
         Raises:
             UsageError: The optimizer's update is not elementwise, or another optimizer has one of its parameters.
@@ -77,6 +77,7 @@ class GeminiEngine(ChunkedNetworks):
             for state in chunk.states.values():
                 self.memory.free(state)
             chunk.states.clear()
+        self.memory.release_unused()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to go backward from: multiplied by the loss scale in float16, itself otherwise."""

@@ -17,6 +17,7 @@ from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.loss_scale import LossScale
+from sd_lightning.gemini.progress import Progress
 from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.gemini.updates import Update, update_of
 
@@ -29,8 +30,8 @@ class Run:
     slot: Slot
     """The last parameter of them."""
     group: int
-    step: int
-    """Number of the step that comes, from 1."""
+    progress: Progress | None
+    """Before the step that comes; none before the first."""
     begin: int
     """First element of the shard."""
     end: int
@@ -43,7 +44,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     count, as torch does where ``grad`` is None. A step uses the gradients up: ``zero_grad`` after it does nothing.
 
     Args:
-        inner: ``AdamW``, ``Adam`` or ``SGD`` over trained parameters of the engine.
+        inner: An elementwise optimizer over trained parameters of the engine.
         engine: Owns the chunks.
         accumulation: Is told of steps.
         loss_scale: What the gradients are multiplied by, in float16.
@@ -60,23 +61,30 @@ class GeminiOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None,
     ) -> None:
         self.inner = inner
-        self.update: Update = update_of(inner)
+        self.update: Update = update_of(inner, _step_devices(engine))
+        inner.state.clear()  # some make states of whole parameters when they are built
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self._engine = engine
         self._accumulation = accumulation
         self._scaler = loss_scale
-        self.steps: dict[nn.Parameter, int] = {}
+        self.progress: dict[nn.Parameter, Progress] = {}
+        self._kinds: list[tuple[str, ...]] = []
+        """Names of the states of each group."""
         # What the ranks found out together about the gradients of this version.
         self._agreed_version = -1
         self._touched: set[nn.Parameter] | None = None
         self._norm: float | None = None
         self._clip = 1.0
         self._aborts_before_clip = 0
-        self._adopt()
+        self.adopt()
 
-    def _adopt(self) -> None:
-        """Take on the parameters of all groups."""
+    def adopt(self) -> None:
+        """Take on the parameters and settings of all groups.
+
+        Raises:
+            UsageError: An update is not elementwise, or the engine does not train a parameter.
+        """
         engine, group_of = self._engine, {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = set(engine.trained.values())
         if not trained.issuperset(group_of):
@@ -86,12 +94,13 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 "made, taken after that; make others trainable before, with a learning rate of 0 for as long as they "
                 "shall stay"
             )
+        self._kinds = [self.update.states(group) for group in self.param_groups]
         self._group_of = group_of
         self._parameters = [p for p in engine.trained.values() if p in group_of]
         self.chunks = sorted({engine.chunk_of[p] for p in self._parameters}, key=lambda chunk: chunk.index)
         self._touched = None
         for parameter in self._parameters:
-            self._allocate_states(engine.chunk_of[parameter], self.param_groups[group_of[parameter]])
+            self._allocate_states(engine.chunk_of[parameter], self._kinds[group_of[parameter]])
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,7 +114,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             return
         self.inner.add_param_group(param_group)
         try:
-            self._adopt()
+            self.adopt()
         except UsageError:
             self.param_groups.pop()
             raise
@@ -119,10 +128,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def state_kinds(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Return the names of the states kept for a parameter."""
-        return self.update.states(self.param_groups[self._group_of[parameter]])
+        return self._kinds[self._group_of[parameter]]
 
-    def _allocate_states(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        for name in self.update.states(group):
+    def _allocate_states(self, chunk: Chunk, names: Iterable[str]) -> None:
+        for name in names:
             if name not in chunk.states:
                 chunk.states[name] = chunk.memory.allocate(
                     chunk.placement.optim_tier, Kind.OPTIMIZER, *self.update.size(chunk.bounds), zero=True
@@ -181,6 +190,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             )
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({name: value for name, value in values.items() if name != "params"})
+        self.adopt()
 
     # ---------------------------------------------------------------- gradients
 
@@ -205,7 +215,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._engine.check_can_step()
         self._agree(with_norm=True)
         assert self._norm is not None
-        return torch.tensor(self._norm * self._pending_clip / self._scale)
+        is_double = any(chunk.bounds.master_dtype == torch.float64 for chunk in self.chunks)
+        dtype = torch.float64 if is_double else torch.float32
+        return torch.tensor(self._norm * self._pending_clip / self._scale, dtype=dtype)
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -231,10 +243,23 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _own_gradients(self) -> Iterable[Tensor]:
         """Yield this rank's reduced gradients of this optimizer's parameters, in maximal ranges."""
-        self._engine.memory.mark().wait()  # the host reads those on the slow tier
         for run in self._runs(self._parameters):
             if run.chunk.accumulator is not None:
+                if run.chunk.placement.step_tier is Tier.SLOW:
+                    run.chunk.wait_on_host()
                 yield run.chunk.accumulator.tensor[run.begin : run.end]
+
+    def _sum_of_squares(self) -> float:
+        """Return the sum over this rank's gradients: of each range in the type of its weights, of all in float64."""
+        squares: list[Tensor] = []
+        for gradient in self._own_gradients():
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            squares.append(gradient.square().sum(dtype=dtype).double())
+        sums = torch.zeros(len(squares), dtype=torch.float64)
+        for device in {square.device for square in squares}:  # one transfer from each
+            indices = [index for index, square in enumerate(squares) if square.device == device]
+            sums[indices] = torch.stack([squares[index] for index in indices]).cpu()
+        return float(sums.sum())
 
     def _agree(self, *, with_norm: bool) -> None:
         """Find out, with one small collective, which parameters have gradients on any rank, and the norm."""
@@ -248,8 +273,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         late = [chunk.index in runtime.late for chunk in self._engine.chunks]
         values = torch.zeros(1 + len(late) + len(trained), dtype=torch.float64)
         if with_norm:
-            squares = [t.square().sum(dtype=torch.float32).double().cpu() for t in self._own_gradients()]
-            values[0] = torch.stack(squares).sum() if squares else 0.0
+            values[0] = self._sum_of_squares()
         values[1:] = torch.tensor([*late, *(p in runtime.touched for p in trained)], dtype=torch.float64)
         values = self._engine.collectives.sum_with_order(values)
         late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
@@ -275,37 +299,40 @@ class GeminiOptimizer(torch.optim.Optimizer):
         for run in self._runs([p for p in self._parameters if p in self._touched]):
             by_chunk.setdefault(run.chunk, []).append(run)
         changed = {self._engine.chunk_of[p] for p in self._touched}
-        copies = self._engine.memory.mark()
-        # The accelerator's chunks are only submitted; the host steps its own meanwhile.
-        for chunk in sorted(changed, key=lambda c: (c.placement.step_tier is Tier.SLOW, c.index)):
+        after: dict[tuple[int, Progress | None], Progress] = {}
+        for chunk in sorted(changed, key=_order_of_stepping):
             if chunk.placement.step_tier is Tier.SLOW:
-                copies.wait()  # gradients have arrived, and nothing reads the weights any more
+                chunk.wait_on_host()
             chunk.settle()  # another optimizer may just have stepped it
-            self._step_chunk(chunk, by_chunk.get(chunk, []), divisor)
+            after |= self._step_chunk(chunk, by_chunk.get(chunk, []), divisor)
             chunk.refresh(self._touched.intersection(chunk.slots))
         for parameter in self._touched:
-            self.steps[parameter] = self.steps.get(parameter, 0) + 1
+            key = self._group_of[parameter], self.progress.get(parameter)
+            if key in after:  # this rank owns some of it
+                self.progress[parameter] = after[key]
 
-    def _step_chunk(self, chunk: Chunk, runs: list[Run], divisor: float) -> None:
+    def _step_chunk(self, chunk: Chunk, runs: list[Run], divisor: float) -> dict[tuple[int, Progress | None], Progress]:
+        """Step this rank's ranges of a chunk; return the progress by group and progress before."""
+        after: dict[tuple[int, Progress | None], Progress] = {}
         if not runs:
-            return
+            return after
         assert chunk.accumulator is not None
         if chunk.placement.optim_tier is Tier.DISK:
             nbytes = sum(state.nbytes for state in (*chunk.states.values(), *chunk.own_master()))
             for source, target in ((Tier.DISK, Tier.SLOW), (Tier.SLOW, Tier.DISK)):
                 chunk.memory.ledger.move(source, target, nbytes)
-        for group, step in dict.fromkeys((run.group, run.step) for run in runs):
-            chosen = [run for run in runs if (run.group, run.step) == (group, step)]
+        for group, progress in dict.fromkeys((run.group, run.progress) for run in runs):
+            chosen = [run for run in runs if (run.group, run.progress) == (group, progress)]
             ranges = [(run.begin, run.end) for run in chosen]
-            settings = self.param_groups[group]
-            self.update.apply(
+            after[group, progress] = self.update.apply(
                 _slices(chunk.master, ranges),
                 _slices(chunk.accumulator.tensor, ranges),
-                {name: self._parts(chunk, name, chosen) for name in self.update.states(settings)},
-                step,
-                settings,
+                {name: self._parts(chunk, name, chosen) for name in self._kinds[group]},
+                progress,
+                self.param_groups[group],
                 divisor,
             )
+        return after
 
     def _parts(self, chunk: Chunk, name: str, runs: list[Run]) -> list[Tensor]:
         flat = chunk.states[name].tensor
@@ -314,7 +341,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         return [self.update.part(chunk.bounds, run.slot, flat) for run in runs]
 
     def _runs(self, parameters: Iterable[nn.Parameter]) -> list[Run]:
-        """Join what this rank owns of parameters to the longest ranges of one chunk, group and step count."""
+        """Join what this rank owns of parameters to the longest ranges of one chunk, group and progress."""
         chosen = set(parameters)
         runs: list[Run] = []
         for chunk in self.chunks:
@@ -325,12 +352,12 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 if parameter not in chosen or first == last:
                     previous = None
                     continue
-                group, step = self._group_of[parameter], self.steps.get(parameter, 0) + 1
-                is_next = previous is not None and (previous.group, previous.step) == (group, step)
+                group, progress = self._group_of[parameter], self.progress.get(parameter)
+                is_next = previous is not None and (previous.group, previous.progress) == (group, progress)
                 if previous is not None and is_next and self.update.joins_parameters:
                     runs.pop()
                     first = previous.begin
-                previous = Run(chunk, slot, group, step, first, last)
+                previous = Run(chunk, slot, group, progress, first, last)
                 runs.append(previous)
         return runs
 
@@ -344,12 +371,27 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 chunk.drop_gradients()
                 runtime.late.discard(chunk.index)
                 continue
-            if chunk.placement.step_tier is Tier.SLOW:
-                self._engine.memory.mark().wait()  # the host writes to what may still be arriving
             for parameter in self._parameters:
                 if parameter in chunk.slots:
                     chunk.forget_gradient(parameter)
         self._touched, self._norm, self._clip = None, None, 1.0
+
+
+def _order_of_stepping(chunk: Chunk) -> tuple[bool, int]:
+    """Put the accelerator's chunks first, which are only submitted: the host steps its own meanwhile.
+
+    Those begin with the last one, whose gradients arrive first.
+    """
+    is_slow = chunk.placement.step_tier is Tier.SLOW
+    return is_slow, -chunk.index if is_slow else chunk.index
+
+
+def _step_devices(engine: ChunkedNetworks) -> tuple[torch.device, ...]:
+    """Return where chunks are stepped, or may be once they have moved."""
+    host, tiers = torch.device("cpu"), {chunk.placement.step_tier for chunk in engine.chunks if chunk.is_trained}
+    if engine.config.placement == "auto":
+        tiers = {Tier.FAST, Tier.SLOW}
+    return tuple(dict.fromkeys(engine.memory.device if tier is Tier.FAST else host for tier in sorted(tiers)))
 
 
 def _slices(flat: Tensor, ranges: list[tuple[int, int]]) -> list[Tensor]:

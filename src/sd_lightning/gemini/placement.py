@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ChunkLayout
@@ -103,6 +105,8 @@ class Demand:
     world_size: int
     keeps_gradients: bool | None = False
     """Whole float32 gradients are kept from one micro-batch to the next; None: if they fit beside all the rest."""
+    sent_dtype: torch.dtype | None = None
+    """Type in which whole gradients are sent to be summed, where that may be a wider one than they are computed in."""
 
 
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
@@ -110,11 +114,12 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
 
     Per parameter and rank, with ``c`` bytes of the compute type and ``w`` ranks: weights ``c`` or ``c / w``, float32
     weights ``4 / w`` unless they are the compute weights, optimizer states, ``4 / w`` for the reduced gradient; once:
-    the largest unit that is gathered temporarily, and the whole gradients that are being reduced.
+    the largest unit that is gathered temporarily, and the whole gradients that are being reduced, in the type in which
+    they are sent.
     """
     world_size = demand.world_size
     total = 0
-    whole_gradients = [0]
+    whole_gradients, sent_gradients = [0], [0]
     for layout, place, state_bytes in zip(layouts, placements, demand.state_bytes, strict=True):
         shard = layout.numel // world_size
         master = 8 if layout.dtype.itemsize == 8 else 4
@@ -124,17 +129,21 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
             continue
         if not is_temporary(place, world_size):
             whole_gradients.append(layout.numel * (master if world_size == 1 else layout.dtype.itemsize))
+        if demand.sent_dtype is not None and demand.sent_dtype.itemsize > layout.dtype.itemsize:
+            sent_gradients.append(layout.numel * demand.sent_dtype.itemsize)
         if place.optim_tier is Tier.FAST:
             is_alias = layout.dtype.itemsize == master and place.param_tier is Tier.FAST
             total += shard * master * ((0 if is_alias else 1) + 1) + state_bytes
     if demand.keeps_gradients:
         total += whole_gradient_bytes(layouts)
-    whole_gradients.sort(reverse=True)
-    return total + sum(whole_gradients[:_WHOLE_GRADIENTS]) + smallest_budget(layouts, placements, demand)
+    total += sum(sorted(whole_gradients)[-_WHOLE_GRADIENTS:]) + sum(sorted(sent_gradients)[-_SENT_GRADIENTS:])
+    return total + smallest_budget(layouts, placements, demand)
 
 
 _WHOLE_GRADIENTS = 6
 """Chunks whose whole gradients can be in memory at a time: four being reduced, two being filled."""
+_SENT_GRADIENTS = 4
+"""Of these, the ones that are being reduced."""
 
 
 def whole_gradient_bytes(layouts: Sequence[ChunkLayout]) -> int:

@@ -37,8 +37,20 @@ class Probe(Protocol):
         ...
 
 
+_peaks: dict[torch.device, int] = {}
+"""What allocators had taken at most before probes reset their statistics."""
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Return the most that this process has allocated on an accelerator, also before a probe measured there."""
+    return max(_peaks.get(device, 0), int(torch.get_device_module(device).max_memory_allocated(device)))
+
+
 class AllocatorProbe:
     """Ask the accelerator's allocator, whose peak statistics are reset again and again while this measures.
+
+    There is one peak for everybody, and no other way to see what a part of a pass takes: :func:`peak_allocated` keeps
+    the one of the whole process.
 
     What chunks take now is subtracted from the peak since the last note. Chunks that were freed in between are counted
     as activations: too much rather than too little.
@@ -53,7 +65,7 @@ class AllocatorProbe:
         self._peak = 0
 
     def begin(self) -> None:
-        self._module.reset_peak_memory_stats(self._memory.device)
+        self._reset()
         self._peak = 0
 
     def enter(self) -> None:
@@ -66,12 +78,17 @@ class AllocatorProbe:
         in_chunks = self._memory.ledger.current[Tier.FAST]
         peak = self._module.max_memory_allocated(self._memory.device) - in_chunks
         self._peak = max(self._peak, peak)
-        self._module.reset_peak_memory_stats(self._memory.device)
+        self._reset()
         return max(self._module.memory_allocated(self._memory.device) - in_chunks, 0)
 
     def end(self) -> int:
         self.note()
         return self._peak
+
+    def _reset(self) -> None:
+        device = self._memory.device
+        _peaks[device] = peak_allocated(device)
+        self._module.reset_peak_memory_stats(device)
 
 
 class SavedTensorsProbe:

@@ -14,6 +14,7 @@ from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.optimizer import GeminiOptimizer
+from sd_lightning.gemini.progress import Progress
 
 
 @dataclass
@@ -64,14 +65,14 @@ class EngineState:
             begin, end = chunk.bounds.owned(slot)
             if begin == end and slot.numel > 0:
                 continue
-            optimizer, step = self._optimizer_of(parameter)
+            optimizer, progress = self._optimizer_of(parameter)
             states: dict[str, Tensor | Callable[[], Tensor]] = {}
             scalars: dict[str, Any] = {}
-            if optimizer is not None and step:
+            if optimizer is not None and progress is not None:
                 for kind in optimizer.state_kinds(parameter):
                     part = optimizer.update.part(chunk.bounds, slot, chunk.states[kind].tensor)
                     states[kind] = optimizer.update.values(kind, part, end - begin)
-                scalars = optimizer.update.scalars(step)
+                scalars = optimizer.update.scalars(progress)
             master = chunk.bounds.view_of(slot, chunk.master)
             owned.append(OwnedRange(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
         return owned
@@ -89,6 +90,8 @@ class EngineState:
         """
         self._check_not_swapped("load")
         self._engine.synchronize()
+        for optimizer in self._optimizers if saved is not None else ():
+            optimizer.adopt()  # the groups' settings may have come with the states
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
             if begin < end:
@@ -104,13 +107,17 @@ class EngineState:
             return
         kinds = optimizer.state_kinds(parameter)
         has_states = bool(saved.kinds or saved.scalars)
-        if has_states and set(kinds) != set(saved.kinds):
+        progress = optimizer.update.progress(saved.scalars) if has_states else None
+        if has_states and (set(kinds) != set(saved.kinds) or progress is None):
             raise UsageError(
-                f"resume: the checkpoint holds {', '.join(saved.kinds) or 'no states'} of {slot.name}, and "
-                f"{type(optimizer.inner).__name__} keeps {', '.join(kinds) or 'none'}; resume with the optimizer of "
-                "the checkpoint, or start a new run from its weights with init_from="
+                f"resume: the checkpoint holds {_listed(saved.kinds, saved.scalars)} of {slot.name}, and "
+                f"{type(optimizer.inner).__name__} keeps {_listed(kinds, optimizer.update.scalar_names)}; resume with "
+                "the optimizer of the checkpoint, or start a new run from its weights with init_from="
             )
-        optimizer.steps[parameter] = int(saved.scalars.get("step", 1)) if has_states else 0
+        if progress is None:
+            optimizer.progress.pop(parameter, None)
+        else:
+            optimizer.progress[parameter] = progress
         begin, end = chunk.bounds.owned(slot)
         for kind in kinds:
             part = optimizer.update.part(chunk.bounds, slot, chunk.states[kind].tensor)
@@ -158,11 +165,15 @@ class EngineState:
             for slot in chunk.layout.slots:
                 yield chunk, slot, chunk.parameters[slot.name]
 
-    def _optimizer_of(self, parameter: nn.Parameter) -> tuple[GeminiOptimizer | None, int]:
+    def _optimizer_of(self, parameter: nn.Parameter) -> tuple[GeminiOptimizer | None, Progress | None]:
         for optimizer in self._optimizers:
             if optimizer.owns(parameter):
-                return optimizer, optimizer.steps.get(parameter, 0)
-        return None, 0
+                return optimizer, optimizer.progress.get(parameter)
+        return None, None
+
+
+def _listed(kinds: Iterable[str], scalars: Iterable[str]) -> str:
+    return ", ".join([*kinds, *scalars]) or "no states"
 
 
 def _nonempty(chunk: Chunk) -> list[Slot]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +19,11 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 
 log = logging.getLogger(__name__)
+
+_MAX_LANDING = 4
+"""Buffers whose copies to the host may be under way while it goes on; as many as reductions."""
+_MAX_WAITING = 2
+"""Kept buffers of one size that copies still need, before the host waits for one: it fills the other meanwhile."""
 
 
 class Tier(StrEnum):
@@ -47,6 +52,10 @@ class Kind(StrEnum):
     """Float32 weights where they are not the compute weights themselves, and optimizer states."""
     SWAPPED = "swapped"
     """The trained weights while others are computed with."""
+    STAGED = "staged"
+    """Weights in the compute type, on their way from the host's float32 ones to the accelerator."""
+    KEPT = "kept"
+    """Pinned host memory that nothing is in, kept to be used again."""
 
 
 class Ledger:
@@ -122,6 +131,11 @@ class Arrival:
         for event in self._events:
             event.synchronize()
 
+    @property
+    def is_past(self) -> bool:
+        """Whether the host need not wait."""
+        return all(event.query() for event in self._events)
+
 
 class Memory:
     """Allocate, move and free flat buffers on the tiers of one rank.
@@ -144,7 +158,8 @@ class Memory:
         self.on_accelerator = device.type != "cpu"
         self._offload_dir = offload_dir
         self._pinned: dict[int, list[tuple[Tensor, Arrival]]] = {}
-        """Host memory to use again, by bytes, when the copies that may still need it are done."""
+        """Host memory to use again, by bytes, when the copies that may still need it are done; the oldest first."""
+        self._landing: deque[tuple[Arrival, Callable[[], None]]] = deque()
         if offload_dir is not None:
             try:
                 Path(offload_dir).mkdir(parents=True, exist_ok=True)
@@ -178,11 +193,18 @@ class Memory:
             tensor.zero_()
         return Buffer(tensor, tier, kind)
 
-    def free(self, buffer: Buffer) -> None:
-        """Give a buffer's memory back; the buffer must not be used again."""
+    def free(self, buffer: Buffer, last_use: Arrival | None = None) -> None:
+        """Give a buffer's memory back; the buffer must not be used again.
+
+        Args:
+            buffer: Of any tier.
+            last_use: After which it may hold something else: by default, all copies beside the computation so far.
+        """
         self.ledger.add(buffer.tier, buffer.kind, -buffer.nbytes)
         if buffer.tier is Tier.SLOW and self.on_accelerator:
-            self._pinned.setdefault(buffer.nbytes, []).append((buffer.tensor, self.mark()))
+            self.ledger.add(Tier.SLOW, Kind.KEPT, buffer.nbytes)
+            kept = buffer.tensor, self.mark() if last_use is None else last_use
+            self._pinned.setdefault(buffer.nbytes, []).append(kept)
         buffer.tensor = torch.empty(0)
 
     def copy(self, target: Tensor, source: Tensor, source_tier: Tier, target_tier: Tier) -> None:
@@ -191,10 +213,18 @@ class Memory:
         What crosses is in the narrower of the two types, except on the way from an accelerator to the host: torch
         widens before it, as the host does not wait to do it afterwards.
         """
-        if self.on_accelerator and target.device != source.device and target.dtype != source.dtype:
-            narrow = min(target.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
-            source = source.to(narrow)
+        staged: Buffer | None = None
+        if self.on_accelerator and target_tier is Tier.FAST and source_tier is not Tier.FAST:
+            if target.dtype.itemsize < source.dtype.itemsize:
+                # torch would convert into pageable memory, from which no copy goes on beside the host.
+                staged = self.allocate(Tier.SLOW, Kind.STAGED, source.numel(), target.dtype)
+                source = staged.tensor.copy_(source)
+        elif self.on_accelerator and target_tier is not source_tier and target.dtype.itemsize < source.dtype.itemsize:
+            source = source.to(target.dtype)
         target.copy_(source, non_blocking=self.on_accelerator)
+        if staged is not None:
+            stream = self._module.current_stream(self.device)
+            self.free(staged, Arrival(self._module, self.device).after([stream]))
         is_widened = self.on_accelerator and target_tier is not Tier.FAST
         width = target.element_size() if is_widened else min(target.element_size(), source.element_size())
         self.ledger.move(source_tier, target_tier, target.numel() * width)
@@ -234,6 +264,20 @@ class Memory:
         streams = [] if self._module is None else [self._to_fast, self._to_slow]
         return Arrival(self._module, self.device).after(streams)
 
+    def land(self, arrival: Arrival, receive: Callable[[], None]) -> None:
+        """Let the host do something with what has arrived, without waiting: later, if it has not yet.
+
+        So much may be under way at a time, and the oldest is waited for when more is. Whoever reads what ``receive``
+        writes before that calls it first.
+
+        Args:
+            arrival: Of what is received.
+            receive: Waits for it; does nothing when called again.
+        """
+        self._landing.append((arrival, receive))
+        while self._landing and (len(self._landing) > _MAX_LANDING or self._landing[0][0].is_past):
+            self._landing.popleft()[1]()
+
     def wait_for_copies(self) -> None:
         """Let the host see what was copied, and the computation up to now."""
         if self._module is not None:
@@ -243,18 +287,22 @@ class Memory:
     def release_unused(self) -> None:
         """Give host memory back that is kept to be used again, as when chunks have moved for good."""
         self.wait_for_copies()
+        for nbytes, kept in self._pinned.items():
+            self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes * len(kept))
         self._pinned.clear()
         empty = getattr(torch._C, "_host_emptyCache", None)  # of builds with an accelerator
         if empty is not None and self.on_accelerator:
             empty()
 
     def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        pool = self._pinned.get(numel * dtype.itemsize, [])
-        for position, (tensor, last_use) in enumerate(pool):
-            if tensor.dtype == dtype:
-                last_use.wait()
-                del pool[position]
-                return tensor
+        nbytes = numel * dtype.itemsize
+        kept = self._pinned.get(nbytes, [])
+        position = next((i for i, (_, last_use) in enumerate(kept) if last_use.is_past), 0)
+        if len(kept) > position and (len(kept) >= _MAX_WAITING or kept[position][1].is_past):
+            tensor, last_use = kept.pop(position)
+            last_use.wait()
+            self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes)
+            return tensor.view(dtype)
         return torch.empty(numel, dtype=dtype, pin_memory=self.on_accelerator)
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> Tensor:

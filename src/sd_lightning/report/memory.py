@@ -21,6 +21,8 @@ _LABELS = {
     "gradients": "whole gradients",
     "accumulated": "reduced gradients",
     "swapped": "swapped weights",
+    "staged": "weights on their way",
+    "kept": "kept to be used again",
 }
 """What is drawn, from the bottom up."""
 

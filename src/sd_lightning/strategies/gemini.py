@@ -102,7 +102,10 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
     def _take_over(self, module: Any) -> None:
         """Put the trained networks into chunks, or go on with the chunks that an earlier fit has made."""
         precision: Any = self.precision_plugin
-        config = replace(self.config, compute_dtype=self.config.compute_dtype or precision.compute_dtype)
+        parameters = [p for network in module.trained_networks().values() for p in network.parameters()]
+        # float64 is narrowed only where compute_dtype says so: Lightning leaves such networks alone.
+        implied = None if any(p.dtype == torch.float64 for p in parameters) else precision.compute_dtype
+        config = replace(self.config, compute_dtype=self.config.compute_dtype or implied)
         engine = _engines.get(module)
         if engine is not None and engine.is_closed:
             engine = None
@@ -124,7 +127,7 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
             )
             for name, weights in deferred.items():
                 weights.fill_buffers(networks[name])
-        module._device = self.root_device  # Module.to() would also move the chunks
+        module.to(self.root_device)  # what is not trained; chunks are there, and stay
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -231,6 +234,7 @@ def gemini(
     prefetch: int = 2,
     memory_cap: float | str | None = None,
     reduce_once: bool | Literal["auto"] = False,
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     timeout_seconds: float = 1800.0,
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""
@@ -246,6 +250,7 @@ def gemini(
         prefetch=prefetch,
         memory_cap=memory_cap,
         reduce_once=reduce_once,
+        reduce_dtype=getattr(torch, str(reduce_dtype), reduce_dtype),  # type: ignore[arg-type]
     )
     return GeminiStrategy(config, timeout_seconds=timeout_seconds)
 

@@ -159,8 +159,8 @@ class Watch(TorchDispatchMode):
             is_on_host = tiers == {Tier.SLOW} and not device.is_leaving  # what leaves may be cast on the device first
             for tensor, is_write in used:
                 device.use(device.host if is_on_host else device.current, tensor, is_write=is_write)
-            if func is torch.ops.aten.copy_.default and device.is_copying and args[0].dtype != args[1].dtype:
-                if not device.is_leaving:
+            if len(tiers) == 2 and func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
+                if device.is_copying and not device.is_leaving:
                     raise Race("the host converts into pageable memory and waits for the copy from it")
             if len(tiers) == 2 and not device.is_copying:
                 device.host.merge(device.current.clock)  # a copy that the host waits for

@@ -333,6 +333,12 @@ FILES = [
         "or a hub id such as",
     ),
     ("train model.pretrained=no/such", "model.pretrained=no/such", "cannot be downloaded", "or give a local folder"),
+    (
+        "train model=sdxl init_from=run",
+        "model=sdxl",
+        "run/pipeline holds a StableDiffusionPipeline",
+        "write model=tiny",
+    ),
     ("train model.pretrained=empty", "model.pretrained=empty", "no model_index.json", "expected a pipeline"),
     ("train model.pretrained=other", "other", "FluxPipeline", "expected StableDiffusionPipeline", "give a Stable"),
     ("train model.pretrained=torn", "torn/unet", "not a complete safetensors file", "copy or download"),

@@ -151,6 +151,8 @@ def test_adapters_resume_bit_for_bit(adapted: Path, capfd: pytest.CaptureFixture
     assert call(stop) == 0
     told = "DiffusionPipeline.from_pretrained; then pipeline.load_lora_weights('resumed/pipeline'))\n"
     assert told in capfd.readouterr().out, "without, the pictures lack the subject"
+    words = ("model=sdxl, but base holds a StableDiffusionPipeline; write model=tiny",)
+    refuse(f"{LORA} max_train_steps=4 model=sdxl output_dir=resumed resume=auto", words, Path.cwd(), capfd)
     assert call(f"{LORA} max_train_steps=4 model.pretrained=base output_dir=resumed resume=auto") == 0
     (straight,) = checkpoint.all_checkpoints(adapted)
     assert_bitwise_equal(checkpoint.all_checkpoints("resumed")[-1], straight)
@@ -192,6 +194,7 @@ BAD = [
         *("no photos", "expected at least 2", "not counted: 1 file(s) (phone/IMG_1.HEIC)", "convert to JPEG"),
         *("2 file(s) (phone/holiday/0.png, phone/holiday/1.png)", "rename holiday to '10_holiday'", "move its photos"),
     ),
+    ("model=sd15", "model=sd15, but base holds a UNet with cross_attention_dim=64, not 768", "write model=tiny"),
     ("num_class_images=1", "num_class_images=1", "none is left for 'a handwritten two'", "write num_class_images=2"),
     ("prior_loss_weight=-1", "prior_loss_weight=-1", "at least 0", "write prior_loss_weight=1"),
     ("num_class_images=0", "num_class_images=0", "expected at least 1", "write num_class_images=100"),

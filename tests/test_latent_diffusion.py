@@ -1,9 +1,12 @@
 """The model definition: sizes of the released models, conditioning as in diffusers, and the pipeline folder."""
 
+import fnmatch
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sd_lightning import LatentDiffusion, assets
+from sd_lightning import LatentDiffusion, architectures, assets
 from sd_lightning._errors import UsageError
-from sd_lightning.architectures import Component
+from sd_lightning.architectures import Architecture, Component
 from sd_lightning.blocks import repeated_blocks
-from sd_lightning.latent_diffusion import load_model
+from sd_lightning.latent_diffusion import check_pretrained, load_model
 from sd_lightning.pipeline_folder import load_network
 from sd_lightning.sampling_schedulers import scheduler_class
 from small_models import SMALL_SDXL
@@ -434,6 +437,67 @@ def test_hub_id_without_a_network_says_why_and_what_to_do() -> None:
     assert "offline mode is enabled" in message
     assert message.endswith("check the id, the network and your access, or give a local folder")
     assert "\n" not in message
+
+
+# ---------------------------------------------------------------------- which model= a folder is
+
+
+def _variant(name: str, **unet: Any) -> Architecture:
+    whole = architectures.ARCHITECTURES[name]
+    changed = replace(whole.networks["unet"], config=whole.networks["unet"].config | unet)
+    return replace(whole, networks={**whole.networks, "unet": changed})
+
+
+HELD: dict[str, tuple[Any, set[str]]] = {
+    **{name: (name, {name}) for name in ("tiny", "sd15", "sd21", "sdxl")},
+    "small sdxl": (SMALL_SDXL, {"sdxl"}),
+    "fewer blocks of sd15": (_variant("sd15", block_out_channels=[64, 96, 128, 128], layers_per_block=1), {"sd15"}),
+    "a width of its own": (_variant("tiny", cross_attention_dim=48), {"tiny", "sd15", "sd21"}),
+}
+"""What a folder holds -> the names that it may be called."""
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_model_names_what_the_folder_holds_or_is_refused_with_the_right_name(held: str, tmp_path: Path) -> None:
+    model, right = LatentDiffusion.build(HELD[held][0], device="meta"), HELD[held][1]
+    model.save_pretrained(tmp_path, skip=list(model.networks))
+    for name in architectures.ARCHITECTURES:
+        if name in right:
+            check_pretrained(name, str(tmp_path))
+            continue
+        with pytest.raises(UsageError) as error:
+            check_pretrained(name, str(tmp_path))
+        with pytest.raises(UsageError, match=re.escape(str(error.value))):  # there are no weights to complain about
+            load_model(architecture=name, pretrained=str(tmp_path))
+        start, remedy = str(error.value).split("; write model=")
+        same_class = (name == "sdxl") == ("sdxl" in right)
+        found = f"a UNet with cross_attention_dim={model.unet.config.cross_attention_dim}" if same_class else "a Stable"
+        assert start.startswith(f"model={name}, but {tmp_path} holds {found}")
+        assert remedy == ("sd15" if len(right) > 1 else min(right))
+
+
+def test_a_wrong_name_for_a_pipeline_of_the_hub_is_refused_before_its_weights_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LatentDiffusion.build(SMALL_SDXL, device="meta")
+    model.save_pretrained(tmp_path, skip=list(model.networks))
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(
+        UsageError, match="model=sd21, but me/my-sdxl holds a StableDiffusionXLPipeline; write model=sdxl"
+    ):
+        load_model(architecture="sd21", pretrained="me/my-sdxl", revision="v2")
+    assert (asked["name"], asked["revision"]) == ("me/my-sdxl", "v2")
+    files = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
+    unet = "unet/diffusion_pytorch_model.safetensors"
+    for file in (*files, unet):
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in asked["allow_patterns"]) == (file != unet), file
+    assert LatentDiffusion.describe("me/my-sdxl").unet.config.cross_attention_dim == 80
 
 
 # ---------------------------------------------------------------------- helpers

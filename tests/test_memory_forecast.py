@@ -1,5 +1,6 @@
 """What a run will take of memory: the trace against torch's own tracker, the forms against the engine, the presets."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import pytest
 import torch
 
 from sd_lightning import LatentDiffusion, dreambooth
+from sd_lightning.architectures import ARCHITECTURES, Architecture
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.inference_memory import inference_bytes
 from sd_lightning.memory_forecast import DEVICE_ALLOWANCE, GB, Forecast, Training, forecast
 from sd_lightning.memory_trace import peak_bytes
+from small_models import SMALL_SDXL
 from suites import keep
 from test_configs import Compose, compose  # noqa: F401
 
@@ -30,10 +34,19 @@ LEFT = [preset for preset in PRESETS if preset not in QUICK + SLOW]
 HOST_GB = {"8gb": 16, "12gb": 12, "16gb": 8, "24gb": 4, "lora_6gb": 4, "sdxl_lora_12gb": 8}
 
 
+def without_weights(model: LatentDiffusion, folder: Path) -> Path:
+    """Write a pipeline folder without weights, once: a forecast reads none."""
+    if not folder.exists():
+        model.save_pretrained(folder, skip=list(model.networks))
+    return folder
+
+
 def predicted(compose: Compose, tmp_path: Path, name: str, *options: str) -> Forecast:  # noqa: F811
     prior = ["with_prior_preservation=true", "class_prompt=a dog", "num_class_images=200"]
-    files = [f"instance_data_dir={tmp_path}", "model.pretrained=folder"]
-    cfg = compose("dreambooth", f"experiment=dreambooth_{name}", *files, *prior, *options)
+    cfg = compose("dreambooth", f"experiment=dreambooth_{name}", f"instance_data_dir={tmp_path}", *prior, *options)
+    if not any(option.startswith("model.pretrained=") for option in options):
+        model = LatentDiffusion.build(cfg.model.architecture, device="meta")
+        cfg.model.pretrained = str(without_weights(model, tmp_path / cfg.model.architecture))
     found = dreambooth.predict_memory(cfg)
     assert found is not None
     return found
@@ -78,7 +91,8 @@ def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: 
 
 def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:
     def of_tiny(**options: Any) -> Forecast:
-        return forecast("tiny", Training(batch_size=1, resolution=32, num_images=16, **options), GeminiConfig())
+        training = Training(batch_size=1, resolution=32, num_images=16, **options)
+        return forecast(LatentDiffusion.build("tiny", device="meta"), training, GeminiConfig())
 
     plain = of_tiny()
     kept = of_tiny(offload_encoders=False)
@@ -104,7 +118,7 @@ def test_settings_of_a_run_reach_the_forecast(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sd_lightning.memory_forecast.forecast", lambda architecture, training, config: training)
+    monkeypatch.setattr("sd_lightning.memory_forecast.forecast", lambda model, training, config: training)
 
     def read(*options: str) -> Any:
         return predicted(compose, tmp_path, "8gb", *options)
@@ -118,6 +132,49 @@ def test_settings_of_a_run_reach_the_forecast(
     assert read(ema).averages and read(ema).offload_averages
     assert read("sampling.batch_size=16", "callbacks.samples.prompts=[a, b]").sample_batch_size == 2
     assert read("callbacks.samples=null").sample_batch_size == 0
+    assert preset.drawn_size == (512, 512) and read("+sampling.height=256").drawn_size == (256, 512)
+    assert (read("model=sd21").resolution, read("model=sd21").drawn_size) == (512, (768, 768)), "as SD 2.1 draws"
+
+
+WIDE = replace(
+    ARCHITECTURES["tiny"],
+    networks={
+        **ARCHITECTURES["tiny"].networks,
+        "unet": replace(
+            ARCHITECTURES["tiny"].networks["unet"],
+            config=ARCHITECTURES["tiny"].networks["unet"].config | {"block_out_channels": [64, 96], "sample_size": 16},
+        ),
+    },
+)
+"""As a fine-tuned variant: the channels and the size of pictures are its own."""
+
+
+@pytest.mark.parametrize(("model", "built"), [("tiny", WIDE), ("sdxl", SMALL_SDXL)], ids=["wide", "sdxl"])
+def test_the_forecast_is_of_the_pipeline_that_is_loaded(
+    model: str,
+    built: Architecture,
+    compose: Compose,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = without_weights(LatentDiffusion.build(built, device="meta"), tmp_path / "own")
+    noted: list[Any] = []
+
+    def note(model: LatentDiffusion, training: Training, gemini: GeminiConfig) -> Forecast:
+        noted[:] = training, gemini
+        return forecast(model, training, gemini)
+
+    monkeypatch.setattr("sd_lightning.memory_forecast.forecast", note)
+    found = predicted(compose, tmp_path, "8gb", f"model={model}", f"model.pretrained={folder}", "resolution=32")
+    training, gemini = noted
+    assert found == forecast(LatentDiffusion.build(built, device="meta"), training, gemini)
+    assert training.drawn_size == ((64, 64) if built is WIDE else (32, 32))
+    plain = forecast(LatentDiffusion.build("tiny", device="meta"), training, gemini)
+    assert plain.weights_and_states < found.weights_and_states < 0.1 * GB
+    loaded = LatentDiffusion.describe(folder)
+    assert all(p.is_meta for network in loaded.networks.values() for p in [*network.parameters(), *network.buffers()])
+    whole = inference_bytes(LatentDiffusion.build(built), height=64, width=64)
+    assert inference_bytes(loaded, height=64, width=64) == whole, "what generate prints is of its pipeline, too"
 
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -142,7 +199,8 @@ def test_states_are_what_the_engine_keeps_in_a_step(fraction: float, optimizer: 
     network(latents, torch.tensor([3]), encoder_hidden_states=hidden).sample.square().mean().backward()
     stepping.step()
     found = engine.statistics()
-    expected = forecast("tiny", Training(batch_size=1, resolution=32, optimizer=optimizer), config)
+    model = LatentDiffusion.build("tiny", device="meta")
+    expected = forecast(model, Training(batch_size=1, resolution=32, optimizer=optimizer), config)
     assert expected.host_states == found.get("peak_bytes/slow", 0)
     in_flight = 6 * 4 * config.chunk_numel  # type: ignore[operator]
     assert 0 <= expected.weights_and_states - found["peak_bytes/fast"] <= in_flight, "gradients that are being reduced"

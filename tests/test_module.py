@@ -363,7 +363,7 @@ def test_ddp_on_two_processes_learns_what_one_process_learns(
     arguments = [*QUICK]
     if family == "sdxl":
         LatentDiffusion.build(SMALL_SDXL).save_pretrained(tmp_path / "sdxl")
-        arguments.append(f"model.pretrained={tmp_path / 'sdxl'}")
+        arguments += [f"model.pretrained={tmp_path / 'sdxl'}", "model.architecture=sdxl"]  # the rest as for tiny
     states, metrics = [], []
     for name, options in (("one", []), ("two", ["strategy=ddp", *split])):
         run_dir = tmp_path / name

@@ -7,6 +7,7 @@ the same classes, small enough to train in a minute on two CPU cores.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -217,3 +218,30 @@ _SDXL = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {"tiny": _TINY, "sd15": _SD15, "sd21": _SD21, "sdxl": _SDXL}
+
+
+def contradiction(architecture: str, pipeline_class: str, unet_config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what of a pipeline cannot be of an architecture, and the name of the one that it is of.
+
+    The pipeline's class decides, and within one class what the UNet attends to: ``cross_attention_dim`` is the width of
+    the text encoder. A pipeline with a width of its own contradicts no architecture of its class, and other sizes
+    (channels, blocks, layers) are free: variants of one family differ in them.
+
+    Args:
+        architecture: A name in ``ARCHITECTURES``.
+        pipeline_class: Of the pipeline.
+        unet_config: Of the pipeline's UNet.
+
+    Returns:
+        (what it is, the right name), None if they agree.
+    """
+    same_class = {name: each for name, each in ARCHITECTURES.items() if each.pipeline_class == pipeline_class}
+    widths = {name: each.networks["unet"].config["cross_attention_dim"] for name, each in same_class.items()}
+    width = unet_config.get("cross_attention_dim")
+    if architecture not in same_class:
+        own = [name for name in same_class if widths[name] == width]
+        return f"a {pipeline_class}", (own or [name for name in same_class if name != "tiny"])[0]
+    right = [name for name in same_class if widths[name] == width]
+    if len(same_class) == 1 or not right or architecture in right:
+        return None
+    return f"a UNet with cross_attention_dim={width}, not {widths[architecture]}", right[0]

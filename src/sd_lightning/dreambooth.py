@@ -17,7 +17,7 @@ from sd_lightning._launchers import is_first_process
 from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
 from sd_lightning.dreambooth_checks import base_of, check_base, check_folders, check_used, load_base
 from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.preflight import adopt_base, num_processes
+from sd_lightning.preflight import LOAD_MODEL, adopt_base, check_model, num_processes
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +98,7 @@ def run(cfg: DictConfig) -> int:
 
 def prepare(cfg: DictConfig) -> None:
     """Say what memory the run will take, and complete the class images."""
+    check_model(cfg)
     predicted = predict_memory(cfg) if is_first_process() else None
     if predicted is not None:
         print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
@@ -107,17 +108,23 @@ def prepare(cfg: DictConfig) -> None:
 def predict_memory(cfg: DictConfig) -> Forecast | None:
     """Return the memory that a run with ``strategy=gemini`` in bf16-true will take; None for other settings.
 
-    The forms are those of the architecture that ``model=`` names, on one process for each device.
+    The sizes are those of the pipeline that is loaded, on one process for each device.
     """
     import torch
 
     from sd_lightning import memory_forecast
+    from sd_lightning.latent_diffusion import LatentDiffusion
     from sd_lightning.strategies.gemini import GeminiStrategy
 
     strategy: Any = _conf.instantiate(cfg.strategy)
     known = isinstance(strategy, GeminiStrategy) and strategy.config.placement == "static" and not cfg.learn_token
-    if not known or cfg.trainer.precision != "bf16-true" or cfg.model.get("architecture") is None:
+    if not known or cfg.trainer.precision != "bf16-true" or cfg.model["_target_"] != LOAD_MODEL:
         return None
+    pretrained = cfg.model.pretrained
+    if pretrained is None:
+        model = LatentDiffusion.build(cfg.model.architecture, device="meta")
+    else:
+        model = LatentDiffusion.describe(pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
     world_size = num_processes(cfg)
     ema = cfg.callbacks.get("ema")
     training = memory_forecast.Training(
@@ -133,13 +140,14 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
         offload_encoders=cfg.module.offload_encoders,
         cache_latents=cfg.data.cache_latents,
         sample_batch_size=min(cfg.sampling.batch_size, -(-_num_samples(cfg) // world_size)),
+        drawn_size=(cfg.sampling.get("height") or model.resolution, cfg.sampling.get("width") or model.resolution),
         num_images=cfg.num_class_images * cfg.with_prior_preservation + 10,
         world_size=world_size,
         prior_batch_size=cfg.sample_batch_size * cfg.with_prior_preservation,
         prior_dtype=getattr(torch, cfg.prior_generation_precision or "bfloat16"),
-        from_files=bool(train.deferral(cfg, _NETWORKS)) and _has_files(cfg.model.pretrained),
+        from_files=bool(train.deferral(cfg, _NETWORKS)) and _has_files(pretrained),
     )
-    return memory_forecast.forecast(cfg.model.architecture, training, strategy.config)
+    return memory_forecast.forecast(model, training, strategy.config)
 
 
 def _num_samples(cfg: DictConfig) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sd_lightning import _conf, train
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
-from sd_lightning.preflight import is_lightning_checkpoint, is_resumed
+from sd_lightning.preflight import LOAD_MODEL, is_lightning_checkpoint, is_resumed
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -86,7 +86,7 @@ def base_of(cfg: DictConfig) -> str | None:
     if is_lightning_checkpoint(cfg.init_from):
         return str(cfg.init_from)
     base = cfg.model.get("pretrained")
-    if base is None and cfg.model["_target_"] != train.LOAD_MODEL:
+    if base is None and cfg.model["_target_"] != LOAD_MODEL:
         base = cfg.model["_target_"]
     return None if base is None else str(base)
 

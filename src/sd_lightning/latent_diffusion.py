@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sd_lightning import assets
 from sd_lightning._errors import UsageError
-from sd_lightning.architectures import ARCHITECTURES, Architecture, Component
+from sd_lightning.architectures import ARCHITECTURES, Architecture, Component, contradiction
 from sd_lightning.conditioning import clip_conditioning, map_conditioning, sdxl_conditioning
 from sd_lightning.deferred_weights import DeferredWeights
 from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
@@ -23,10 +23,12 @@ from sd_lightning.pipeline_folder import (
     config_file,
     defer_network,
     file_keys,
+    find_configs,
     find_folder,
     instantiate,
     load_network,
     load_tokenizer,
+    meta_network,
     no_progress_bar,
     read_component,
     read_json,
@@ -179,6 +181,49 @@ class LatentDiffusion:
             UsageError: There is no such pipeline, or a part of it is missing or unreadable.
         """
         root = find_folder(pretrained_model_name_or_path, revision=revision, variant=variant)
+        weights: dict[str, DeferredWeights] = {}
+        adapters = (root / LORA_NAME).is_file()
+
+        def load(name: str, component: Component, pipeline_class: str) -> tuple[nn.Module, Component]:
+            if name == "vae" and vae is not None:
+                return load_network(component, Path(vae))
+            if (int8 := stored_int8(root / name)) is not None:
+                return load_int8_network(component, root / name, int8, pipeline_class=pipeline_class, variant=variant)
+            if name in deferred and not adapters:
+                network, described, weights[name] = defer_network(component, root / name, variant=variant)
+                return network, described
+            return load_network(component, root / name, variant=variant)
+
+        model = cls._from_folder(root, load)
+        model.deferred = weights
+        if adapters:
+            model._add_adapters(root)
+        return model
+
+    @classmethod
+    def describe(
+        cls, pretrained_model_name_or_path: str | Path, *, revision: str | None = None, vae: str | Path | None = None
+    ) -> LatentDiffusion:
+        """Build the networks of a pipeline on the meta device, from its configuration files: all sizes, no weights.
+
+        Args:
+            pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
+            revision: Branch, tag or commit on the hub.
+            vae: Another VAE (a folder or repository id).
+
+        Raises:
+            UsageError: There is no such pipeline, or a part of it is missing or unreadable.
+        """
+        root = find_configs(pretrained_model_name_or_path, revision=revision)
+        return cls._from_folder(
+            root, lambda name, part, _: meta_network(part, root / name if vae is None or name != "vae" else Path(vae))
+        )
+
+    @classmethod
+    def _from_folder(
+        cls, root: Path, load: Callable[[str, Component, str], tuple[nn.Module, Component]]
+    ) -> LatentDiffusion:
+        """Make a model of a pipeline folder; ``load`` makes each network of its name, record and pipeline class."""
         index = read_json(root / "model_index.json")
         pipeline_class = str(index.get("_class_name"))
         _check_pipeline_class(pipeline_class, str(root))
@@ -186,36 +231,22 @@ class LatentDiffusion:
         networks: dict[str, nn.Module] = {}
         components: dict[str, Component] = {}
         tokenizers: dict[str, Any] = {}
-        weights: dict[str, DeferredWeights] = {}
-        adapters = (root / LORA_NAME).is_file()
         records = {name: read_component(index, name, root) for name in _PARTS[pipeline_class]}
         for name, component in records.items():
             if name.startswith("tokenizer"):
                 tokenizers[name] = load_tokenizer(root / name)
-            elif name == "vae" and vae is not None:
-                networks[name], components[name] = load_network(component, Path(vae))
-            elif (int8 := stored_int8(root / name)) is not None:
-                networks[name], components[name] = load_int8_network(
-                    component, root / name, int8, pipeline_class=pipeline_class, variant=variant
-                )
-            elif name in deferred and not adapters:
-                networks[name], components[name], weights[name] = defer_network(component, root / name, variant=variant)
             else:
-                networks[name], components[name] = load_network(component, root / name, variant=variant)
+                networks[name], components[name] = load(name, component, pipeline_class)
         components["scheduler"] = Component("diffusers", scheduler.pop("_class_name"), scheduler)
         zeros = "force_zeros_for_empty_prompt"
         options = {zeros: index.get(zeros, True)} if zeros in _OPTIONS[pipeline_class] else None
-        model = cls(
+        return cls(
             networks,
             tokenizers=tokenizers,
             components=components,
             pipeline_class=pipeline_class,
             pipeline_options=options,
         )
-        model.deferred = weights
-        if adapters:
-            model._add_adapters(root)
-        return model
 
     # ------------------------------------------------------------------ parts
 
@@ -453,19 +484,14 @@ def load_model(
     Random weights are made in every process and are then there: ``deferred`` is about files.
 
     Raises:
-        UsageError: Options of pretrained weights without ``pretrained``, weights in int8, or what the two constructors
-            raise.
+        UsageError: Options of pretrained weights without ``pretrained``, or what :func:`check_pretrained` and the two
+            constructors raise.
     """
     if pretrained is not None:
-        model = LatentDiffusion.from_pretrained(
+        check_pretrained(architecture, pretrained, revision=revision)
+        return LatentDiffusion.from_pretrained(
             pretrained, revision=revision, variant=variant, vae=vae, deferred=deferred
         )
-        if any(int8_config(network) for network in model.networks.values()):
-            raise UsageError(
-                f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline "
-                "that it was made from"
-            )
-        return model
     given = {k: v for k, v in {"revision": revision, "variant": variant, "vae": vae}.items() if v is not None}
     if given:
         raise UsageError(
@@ -473,6 +499,27 @@ def load_model(
             "add model.pretrained=<hub id or folder>"
         )
     return LatentDiffusion.build(architecture, seed=seed)
+
+
+def check_pretrained(architecture: str, pretrained: str, *, revision: str | None = None) -> None:
+    """Refuse to train a pipeline that another ``model=`` names, or whose weights are in int8; reads configurations.
+
+    Raises:
+        UsageError: It is one, or there is no such pipeline.
+    """
+    if architecture not in ARCHITECTURES:
+        raise UsageError(f"model got architecture={architecture!r}; expected one of {', '.join(ARCHITECTURES)}")
+    root = find_configs(pretrained, revision=revision)
+    pipeline_class = str(read_json(root / "model_index.json").get("_class_name"))
+    _check_pipeline_class(pipeline_class, str(root))
+    found = contradiction(architecture, pipeline_class, read_json(root / "unet" / "config.json"))
+    if found is not None:
+        raise UsageError(f"model={architecture}, but {pretrained} holds {found[0]}; write model={found[1]}")
+    if any(stored_int8(root / name) for name in _PARTS[pipeline_class]):
+        raise UsageError(
+            f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline that "
+            "it was made from"
+        )
 
 
 def _check_pipeline_class(name: str, who: str) -> None:

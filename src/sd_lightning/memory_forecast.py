@@ -62,6 +62,8 @@ class Training:
     """Whether frozen encoders wait in host memory, from where each comes to the device for one image at a time."""
     cache_latents: bool = True
     """Whether images are encoded before training, and not in each step."""
+    drawn_size: tuple[int, int] | None = None
+    """Height and width of pictures that are drawn, pixels; as those of the images if not given."""
     sample_batch_size: int = 1
     """Pictures that are drawn at a time in the course of training and at its end; 0: none are."""
     num_images: int = 100
@@ -119,15 +121,15 @@ class Forecast:
         ]
 
 
-def forecast(architecture: str, training: Training, gemini: GeminiConfig) -> Forecast:
+def forecast(model: LatentDiffusion, training: Training, gemini: GeminiConfig) -> Forecast:
     """Predict the memory of a run with ``strategy=gemini``.
 
     Args:
-        architecture: "tiny", "sd15", "sd21" or "sdxl".
+        model: On the meta device, in float32 (``LatentDiffusion.describe`` or ``build``); it is changed, and of no use
+            afterwards.
         training: What is trained, and how.
         gemini: Static settings of the engine.
     """
-    model = LatentDiffusion.build(architecture, device="meta")
     whole = sum(_bytes(network) for network in model.networks.values())
     names = ["unet", *(model.text_encoders if training.train_text_encoder else ())]
     trained = {name: model.networks[name] for name in names}
@@ -154,10 +156,9 @@ def forecast(architecture: str, training: Training, gemini: GeminiConfig) -> For
     encoder_bytes = sum(_bytes(network) for network in encoders)
     waiting = encoder_bytes if training.offload_encoders else 0
     side = training.resolution // model.vae_scale_factor
-    moments = training.num_images * 8 * side * side * 4 if training.cache_latents else 0
-    drawing = max(
-        _drawing_peak(model, training.resolution, training.sample_batch_size), _encoding_peak(model, training)
-    )
+    channels = _latent_channels(model)
+    moments = training.num_images * 2 * channels * side * side * _FLOAT_BYTES if training.cache_latents else 0
+    drawing = max(_drawing_peak(model, training, training.sample_batch_size), _encoding_peak(model, training))
     return Forecast(
         weights_and_states=device + average - average_on_host + encoder_bytes - waiting,
         activations=int(_TRACE_MARGIN * _step_peak(model, trained, training)),
@@ -214,7 +215,7 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
     """Trace a forward and backward pass; gradients are the engine's, which takes each as soon as it is there."""
 
     def step() -> None:
-        inputs = _inputs(model, training.batch_size, training.resolution)
+        inputs = _inputs(model, training.batch_size, (training.resolution, training.resolution))
         if training.train_text_encoder:
             encoders = [trained[name] for name in model.text_encoders]
             conditioning = model.condition(encoders, inputs)
@@ -244,24 +245,24 @@ def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int
     for network in (model.unet, model.vae):
         _cast(network, torch.float32 if upcast and network is model.vae else dtype)
     weights = whole * dtype.itemsize // _FLOAT_BYTES + (_bytes(model.vae) // 2 if upcast else 0)
-    return weights + int(_TRACE_MARGIN * _drawing_peak(model, training.resolution, training.prior_batch_size))
+    return weights + int(_TRACE_MARGIN * _drawing_peak(model, training, training.prior_batch_size))
 
 
-def _drawing_peak(model: LatentDiffusion, resolution: int, count: int) -> int:
+def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int:
     """Trace what drawing some pictures takes, in the networks' types: the UNet with guidance, then the VAE."""
     if count == 0:
         return 0
     unet, vae = model.unet, model.vae
     dtype, decoded = (next(network.parameters()).dtype for network in (unet, vae))
-    side = resolution // model.vae_scale_factor
+    size = training.drawn_size or (training.resolution, training.resolution)
 
     def denoise() -> None:
-        inputs = _inputs(model, 2 * count, resolution)
+        inputs = _inputs(model, 2 * count, size)
         conditioning = map_conditioning(_conditioning(model, inputs, dtype), lambda t: t.to(dtype))
         unet(inputs["latents"].to(dtype), inputs["timesteps"], **conditioning)
 
     def decode() -> None:
-        vae.decode(torch.empty(count, 4, side, side, dtype=decoded, device="meta"))
+        vae.decode(_inputs(model, count, size)["latents"].to(decoded))
 
     unet.eval()
     with torch.no_grad():
@@ -283,12 +284,16 @@ def _encoding_peak(model: LatentDiffusion, training: Training) -> int:
         return peak_bytes(encode)
 
 
-def _inputs(model: LatentDiffusion, count: int, resolution: int) -> dict[str, Tensor]:
-    side = resolution // model.vae_scale_factor
+def _latent_channels(model: LatentDiffusion) -> int:
+    return int(model.vae.config.latent_channels)
+
+
+def _inputs(model: LatentDiffusion, count: int, size: tuple[int, int]) -> dict[str, Tensor]:
+    height, width = (side // model.vae_scale_factor for side in size)
     length = next(iter(model.tokenizers.values())).model_max_length
     with torch.device("meta"):
         return {
-            "latents": torch.empty(count, 4, side, side),
+            "latents": torch.empty(count, _latent_channels(model), height, width),
             "timesteps": torch.empty(count, dtype=torch.int64),
             "input_ids": torch.empty(count, len(model.text_encoders), length, dtype=torch.int64),
             **{name: torch.empty(count, 2) for name in ("original_size", "crop_top_left", "target_size")},

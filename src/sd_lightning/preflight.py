@@ -21,7 +21,8 @@ _SECTIONS = (
     "callbacks.checkpoint",
 )
 """What a run cannot do without."""
-_SAME_MODEL = ("_target_", "architecture")
+LOAD_MODEL = "sd_lightning.latent_diffusion.load_model"
+"""What a program of one's own may put in its place need not know of deferred weights, nor of architectures."""
 _OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 
 
@@ -88,7 +89,7 @@ def adopt_base(cfg: DictConfig) -> bool:
     base = model.get("pretrained")
     if is_lightning_checkpoint(cfg.init_from) or base is None:
         return is_same
-    if any(model.get(key) != cfg.model.get(key) for key in _SAME_MODEL):
+    if model.get("_target_") != cfg.model.get("_target_"):
         return False
     if cfg.init_from is not None and not is_same:
         again = runs.find_pipeline(cfg.init_from, who="init_from")
@@ -321,6 +322,18 @@ def build_small_parts(cfg: DictConfig) -> None:
     optimizer = _conf.instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(2, 2))])
     if str(cfg.lr_scheduler["_target_"]).startswith(("torch.optim.", "sd_lightning.")):
         _conf.instantiate(cfg.lr_scheduler)(optimizer)
+
+
+def check_model(cfg: DictConfig) -> None:
+    """Refuse a pipeline that ``model=`` does not name, before time is spent on the data or on class images.
+
+    Raises:
+        UsageError: ``model=`` names another one, or it cannot be trained.
+    """
+    if cfg.model["_target_"] == LOAD_MODEL and cfg.model.pretrained is not None:
+        from sd_lightning.latent_diffusion import check_pretrained
+
+        check_pretrained(cfg.model.architecture, cfg.model.pretrained, revision=cfg.model.get("revision"))
 
 
 def parts_of(cfg: DictConfig) -> dict[str, Any]:

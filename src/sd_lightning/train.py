@@ -13,7 +13,7 @@ from sd_lightning import _conf, checkpoint, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
-from sd_lightning.preflight import is_lightning_checkpoint, parts_of, preflight
+from sd_lightning.preflight import LOAD_MODEL, check_model, is_lightning_checkpoint, parts_of, preflight
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,8 +44,6 @@ HINTS = {
     "trainer.log_every_n_steps": int,
 }
 """Types of what belongs to no target's signature, or is narrower here."""
-LOAD_MODEL = "sd_lightning.latent_diffusion.load_model"
-"""What a program of one's own may put in its place need not know of deferred weights."""
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
 
@@ -69,6 +67,7 @@ def train(cfg: DictConfig, *, prepare: Callable[[DictConfig], None] | None = Non
     if prepare is not None:
         prepare(cfg)
     trainer = build_trainer(cfg, resume)
+    check_model(cfg)
     datamodule = _conf.instantiate(cfg.data)
     module = build_module(cfg)
     check_parts(trainer, module, datamodule)

@@ -104,6 +104,7 @@ def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:
     each_step = of_tiny(offload_encoders=False, cache_latents=False)
     assert each_step.drawing < kept.drawing, "no more than a batch"
     assert each_step.host_others == kept.host_others - 16 * 8 * 8 * 8 * 4
+    assert of_tiny(drawn_size=(64, 64)).drawing > plain.drawing
     assert of_tiny(sample_batch_size=8).drawing - encoders > 4 * (plain.drawing - encoders)
     averaged, offloaded = of_tiny(averages=True), of_tiny(averages=True, offload_averages=True)
     average = 4 * sum(p.numel() for p in networks["unet"].parameters())
@@ -133,6 +134,7 @@ def test_settings_of_a_run_reach_the_forecast(
     assert read("sampling.batch_size=16", "callbacks.samples.prompts=[a, b]").sample_batch_size == 2
     assert read("callbacks.samples=null").sample_batch_size == 0
     assert preset.drawn_size == (512, 512) and read("+sampling.height=256").drawn_size == (256, 512)
+    assert preset.vae_tiling and not read("sampling.vae_tiling=false").vae_tiling
     assert (read("model=sd21").resolution, read("model=sd21").drawn_size) == (512, (768, 768)), "as SD 2.1 draws"
 
 

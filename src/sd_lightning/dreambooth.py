@@ -141,6 +141,7 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
         cache_latents=cfg.data.cache_latents,
         sample_batch_size=min(cfg.sampling.batch_size, -(-_num_samples(cfg) // world_size)),
         drawn_size=(cfg.sampling.get("height") or model.resolution, cfg.sampling.get("width") or model.resolution),
+        vae_tiling=bool(cfg.sampling.get("vae_tiling")),
         num_images=cfg.num_class_images * cfg.with_prior_preservation + 10,
         world_size=world_size,
         prior_batch_size=cfg.sample_batch_size * cfg.with_prior_preservation,

@@ -21,6 +21,7 @@ from sd_lightning.gemini.layout import ParameterSpec, Shard, default_search, pac
 from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
 from sd_lightning.gemini.tiers import Tier
 from sd_lightning.gemini.updates import update_of
+from sd_lightning.generation import decoding_in_tiles
 from sd_lightning.latent_diffusion import LatentDiffusion
 from sd_lightning.lora import Lora
 from sd_lightning.memory_trace import peak_bytes
@@ -64,6 +65,8 @@ class Training:
     """Whether images are encoded before training, and not in each step."""
     drawn_size: tuple[int, int] | None = None
     """Height and width of pictures that are drawn, pixels; as those of the images if not given."""
+    vae_tiling: bool = False
+    """Whether they are decoded in tiles."""
     sample_batch_size: int = 1
     """Pictures that are drawn at a time in the course of training and at its end; 0: none are."""
     num_images: int = 100
@@ -265,7 +268,7 @@ def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int
         vae.decode(_inputs(model, count, size)["latents"].to(decoded))
 
     unet.eval()
-    with torch.no_grad():
+    with torch.no_grad(), decoding_in_tiles(vae, training.vae_tiling):
         peaks = [peak_bytes(compute) for compute in (denoise, decode)]
     unet.train()
     return max(peaks)

@@ -86,6 +86,8 @@ def test_picture_can_be_drawn_again_from_its_metadata(cli: Any, run_dir: Path, t
 def test_pictures_of_other_prompts_and_settings_are_kept(cli: Any, run_dir: Path, tmp_path: Path) -> None:
     drawn: list[dict[str, bytes]] = []
     quick = ["num_inference_steps=1", "guidance_scale=3"]
+    (tmp_path / "generated").mkdir()
+    (tmp_path / "generated/grid.png").write_text("of my garden")
     for prompt, *more in (["собака"], ["кошка"], ["кошка", "height=40"], ["кошка"]):
         assert cli(f"run={run_dir}", f"prompts=['{prompt}']", *quick, *more)[0] == 0
         drawn.append({f.name: f.read_bytes() for f in (tmp_path / "generated").glob("picture-seed-0*.png")})
@@ -93,6 +95,8 @@ def test_pictures_of_other_prompts_and_settings_are_kept(cli: Any, run_dir: Path
     assert list(first) == ["picture-seed-0.png"] and len(second) == 2 and len(third) == 3
     assert first.items() < second.items() < third.items(), "what was there is as it was"
     assert again.keys() == third.keys(), "the same command writes the same file"
+    assert (tmp_path / "generated/grid.png").read_text() == "of my garden"
+    assert {f.name for f in (tmp_path / "generated").glob("grid*")} == {"grid.png", "grid-2.png"}
 
 
 def test_same_seed_gives_the_same_picture_in_any_batch(cli: Any, run_dir: Path, tmp_path: Path) -> None:

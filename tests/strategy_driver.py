@@ -1,7 +1,8 @@
 """Trains and loads under many strategies in one set of processes; started by torchrun from tests.
 
 ``torchrun --nproc-per-node N strategy_driver.py JOBS.json RESULTS.json``: JOBS is a list of
-``{"do": "save" | "load", …}``, RESULTS gets one entry per job from rank 0. :func:`torchrun` is the call for tests.
+``{"do": "save" | "load" | a function of lightning_jobs.py, …}``, RESULTS gets one entry per job from rank 0.
+:func:`torchrun` is the call for tests.
 """
 
 import json
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+import lightning_jobs
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.data.datamodule import dreambooth_data
 from sd_lightning.generation import SamplingOptions, generate
@@ -216,6 +218,9 @@ def _draw(*args: Any, **kwargs: Any) -> Any:
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
+    if job["do"] not in ("save", "load"):
+        given = strategy_of if "strategies" in job else partial(strategy_of, job["strategy"])
+        return lightning_jobs.run(given, job)
     losses = Losses()
     options = {"accelerator": job.get("accelerator", "cpu"), "devices": job["devices"]}
     options["strategy"] = strategy_of(job["strategy"])

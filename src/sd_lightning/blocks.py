@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 _BLOCK_CLASSES = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
@@ -10,13 +12,49 @@ _BLOCK_CLASSES = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated units of a network by name: resnet and transformer blocks, encoder layers.
 
-    These are the units that engines shard, checkpoint and compile; this is the one place that knows them.
+    These are the units that engines shard, checkpoint and compile; this is the one place that knows them. Networks
+    without any of ours have what their authors call units that must stay in one piece (``_no_split_modules``, of
+    diffusers and transformers), or the equal members of their module lists.
     """
     # By the name of any base class: engines wrap a block's class in a subclass of another name.
+    return _of_classes(network, _BLOCK_CLASSES) or _declared(network) or _listed(network)
+
+
+def _of_classes(network: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    chosen = set(names)
     return {
         name: module
         for name, module in network.named_modules()
-        if any(base.__name__ in _BLOCK_CLASSES for base in type(module).__mro__)
+        if any(base.__name__ in chosen for base in type(module).__mro__)
+    }
+
+
+def _declared(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules of the classes that the network, or a part of it, declares."""
+    names: set[str] = set()
+    for module in network.modules():
+        declared = getattr(type(module), "_no_split_modules", None)
+        names.update(declared or ())
+    return _outermost({n: m for n, m in _of_classes(network, names).items() if m is not network})
+
+
+def _listed(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost members of module lists whose members are of one class, and called."""
+    found: dict[str, nn.Module] = {}
+    for name, module in network.named_modules():
+        members = list(module.children())
+        if not isinstance(module, nn.ModuleList) or len({type(member) for member in members}) != 1:
+            continue
+        if len(members) > 1 and not isinstance(members[0], nn.ModuleList | nn.ModuleDict):
+            found |= {f"{name}.{key}" if name else key: member for key, member in module.named_children()}
+    return _outermost({name: module for name, module in found.items() if any(True for _ in module.parameters())})
+
+
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in modules.items()
+        if not any(name.startswith(other + ".") for other in modules if other != name)
     }
 
 

@@ -54,6 +54,10 @@ class SDLightningModule(pl.LightningModule):
         seed: Seed of noise, timesteps, crops, …: all randomness of the run.
     """
 
+    keeps_batches = True
+    """Batches stay float32 under every precision: the encoders and the noise own theirs, and networks are given what
+    they compute in."""
+
     def __init__(
         self,
         latent_diffusion: LatentDiffusion,

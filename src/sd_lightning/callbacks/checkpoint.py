@@ -80,6 +80,9 @@ class PortableCheckpoint(Checkpoint):
         self._configured: list[list[dict[str, Any]]] = []
         self._clock = 0.0
         self._last_step = 0
+        self._restored: Path | None = None
+        """The checkpoint that this fit continues."""
+        self._is_later_fit = False
 
     # ------------------------------------------------------------------ hooks
 
@@ -91,7 +94,8 @@ class PortableCheckpoint(Checkpoint):
             return
         _check_data(trainer.datamodule)  # type: ignore[attr-defined]
         self.check_resume(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
-        self._open_run(trainer)
+        self._restored, self._is_later_fit = None, trainer.global_step > 0
+        self._lock(trainer)
         if trainer.is_global_zero:
             self._fingerprints |= fingerprints(pl_module)
             write_frozen_weights(self.run_dir, pl_module)
@@ -99,18 +103,15 @@ class PortableCheckpoint(Checkpoint):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.perf_counter()
         self.last_saved = self._saved_callbacks = None
-        resumed = self.resume
         self._configured = configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
         self._refuse_unsavable(trainer)
-        if trainer.is_global_zero:
-            checkpoint.clean(self.run_dir)
-            self._write_frozen(pl_module, resumed)
-            self._announce(trainer)
-        trainer.strategy.barrier("checkpoint.on_fit_start")
-        self._check_shared(trainer)
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self._open_run(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.strategy.restore_checkpoint_after_setup:  # not before now does Lightning say what ``ckpt_path`` is
+            self._open_run(trainer, pl_module)
         if trainer.is_global_zero:
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
 
@@ -243,37 +244,47 @@ class PortableCheckpoint(Checkpoint):
             raise UsageError(f"Saving the checkpoint of step {step} failed on another process; see its message")
         raise checkpoint.disk_full(error, self.run_dir, step) or error
 
-    def _open_run(self, trainer: pl.Trainer) -> None:
-        """Refuse a directory that holds another run or anything else, or lock and mark it, on all ranks together."""
+    def _lock(self, trainer: pl.Trainer) -> None:
+        """Refuse a directory that holds anything but a run, or lock and mark it; fail on all ranks together."""
         refused = None
         if trainer.is_global_zero:
             try:
                 others = _logged(trainer, self.run_dir)
                 run_folder.check_ours(self.run_dir, key=_KEY, others=others)
-                newest = None if self._goes_on(trainer) else checkpoint.newest_valid(self.run_dir)
-                if newest is not None:
-                    raise UsageError(
-                        f"PortableCheckpoint got run_dir={self.run_dir}, which already holds a run; continue it with "
-                        f"resume='{newest}', or give another run_dir"
-                    )
                 runs.prepare(self.run_dir, key=_KEY, others=others)
             except (UsageError, OSError) as error:
                 refused = str(error)
-        refused = trainer.strategy.broadcast(refused)
-        if refused is not None:
-            raise UsageError(refused)
+        _fail_together(trainer, refused)
+
+    def _open_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a directory that holds another run, on all ranks together; then write what checkpoints share."""
+        refused = None
+        if trainer.is_global_zero:
+            newest = None if self._goes_on(trainer) else checkpoint.newest_valid(self.run_dir)
+            if newest is not None:
+                refused = (
+                    f"PortableCheckpoint got run_dir={self.run_dir}, which already holds a run; continue it with "
+                    f"resume='{newest}', or give another run_dir"
+                )
+        _fail_together(trainer, refused)
+        if trainer.is_global_zero:
+            checkpoint.clean(self.run_dir)
+            self._write_frozen(pl_module)
+            self._announce(trainer)
+        trainer.strategy.barrier("checkpoint.open_run")
+        self._check_shared(trainer)
 
     def _goes_on(self, trainer: pl.Trainer) -> bool:
         """Whether a fit continues the run in the directory; which run a file of Lightning is of, it does not say."""
-        start = self.resume or trainer.ckpt_path
-        if trainer.global_step or start is None:
-            return trainer.global_step > 0
+        start = self._restored or trainer.ckpt_path
+        if self._is_later_fit or start is None:
+            return self._is_later_fit
         return runs.holds(self.run_dir, Path(start)) or not checkpoint.is_portable(start)
 
-    def _write_frozen(self, pl_module: Any, resumed: Path | None) -> None:
+    def _write_frozen(self, pl_module: Any) -> None:
         """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""
         frozen, tmp = self.run_dir / "frozen", self.run_dir / ".tmp-frozen"
-        if frozen.exists() and resumed is not None and runs.holds(self.run_dir, resumed):
+        if frozen.exists() and self._restored is not None and runs.holds(self.run_dir, self._restored):
             return
         for leftover in (frozen, tmp):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -409,7 +420,7 @@ class PortableCheckpoint(Checkpoint):
             log.warning("resume=%s: no callback takes the state of %s", self.resume, ", ".join(sorted(unused)))
         self.train_seconds = saved["train_seconds"]
         self.loss = saved.get("loss")  # checkpoints of an earlier release have none
-        self.last_saved = self.resume
+        self.last_saved = self._restored = self.resume
         restore_position(trainer, position)
         log.info("resumed %s at step %d", self.resume, position.optimizer_steps)
 
@@ -425,6 +436,13 @@ class PortableCheckpoint(Checkpoint):
                 self.resume,
                 changes,
             )
+
+
+def _fail_together(trainer: pl.Trainer, refused: str | None) -> None:
+    """Raise on all ranks what rank 0 has found."""
+    refused = trainer.strategy.broadcast(refused)
+    if refused is not None:
+        raise UsageError(refused)
 
 
 def _check_data(datamodule: Any) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.state import LazyTensor, ParameterShard, ReplicatedState, TrainingState
 from sd_lightning.strategies import training_state
+from sd_lightning.strategies.plain import PlainState
+from sd_lightning.strategies.whole import whole
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +58,13 @@ class EMA(Callback):
         self.offload = offload
         self.num_updates = 0
         self._shadow: dict[tuple[str, int], Tensor] = {}
-        self._state: TrainingState | None = None
+        self._state: TrainingState | PlainState | None = None
         self._module: pl.LightningModule | None = None
         self._live: list[LazyTensor] = []
         self._average: list[Tensor] = []
+        self._owned: set[tuple[str, int]] = set()
+        """Ranges that no other rank gives, when the average is put together."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._moves = False
         self._last_step = 0
         self._swapped = False
@@ -93,11 +98,14 @@ class EMA(Callback):
         self._updates_before = self._given_back = None
         if (self._module is not None and self._module is not pl_module) or trainer.ckpt_path is not None:
             self._shadow, self._swapped = {}, False  # of another module, or of weights that have been replaced
-        self._module, self._state = pl_module, training_state(trainer)
-        shards = self._state.parameter_shards()
+        state = training_state(trainer)
+        self._module, self._state = pl_module, state
+        shards = state.parameter_shards()
+        self._divide_anew(trainer, shards)
         self._moves = getattr(self._state, "moves", False)  # Gemini with placement=auto
         self._live = [] if self._moves else [shard.master for shard in shards]
         self._shadow = {shard.key: self._average_of(shard) for shard in shards}
+        self._owned = {shard.key for shard in shards if shard.writes}
         self._average = list(self._shadow.values())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -136,7 +144,7 @@ class EMA(Callback):
 
     def _follow(self, weight: float) -> None:
         """Move the average to the weights by a fraction of the way."""
-        assert self._state is not None
+        assert self._state is not None and not isinstance(self._state, PlainState)
         if self._moves:  # nothing reads weights, or keeps their memory, when the next pass moves them
             self._live = [shard.master for shard in self._state.parameter_shards()]
             self._move(weight)
@@ -179,15 +187,30 @@ class EMA(Callback):
         device = torch.device("cpu") if self.offload else master.device
         average = self._shadow.get(shard.key)
         if average is not None:
-            return average.to(device)
+            return average.to(device).reshape(master.shape)  # of flat shards, if another engine kept it
         return torch.empty_like(master, dtype=torch.float32, device=device).copy_(master)
+
+    def _divide_anew(self, trainer: pl.Trainer, shards: list[ParameterShard]) -> None:
+        """Divide the average of an earlier fit as this strategy divides weights; a collective call."""
+        sizes = {key: average.numel() for key, average in self._shadow.items()}
+        same = not sizes or sizes == {shard.key: shard.end - shard.begin for shard in shards}
+        if trainer.strategy.reduce_boolean_decision(same, all=True):
+            return
+        old = {key: average for key, average in self._shadow.items() if key in self._owned}
+        new: dict[tuple[str, int], Tensor] = {}
+        for name, shape in self._shapes.items():
+            ranges = [(begin, average) for (other, begin), average in old.items() if other == name]
+            flat = whole(shape, torch.float32, ranges).reshape(-1)
+            new |= {shard.key: flat[shard.begin : shard.end].clone() for shard in shards if shard.name == name}
+        self._shadow = new
 
     # ------------------------------------------------------------------ use of the average
 
     @property
-    def _replicated(self) -> ReplicatedState | None:
-        """The state of an engine that leaves whole weights in the module, where anyone may load others."""
-        return self._state if type(self._state) is ReplicatedState else None
+    def _replicated(self) -> ReplicatedState | PlainState | None:
+        """The state of a module with whole weights, where anyone may load others."""
+        state = self._state
+        return state if isinstance(state, PlainState) or type(state) is ReplicatedState else None
 
     def _give_back(self, pl_module: pl.LightningModule) -> bool:
         """Let a module that holds the average have the trained weights, unless others were loaded into it since."""
@@ -243,11 +266,14 @@ class EMA(Callback):
             self._swap_out()  # interrupted in a validation
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._live = []
+        self._state = training_state(trainer)  # by now an engine has given the module back
         self._hold(pl_module)
 
     def _hold(self, pl_module: pl.LightningModule) -> None:
         self._swap_in()
         if self._replicated is not None:
+            self._shapes = {name: tuple(p.shape) for name, p in pl_module.named_parameters() if p.requires_grad}
             self._replicated.unshare(self.shadow)  # what is loaded into the module must not change the average
         _holding_average[pl_module] = self
 

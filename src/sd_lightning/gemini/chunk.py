@@ -420,6 +420,16 @@ class Chunk:
         if self.state is ChunkState.OVERWRITTEN:
             self.release()
 
+    def discard(self) -> None:
+        """Free all of it: its parameters have other memory by now."""
+        self._faces.clear()
+        for buffer in (self._shard, self._master, self._stash, *self.states.values()):
+            if buffer is not None:
+                self.memory.free(buffer)
+        self._shard = self._master = self._stash = None
+        self.states.clear()
+        self.full = self.full[:0].clone()
+
     # ---------------------------------------------------------------- other weights
 
     def swap_in(self, weights: Mapping[str, Tensor]) -> None:

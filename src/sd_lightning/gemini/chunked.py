@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -168,6 +168,13 @@ class ChunkedNetworks:
         """Bytes on each tier and bytes moved."""
         return self.memory.ledger
 
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and copies of whole parameters in host memory, gathered chunk by chunk; all ranks call it."""
+        for chunk in self.chunks:
+            whole = self._whole(chunk).cpu()
+            for name, slot in zip(chunk.parameters, chunk.layout.slots, strict=True):
+                yield name, whole[slot.begin : slot.end].view(chunk.parameters[name].shape).clone()
+
     @torch.no_grad()
     def full_parameter(self, name: str) -> Tensor:
         """Return a copy of a whole parameter, in the optimizer's type if it is trained; all ranks call it."""
@@ -195,6 +202,11 @@ class ChunkedNetworks:
             for name, slot in zip(chunk.parameters, chunk.layout.slots, strict=True):
                 parameter = chunk.parameters[name]
                 parameter.data = whole[slot.begin : slot.end].view(parameter.shape).clone()
+            chunk.discard()
+        self.end()
+
+    def end(self) -> None:
+        """Remove the hooks and forget the chunks."""
         self.close()
         self.chunks.clear()
         self.chunk_of.clear()

@@ -122,6 +122,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self._engine.chunk_of[parameter].forget_gradient(parameter)
             self._engine.runtime.touched.discard(parameter)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer, by the name under which Lightning's callbacks look for a wrapped one."""
+        return self.inner
+
     def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this optimizer steps a parameter."""
         return parameter in self._group_of

@@ -31,12 +31,14 @@ from sd_lightning.strategies.colossalai_settings import (
     config_of,
 )
 from sd_lightning.strategies.colossalai_state import ColossalAIState
+from sd_lightning.strategies.networks import sharded_networks, take_deferred
 from sd_lightning.strategies.processes import WatchedProcesses
+from sd_lightning.strategies.taking_apart import TakesWeightsApart
 
 __all__ = ["ColossalAIConfig", "ColossalAIStrategy", "colossalai"]
 
 
-class ColossalAIStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDDPStrategy):
+class ColossalAIStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, LightningDDPStrategy):
     """Train in ColossalAI's chunks: weights, gradients and optimizer states sharded, or in host memory.
 
     Usage: ``Trainer(strategy=ColossalAIStrategy(), precision="bf16-mixed")`` or ``Trainer(strategy="sd_colossalai")``.
@@ -137,14 +139,14 @@ class ColossalAIStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDDPS
 
     def _build_engine(self) -> ColossalAIEngine:
         module: Any = self.lightning_module
-        networks = module.trained_networks()
+        networks = sharded_networks(module, WHO)
         for name, network in networks.items():
             if any(hasattr(parameter, "taken_apart") for parameter in network.parameters()):
                 raise UsageError(
                     f"{WHO}: {name} is already in the chunks of another trainer's strategy; train with that trainer, "
                     "or build the module anew"
                 )
-            weights = module.take_deferred(name)
+            weights = take_deferred(module, name)
             if weights is not None:
                 weights.fill_(network, torch.device("cpu"))
         return ColossalAIEngine(networks, self.config, DTYPES[str(self.precision_plugin.precision)])

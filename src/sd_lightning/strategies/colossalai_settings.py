@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
+from sd_lightning.strategies.networks import trained_networks
 
 WHO = "ColossalAIStrategy"
 OURS = "or choose strategy=gemini, the engine of this package"
@@ -235,7 +236,7 @@ def check_run(config: ColossalAIConfig, trainer: Any, module: Any) -> None:
         )
     if not module.automatic_optimization:
         raise UsageError(f"{WHO} steps by itself; set automatic_optimization = True in {type(module).__name__}, {OURS}")
-    for name, network in module.trained_networks().items():
+    for name, network in trained_networks(module).items():
         if any(getattr(part, "_compiled_call_impl", None) is not None for part in network.modules()):
             raise UsageError(
                 f"{WHO} got a compiled {name}: torch.compile does not see ColossalAI's hooks on weights, which gather "

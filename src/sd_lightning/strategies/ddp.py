@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.strategies.processes import WatchedProcesses
+from sd_lightning.strategies.taking_apart import put_together
 
 Compression = Literal["none", "fp16", "bf16"]
 
@@ -55,6 +56,8 @@ class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
     def setup_environment(self) -> None:
         with self.joining():
             super().setup_environment()
+        assert self.lightning_module is not None
+        put_together(self.lightning_module)
 
     @override
     def _register_ddp_hooks(self) -> None:

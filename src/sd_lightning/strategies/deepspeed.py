@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +13,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -31,12 +32,15 @@ from sd_lightning.strategies.deepspeed_optimizer import to_cpu_adam
 from sd_lightning.strategies.deepspeed_settings import Buckets, DeepSpeedSettings, Offload, Stage
 from sd_lightning.strategies.deepspeed_state import DeepSpeedState, Zero3State, Zero12State
 from sd_lightning.strategies.host_checkpointing import checkpoint_on_host, checkpointed_blocks
+from sd_lightning.strategies.networks import keeps_batches
 from sd_lightning.strategies.processes import WatchedProcesses
+from sd_lightning.strategies.taking_apart import TakesWeightsApart
+from sd_lightning.strategies.whole import whole_masters
 
 __all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
 
 
-class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepSpeedStrategy):
+class DeepSpeedStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, LightningDeepSpeedStrategy):
     """Shard optimizer states (stage 1), gradients (2) and weights (3) over all processes with DeepSpeed.
 
     Usage: ``Trainer(strategy=DeepSpeedStrategy(stage=2), devices=2)`` or ``Trainer(strategy="sd_deepspeed_zero2")``.
@@ -160,7 +164,10 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
             self.check(trainer, self.lightning_module)
             self._build_extensions()
         self._linear = torch.nn.functional.linear
+        self.take(trainer)
         super().setup(trainer)
+        assert self._plain is not None
+        self._plain.note_hooks()
         if self.zero_stage_3:
             self._register_external_parameters()
 
@@ -237,17 +244,47 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
                 register_external_parameter(module, embedding.weight)
 
     @override
+    def _adopts(self, other: TakesWeightsApart) -> bool:
+        return isinstance(other, DeepSpeedStrategy) and self.zero_stage_3 and other.zero_stage_3
+
+    @override
+    def _has_engine(self) -> bool:
+        return self.model is not self.lightning_module
+
+    @override
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        assert self.lightning_module is not None
+        parameters = dict(self.lightning_module.named_parameters())
+        shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in parameters.items() if p.requires_grad}
+        yield from whole_masters(self._engine_state().parameter_shards(), shapes)
+        for name, parameter in parameters.items():
+            if name not in shapes and hasattr(parameter, "ds_shape"):
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    value = parameter.detach().clone()
+                yield name, value
+            elif name not in shapes:
+                yield name, parameter.detach()
+
+    @override
+    def _end_engine(self) -> None:
+        engine, self.model = self.deepspeed_engine, self.lightning_module
+        engine.destroy()
+
+    @override
     def teardown(self) -> None:
+        self.give_back()
         # Lightning would move the module to the host, and parameters would no longer be views of the engine's weights.
         self.teardown_beside_the_module()
         torch.nn.functional.linear = self._linear  # ZeRO-3's would compute whatever this process trains next
         self._state = None
-        if self._swap_folder is not None:
+        if self._swap_folder is not None and self.is_together:
             self._swap_folder.remove()
 
     # ------------------------------------------------------------------ training state
 
-    def training_state(self) -> DeepSpeedState:
+    def _engine_state(self) -> DeepSpeedState:
         """Return this rank's ranges of the trained parameters."""
         zero = self.deepspeed_engine.optimizer
         if self._state is None or self._state.zero is not zero:
@@ -270,7 +307,7 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
         if not self._skips_update:
             return self.deepspeed_engine.step(**options)
         self._skips_update = False
-        with self.training_state().discarding():
+        with self._engine_state().discarding():
             result = self.deepspeed_engine.step(**options)
         if not self.deepspeed_engine.optimizer.overflow:
             raise RuntimeError("DeepSpeedStrategy.skip_update had no effect: this DeepSpeed release steps differently")
@@ -278,11 +315,28 @@ class DeepSpeedStrategy(WatchedProcesses, TakesCheckpointFolders, LightningDeepS
 
 
 class EnginePrecision(DeepSpeedPrecision):
-    """DeepSpeed's precision, except that batches stay float32: encoders and noise own their precision."""
+    """DeepSpeed's precision, except that a module may keep its batches; then nothing but its networks is converted."""
+
+    def __init__(self, precision: Any) -> None:
+        super().__init__(precision)
+        self._keeps_batches = False
+
+    @override
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
+        self._keeps_batches = keeps_batches(model)
+        return model, optimizers, lr_schedulers
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return data
+        return data if self._keeps_batches else super().convert_input(data)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Make new tensors in the type of the weights: the engine has that type for "-mixed", too, and no autocast."""
+        if self._keeps_batches or self._desired_dtype == torch.float32:
+            return nullcontext()
+        half = HalfPrecision("bf16-true" if self._desired_dtype == torch.bfloat16 else "16-true")
+        return half.tensor_init_context()
 
     @override
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:

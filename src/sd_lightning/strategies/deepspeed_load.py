@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning.deferred_weights import DeferredWeights
+from sd_lightning.strategies.networks import take_deferred, trained_networks
 
 ReadRange = Callable[[Tensor, int, int], None]
 """(out, begin, end): fill ``out`` with a flat range of one parameter."""
@@ -53,8 +54,8 @@ def partition_deferred(module: Any, config: dict[str, Any], device: torch.device
 
     dtype = next((d for key, d in _COMPUTE_TYPES.items() if config.get(key, {}).get("enabled")), None)
     deferred: dict[str, DeferredWeights] = {}
-    for name, network in module.trained_networks().items():
-        weights = module.take_deferred(name)
+    for name, network in trained_networks(module).items():
+        weights = take_deferred(module, name)
         if weights is not None:
             deferred[name] = weights
             parameters = weights.fill_in_turn(network, device, dtype, reading=dist.get_rank() == 0)

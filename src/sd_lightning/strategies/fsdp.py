@@ -15,6 +15,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -28,15 +29,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.blocks import repeated_blocks
 from sd_lightning.state import ReplicatedState
 from sd_lightning.strategies.checkpoint_folders import TakesCheckpointFolders
+from sd_lightning.strategies.networks import blocks_of, place_rest, sharded_networks, take_deferred, trained_networks
 from sd_lightning.strategies.processes import WatchedProcesses
+from sd_lightning.strategies.taking_apart import TakesWeightsApart
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDPStrategy(WatchedProcesses, TakesCheckpointFolders, ModelParallelStrategy):
+class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, ModelParallelStrategy):
     """Shard weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
     Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
@@ -128,14 +130,22 @@ class FSDPStrategy(WatchedProcesses, TakesCheckpointFolders, ModelParallelStrate
         module: Any = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING:
             self.check(trainer, module)
-        for name, network in module.trained_networks().items():
-            if not isinstance(network, FSDPModule):  # a second fit finds them sharded
-                shard_network(network, self.device_mesh, self)
-            weights = module.take_deferred(name)
+        self.take(trainer)
+        networks = sharded_networks(module, type(self).__name__)
+        _refuse_shared_weights(networks)
+        blocks = blocks_of(module, networks)
+        for name, network in networks.items():
+            if not isinstance(network, FSDPModule):  # a run that could not give it back has left it sharded
+                shard_network(network, self.device_mesh, self, blocks)
+            weights = take_deferred(module, name)
             if weights is not None:
                 weights.fill_(network, torch.device("cpu") if self.cpu_offload else self.root_device, local_rows)
+        assert self._plain is not None
+        self._plain.note_hooks()
         self.model = self.precision_plugin.convert_module(self.model)
-        if not self.cpu_offload:
+        if self.cpu_offload:
+            place_rest(module, networks, self.root_device, None)
+        else:
             self.model_to_device()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -144,12 +154,12 @@ class FSDPStrategy(WatchedProcesses, TakesCheckpointFolders, ModelParallelStrate
         if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def training_state(self) -> DTensorState:
+    def _engine_state(self) -> DTensorState:
         """Return this rank's shards of the trained parameters."""
         module: Any = self.lightning_module
         if self._state is None or self._state.optimizers != self.optimizers:
             parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-            self._state = DTensorState(parameters, self.optimizers, networks=module.trained_networks().values())
+            self._state = DTensorState(parameters, self.optimizers, networks=trained_networks(module).values())
         return self._state
 
     @contextmanager
@@ -159,13 +169,40 @@ class FSDPStrategy(WatchedProcesses, TakesCheckpointFolders, ModelParallelStrate
         yield
 
     @override
+    def _adopts(self, other: TakesWeightsApart) -> bool:
+        return isinstance(other, FSDPStrategy) and all(
+            getattr(self, key) == getattr(other, key) for key in ("cpu_offload", "replicas", "mixed_precision")
+        )
+
+    @override
+    def _has_engine(self) -> bool:
+        assert self.lightning_module is not None
+        return any(isinstance(part, FSDPModule) for part in self.lightning_module.modules())
+
+    @override
+    def _end_engine(self) -> None:
+        assert self.lightning_module is not None
+        for part in self.lightning_module.modules():
+            _module_state_mapping.pop(part, None)
+
+    @override
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.lightning_module is not None
+        for part in self.lightning_module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # where a pass has left weights gathered, parameters are not the shards
+        for name, parameter in list(self.lightning_module.named_parameters()):
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+    @override
     def teardown(self) -> None:
+        self.give_back()
         super().teardown()
         self._state = None
 
 
-def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy) -> None:
-    """Apply ``fully_shard`` to the network's blocks and then to what is left of it, its root."""
+def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy, blocks: Iterable[nn.Module]) -> None:
+    """Apply ``fully_shard`` to those blocks that are in the network, and then to what is left of it, its root."""
     settings: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": options.reshard_after_forward,
@@ -174,13 +211,32 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy) -
         if options.cpu_offload
         else OffloadPolicy(),
     }
-    blocks: list[Any] = list(repeated_blocks(network).values())
-    for block in blocks:
+    inside = set(network.modules()) - {network}
+    ours: list[Any] = [block for block in blocks if block in inside and not _shares_weights(block, network)]
+    for block in ours:
         fully_shard(block, **settings)
     fully_shard(network, **settings)
     if options.forward_prefetch:
-        for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + options.forward_prefetch])
+        for i, block in enumerate(ours):
+            block.set_modules_to_forward_prefetch(ours[i + 1 : i + 1 + options.forward_prefetch])
+
+
+def _shares_weights(block: nn.Module, network: nn.Module) -> bool:
+    """Whether a parameter of a block belongs to another part of the network, too: then the root gathers it."""
+    parts, parameters = set(block.modules()), {id(parameter) for parameter in block.parameters()}
+    others = (part for part in network.modules() if part not in parts)
+    return any(id(parameter) in parameters for part in others for parameter in part._parameters.values())
+
+
+def _refuse_shared_weights(networks: Mapping[str, nn.Module]) -> None:
+    owners: dict[int, str] = {}
+    for name, network in networks.items():
+        for key, parameter in network.named_parameters():
+            if owners.setdefault(id(parameter), name) != name:
+                raise UsageError(
+                    f"FSDPStrategy got {name}.{key}, which {owners[id(parameter)]} has, too, and FSDP2 cannot gather "
+                    "one weight for two networks; put both into one nn.Module that is called, or take strategy=gemini"
+                )
 
 
 def local_rows(parameter: DTensor) -> tuple[Tensor, int, int]:

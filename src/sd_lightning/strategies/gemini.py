@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,19 +21,26 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.blocks import execution_position, repeated_blocks
+from sd_lightning.blocks import execution_position
 from sd_lightning.deferred_weights import DeferredWeights
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.chunked import Reader
 from sd_lightning.strategies.gemini_precision import GeminiPrecision
 from sd_lightning.strategies.gemini_state import GeminiState
+from sd_lightning.strategies.networks import (
+    blocks_of,
+    keeps_batches,
+    place_rest,
+    sharded_networks,
+    take_deferred,
+    trained_networks,
+)
 from sd_lightning.strategies.processes import WatchedProcesses
+from sd_lightning.strategies.taking_apart import TakesWeightsApart
+from sd_lightning.strategies.whole import load_torch_optimizer_states, torch_optimizer_state
 
-_engines: WeakKeyDictionary[pl.LightningModule, GeminiEngine] = WeakKeyDictionary()
-"""Engines outlive the strategy: after ``fit`` the parameters still live in their chunks."""
 
-
-class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
+class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
     """Shard weights, gradients and optimizer states in chunks, and keep a part of them off the device.
 
     Usage: ``Trainer(strategy=GeminiStrategy(offload_optim_frac=0.5))`` or ``Trainer(strategy="gemini")``. The
@@ -62,13 +69,15 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
                 near = difflib.get_close_matches(name, known, n=1) or ["one of " + ", ".join(known)]
                 raise UsageError(f"GeminiStrategy got {name}={settings[name]!r}; expected {near[0]}")
         self.config = GeminiConfig(**settings) if config is None else replace(config, **settings)
+        self._engine: GeminiEngine | None = None
         self._state: GeminiState | None = None
         super().__init__(timeout=timedelta(seconds=timeout_seconds))
 
     @property
     def engine(self) -> GeminiEngine:
-        """The engine of the module that is attached."""
-        return _engines[self.lightning_module]  # type: ignore[index]
+        """The engine of the present or the last run."""
+        assert self._engine is not None
+        return self._engine
 
     @property
     @override
@@ -94,40 +103,68 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._take_over(self.lightning_module)
+        self._take_over(trainer, self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _take_over(self, module: Any) -> None:
-        """Put the trained networks into chunks, or go on with the chunks that an earlier fit has made."""
+    def _take_over(self, trainer: pl.Trainer, module: Any) -> None:
+        """Put the trained networks into chunks, or go on with those that could not be given back."""
         precision: Any = self.precision_plugin
-        parameters = [p for network in module.trained_networks().values() for p in network.parameters()]
-        # float64 is narrowed only where compute_dtype says so: Lightning leaves such networks alone.
-        implied = None if any(p.dtype == torch.float64 for p in parameters) else precision.compute_dtype
-        config = replace(self.config, compute_dtype=self.config.compute_dtype or implied)
-        engine = _engines.get(module)
-        if engine is not None and engine.is_closed:
-            engine = None
-        if engine is not None and engine.config != config:
-            raise UsageError(
-                f"GeminiStrategy got {config}, but the module is in chunks of an earlier fit with {engine.config}; "
-                "expected the same settings, or a new module from the pipeline that fit has saved"
-            )
-        if engine is None:
-            networks: dict[str, nn.Module] = module.trained_networks()
-            deferred = {name: weights for name in networks if (weights := module.take_deferred(name)) is not None}
-            engine = _engines[module] = GeminiEngine(
+        rest_dtype = precision.compute_dtype if precision.precision == "bf16-true" else None
+        networks = sharded_networks(module, type(self).__name__)
+        if not self.take(trainer):
+            deferred = {name: weights for name in networks if (weights := take_deferred(module, name)) is not None}
+            self._engine = GeminiEngine(
                 networks,
-                config,
-                blocks=[block for network in networks.values() for block in repeated_blocks(network).values()],
+                self._engine_config,
+                blocks=blocks_of(module, networks),
                 device=self.root_device,
                 order=partial(_position, list(networks)),
                 reader=_reader(networks, deferred) if deferred else None,
             )
             for name, weights in deferred.items():
                 weights.fill_buffers(networks[name])
+            if rest_dtype is not None and not keeps_batches(module):
+                for network in networks.values():
+                    _convert_buffers(network, rest_dtype)
+            assert self._plain is not None
+            self._plain.note_hooks()
         module.to(self.root_device)  # what is not trained; chunks are there, and stay
+        place_rest(module, networks, self.root_device, rest_dtype)
+
+    @property
+    def _engine_config(self) -> GeminiConfig:
+        precision: Any = self.precision_plugin
+        assert self.lightning_module is not None
+        networks = trained_networks(self.lightning_module)
+        parameters = [parameter for network in networks.values() for parameter in network.parameters()]
+        # float64 is narrowed only where compute_dtype says so: Lightning leaves such networks alone.
+        implied = None if any(p.dtype == torch.float64 for p in parameters) else precision.compute_dtype
+        return replace(self.config, compute_dtype=self.config.compute_dtype or implied)
+
+    @override
+    def _adopts(self, other: TakesWeightsApart) -> bool:
+        if not isinstance(other, GeminiStrategy) or other.engine.config != self._engine_config:
+            return False
+        self._engine = other.engine
+        return True
+
+    @override
+    def _has_engine(self) -> bool:
+        return self._engine is not None and not self._engine.is_closed
+
+    @override
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.engine.restore()
+        assert self.lightning_module is not None
+        for name, parameter in list(self.lightning_module.named_parameters()):
+            yield name, parameter.detach()
+
+    @override
+    def _end_engine(self) -> None:
+        if not self.engine.is_closed:
+            self.engine.end()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -148,23 +185,22 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        engine = _engines.get(self.lightning_module) if self.lightning_module is not None else None
-        if engine is not None:
-            engine.abort()
+        if self._engine is not None and not self._engine.is_closed:
+            self._engine.abort()
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        # Lightning would move module and optimizers to the host: chunks stay where they are, for what comes after fit.
-        engine = _engines.get(self.lightning_module) if self.lightning_module is not None else None
-        if engine is not None:
-            engine.release()
+        if self._engine is not None and not self._engine.is_closed:
+            self._engine.release()
+        self.give_back()
+        # Where it could not be given back, the chunks stay where they are: Lightning would move the module to the host.
         self.teardown_beside_the_module()
         self._state = None
 
     # ------------------------------------------------------------------ training state
 
-    def training_state(self) -> GeminiState:
+    def _engine_state(self) -> GeminiState:
         """Return this rank's ranges of the trained parameters."""
         if self._state is None or self._state.optimizers != self.optimizers:
             self._state = GeminiState(self.engine, self.optimizers)
@@ -178,19 +214,38 @@ class GeminiStrategy(WatchedProcesses, LightningDDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return whole weights, gathered one after the other; a collective call."""
+        """Return whole weights on rank 0, gathered one after the other, and nothing on others; a collective call."""
         assert self.lightning_module is not None
-        whole = dict(self.lightning_module.state_dict())
-        for chunk in self.engine.chunks:
-            whole |= {name: self.engine.full_parameter(name).cpu() for name in chunk.parameters}
-        return whole
+        if self.is_together:
+            return super().lightning_module_state_dict()
+        kept = self.lightning_module.state_dict() if self.is_global_zero else {}
+        for name, weight in self.engine.whole_weights():
+            if name in kept:
+                kept[name] = weight
+        return kept
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load before the weights go into chunks; those that are still in their files would not take any."""
+        module: Any = self.lightning_module
+        for name, network in trained_networks(module).items():
+            weights = take_deferred(module, name) if checkpoint["state_dict"] else None
+            if weights is not None:
+                weights.fill_(network, torch.device("cpu"))
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        raise UsageError(
-            "Trainer.save_checkpoint: Gemini's optimizer states are sharded, and Lightning's checkpoints are not; use "
-            "the callback PortableCheckpoint, or weights_only=True"
-        )
+        """Return on rank 0 what the user's own optimizer would save, gathered tensor by tensor; a collective call."""
+        ours: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        groups = ours.inner.state_dict()["param_groups"]
+        number = self.optimizers.index(ours)
+        return torch_optimizer_state(self._engine_state(), number, groups, keep=self.is_global_zero)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if checkpoint["optimizer_states"]:  # there are none where PortableCheckpoint restores
+            load_torch_optimizer_states(self._engine_state(), checkpoint["optimizer_states"])
 
 
 def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWeights]) -> Reader:
@@ -213,12 +268,20 @@ def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWe
     return read
 
 
+def _convert_buffers(network: nn.Module, dtype: torch.dtype) -> None:
+    """Do to buffers what Lightning's plugin for weights of 16 bits does to a whole module."""
+    for part in network.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)
+
+
 def _position(networks: Sequence[str], name: str) -> tuple[int, ...]:
     """Return when a part of the trained networks runs: text encoders before the UNet."""
     network, _, part = name.partition(".")
     if network == "unet":
         return len(networks), *execution_position(part)
-    return (networks.index(network),)
+    return (next(i for i, prefix in enumerate(networks) if f"{name}.".startswith(f"{prefix}.")),)
 
 
 def gemini(

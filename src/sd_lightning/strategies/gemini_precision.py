@@ -9,12 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiEngine
+from sd_lightning.strategies.networks import keeps_batches
 
 _COMPUTE_DTYPES = {
     "32-true": torch.float32,
@@ -28,8 +29,8 @@ class GeminiPrecision(Precision):
     """Weights are gathered in the compute type; the optimizer's weights and states are float32 in every case.
 
     ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32; ``bf16-true``
-    computes in bfloat16 throughout. float16 scales the loss by itself. Batches stay float32: encoders and noise own
-    their precision.
+    computes in bfloat16 throughout, and as Lightning does for it, batches are converted and new tensors are made in it,
+    unless the module keeps its batches. float16 scales the loss by itself.
 
     Args:
         precision: Lightning's word for it.
@@ -48,9 +49,26 @@ class GeminiPrecision(Precision):
         self.precision = precision  # type: ignore[assignment]
         self.compute_dtype = _COMPUTE_DTYPES[precision]
         self._engine = engine
+        self._keeps_batches = False
+        self._half = HalfPrecision("bf16-true")
+
+    @override
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
+        self._keeps_batches = keeps_batches(model)
+        return model, optimizers, lr_schedulers
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._half.convert_input(data) if self._is_half else data
+
+    @property
+    def _is_half(self) -> bool:
+        return self.precision == "bf16-true" and not self._keeps_batches
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
+        if self._is_half:
+            return self._half.forward_context()
         if not str(self.precision).endswith("-mixed"):
             return nullcontext()
         return torch.autocast(self._engine().memory.device.type, dtype=self.compute_dtype)

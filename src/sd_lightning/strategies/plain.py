@@ -1,0 +1,201 @@
+"""A module as it was before an engine took it apart, and the way back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.strategies.whole import whole
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_BESIDE_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_LEFT_BEHIND = {
+    "_external_params",
+    "_original_parameters",
+    "all_parameters",
+    "applied_pre_backward_ref_cnt",
+    "pre_bwd_fn",
+    "post_bwd_fn",
+    "_is_fsdp_managed_module",
+    "_fsdp_use_orig_params",
+}
+"""What DeepSpeed and FSDP2 leave in modules, besides what begins as in ``_PREFIXES``."""
+_PREFIXES = ("ds_", "__composable_api_")
+
+
+class PlainModule:
+    """What a module is before an engine takes it: classes, hooks, and what parameters and buffers are like.
+
+    Args:
+        module: The module.
+        keeps_weights: Also keep the weights, for an evaluation, which changes none; the engine's own come on top.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, keeps_weights: bool) -> None:
+        self._parts = [(part, type(part), _dtype_of(part)) for part in module.modules()]
+        self._hooks = {part: _hook_ids(part) for part in module.modules()}
+        self._added: dict[nn.Module, set[tuple[str, int]]] = {}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._like: dict[str, tuple[torch.dtype, bool]] = {}
+        self._module = module
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            first = names.setdefault(parameter, name)
+            path, _, key = name.rpartition(".")
+            self._places.setdefault(first, []).append((module.get_submodule(path), key))
+            self._like[first] = parameter.dtype, parameter.requires_grad
+        self._buffers = [
+            (part, key, buffer.dtype)
+            for part in module.modules()
+            for key, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+        self.nbytes = sum(parameter.numel() * parameter.itemsize for parameter in names)
+        self._kept = {name: parameter.detach() for parameter, name in names.items()} if keeps_weights else None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters, tied ones by their first."""
+        return list(self._places)
+
+    @property
+    def kept(self) -> Mapping[str, Tensor] | None:
+        """The weights of before, where they were kept."""
+        return self._kept
+
+    def note_hooks(self) -> None:
+        """Note which hooks the engine has added, now that it is there: others may be added and removed by anyone."""
+        self._added = {part: _hook_ids(part) - before for part, before in self._hooks.items()}
+
+    @torch.no_grad()
+    def restore(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Give the module whole weights, ordinary parameters, and its own classes and hooks again.
+
+        Args:
+            weights: Name and value of every parameter, one after the other.
+        """
+        for name, value in weights:
+            dtype, requires_grad = self._like[name]
+            parameter = nn.Parameter(value.to("cpu", dtype), requires_grad=requires_grad)
+            for owner, key in self._places[name]:
+                owner._parameters[key] = parameter
+        for part, key, dtype in self._buffers:
+            buffer = part._buffers.get(key)
+            if buffer is not None:
+                part._buffers[key] = buffer.to("cpu", dtype)
+        for part, kind, remembered in self._parts:
+            if type(part) is not kind:
+                part.__class__ = kind
+            if type(part._parameters) is not dict:
+                part.__dict__["_parameters"] = dict(part._parameters)
+            for name in [n for n in part.__dict__ if n in _LEFT_BEHIND or n.startswith(_PREFIXES)]:
+                del part.__dict__[name]
+            for attribute, number in self._added.get(part, ()):
+                part.__dict__[attribute].pop(number, None)
+                for beside in _BESIDE_HOOKS:
+                    if beside.startswith(attribute):
+                        part.__dict__[beside].pop(number, None)
+            if remembered is not None:
+                part.__dict__["_dtype"], part.__dict__["_device"] = remembered, torch.device("cpu")
+
+
+class PlainState:
+    """The trained weights of a module that is whole again, as far as an average of them needs it.
+
+    Args:
+        module: The module.
+        owned: Keys of the ranges that this rank owned in the engine; over all ranks they are everything, once.
+    """
+
+    def __init__(self, module: pl.LightningModule, owned: Iterable[tuple[str, int]]) -> None:
+        self._module = module
+        self._owned = set(owned)
+        self._world_size = _world_size()
+        self._trained: dict[tuple[str, int], Tensor] | None = None
+
+    @torch.no_grad()
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Put other weights into the module until :meth:`swap_out`; a collective call."""
+        if self._trained is not None:
+            raise RuntimeError("swap_in called twice without swap_out")
+        ours = {key: tensor for key, tensor in weights.items() if key in self._owned}
+        self._trained = {
+            (name, begin): self._flat(name)[begin : begin + tensor.numel()].clone()
+            for (name, begin), tensor in ours.items()
+        }
+        self._fill(ours)
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Put the trained weights back; a collective call."""
+        if self._trained is None:
+            raise RuntimeError("swap_out called without swap_in")
+        self._fill(self._trained)
+        self._trained = None
+
+    def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
+        """Return whether the module still holds what :meth:`swap_in` has made of these weights; a collective call."""
+        same = all(
+            torch.equal(self._flat(name)[begin : begin + tensor.numel()], tensor.reshape(-1).to(self._flat(name)))
+            for (name, begin), tensor in weights.items()
+            if (name, begin) in self._owned
+        )
+        return bool(whole((_world_size(),), torch.float32, [(_rank(), torch.tensor([float(same)]))]).all())
+
+    def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Do nothing: the module shares no memory with what was put into it."""
+
+    def forget(self) -> None:
+        """Let the parameters stay what they are: there is no going back to the trained weights."""
+        self._trained = None
+
+    def _fill(self, ranges: Mapping[tuple[str, int], Tensor]) -> None:
+        if _world_size() != self._world_size:
+            raise UsageError(
+                f"the trained weights of {type(self._module).__name__} are divided among the {self._world_size} "
+                f"processes of its last fit, and {_world_size()} are there now; train on before they part, or load a "
+                "checkpoint into a new module"
+            )
+        by_name: dict[str, list[tuple[int, Tensor]]] = {}
+        for (name, begin), tensor in ranges.items():
+            by_name.setdefault(name, []).append((begin, tensor))
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:
+                value = whole(parameter.shape, parameter.dtype, by_name.get(name, []))
+                parameter.data = value.to(parameter.device)
+
+    def _flat(self, name: str) -> Tensor:
+        return self._module.get_parameter(name).detach().reshape(-1).cpu()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _hook_ids(part: nn.Module) -> set[tuple[str, int]]:
+    return {(attribute, number) for attribute in _HOOKS for number in part.__dict__[attribute]}
+
+
+def _dtype_of(part: Any) -> torch.dtype | None:
+    """Return what Lightning's modules and metrics remember of their type."""
+    dtype: torch.dtype | None = part.__dict__.get("_dtype")
+    return dtype if isinstance(dtype, torch.dtype) else None

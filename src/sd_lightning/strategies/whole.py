@@ -1,0 +1,157 @@
+"""Whole tensors out of the flat ranges that ranks own, one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.state import ParameterShard, SavedParameter, TrainingState, hyper_parameters
+
+
+def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, Tensor]]) -> Tensor:
+    """Return a tensor of which each rank gives the flat ranges that it owns; a collective call.
+
+    Args:
+        shape: Of the whole tensor.
+        dtype: Of the whole tensor.
+        ranges: First element and values of each range; over all ranks they are everything, once.
+
+    Returns:
+        The tensor in host memory, on every rank, bit for bit.
+    """
+    carried = dtype if dtype.itemsize >= 4 else torch.float32  # backends add integers of 32 and 64 bits
+    flat = torch.zeros(math.prod(shape), dtype=carried, device=_device())
+    for begin, values in ranges:
+        flat[begin : begin + values.numel()].copy_(values.detach().reshape(-1))
+    if _is_distributed():  # others have zeros there: the sum of integers is the owner's bits
+        dist.all_reduce(flat.view(torch.int64 if carried.itemsize == 8 else torch.int32))
+    return flat.view(*shape).to("cpu", dtype)
+
+
+def whole_masters(
+    shards: Sequence[ParameterShard], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the trained weights as their optimizer sees them, whole, in float32; a collective call.
+
+    Args:
+        shards: What this rank owns.
+        shapes: Of all trained parameters by name, in one order on all ranks.
+    """
+    mine = _by_name(shards)
+    for name, shape in shapes.items():
+        ranges = ((shard.begin, _read(shard.master)) for shard in mine.get(name, ()) if shard.writes)
+        yield name, whole(shape, torch.float32, ranges)
+
+
+def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[str, Any]], *, keep: bool) -> Any:
+    """Return an optimizer's state as ``torch.optim.Optimizer.state_dict`` has it, with whole tensors.
+
+    A collective call; one tensor after the other is gathered.
+
+    Args:
+        state: The training state of an engine that shards.
+        number: Which of its optimizers.
+        groups: ``param_groups`` of the user's own ``state_dict()``, which number the parameters.
+        keep: Whether this rank wants the result; others get an empty dictionary.
+    """
+    mine = _by_name(state.parameter_shards())
+    known = _known_states(mine)
+    found: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(_names(state, number)):
+        entry: dict[str, Any] = {}
+        kinds, scalars = known[name]
+        for kind, (shape, dtype) in kinds.items():
+            ranges = ((shard.begin, _read(shard.states[kind])) for shard in mine.get(name, ()) if shard.writes)
+            tensor = whole(shape, dtype, ranges)
+            entry |= {kind: tensor} if keep else {}
+        if keep and (entry or scalars):
+            found[index] = dict(scalars) | entry
+    return {"state": found, "param_groups": groups} if keep else {}
+
+
+def load_torch_optimizer_states(state: TrainingState, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give an engine the states that optimizers of torch, or :func:`torch_optimizer_state`, have saved; weights stay.
+
+    Raises:
+        UsageError: They are of other optimizers.
+    """
+    ours = state.optimizer_groups()
+    sizes, theirs = _sizes(ours), _sizes([each["param_groups"] for each in saved])
+    if sizes != theirs:
+        raise UsageError(
+            f"ckpt_path: the optimizers' groups hold {sizes} parameters, those of the checkpoint {theirs}; resume with "
+            "the same trained networks and groups, or load only its weights with module.load_state_dict"
+        )
+    shapes = {shard.name: shard.shape for shard in state.parameter_shards()}
+    tensors: dict[tuple[str, str], Tensor] = {}
+    parameters: dict[str, SavedParameter] = {}
+    groups: list[list[dict[str, Any]]] = []
+    for number, each in enumerate(saved):
+        for index, name in enumerate(_names(state, number)):
+            values = each["state"].get(index, {})
+            states = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() > 0}
+            tensors |= {(kind, name): tensor for kind, tensor in states.items()}
+            scalars = {k: v for k, v in values.items() if k not in states}
+            shape = next((tuple(tensor.shape) for tensor in states.values()), shapes.get(name, ()))
+            parameters[name] = SavedParameter(shape, {k: tuple(v.shape) for k, v in states.items()}, scalars)
+        groups.append(
+            [
+                hyper_parameters(group) | {"params": mine["params"]}
+                for group, mine in zip(each["param_groups"], ours[number], strict=True)
+            ]
+        )
+
+    def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
+        if kind != "master":
+            out.copy_(tensors[kind, name].reshape(-1)[begin:end].view_as(out))
+
+    state.load(parameters, groups, read)
+
+
+def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]]:
+    mine: dict[str, list[ParameterShard]] = {}
+    for shard in shards:
+        mine.setdefault(shard.name, []).append(shard)
+    return mine
+
+
+def _known_states(mine: Mapping[str, list[ParameterShard]]) -> dict[str, Any]:
+    """Return, by parameter, kinds of states with shape and type, and scalars, of whatever any rank has a part of."""
+    known = {
+        name: ({k: (shards[0].shape, _read(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
+        for name, shards in mine.items()
+    }
+    if _is_distributed():
+        parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, known)
+        known = {name: entry for part in parts for name, entry in part.items()}
+    return known
+
+
+def _names(state: TrainingState, number: int) -> list[str]:
+    return [name for group in state.optimizer_groups()[number] for name in group["params"]]
+
+
+def _sizes(optimizers: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+    return [[len(group["params"]) for group in groups] for groups in optimizers]
+
+
+def _read(tensor: Any) -> Tensor:
+    return tensor if isinstance(tensor, Tensor) else tensor()
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _device() -> torch.device:
+    """Return where the process group can add up."""
+    if not _is_distributed() or "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

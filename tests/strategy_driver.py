@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import lightning_jobs
-from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid, StopOnSignal
+from sd_lightning import SDLightningModule
+from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.data.datamodule import dreambooth_data
 from sd_lightning.generation import SamplingOptions, generate
 from sd_lightning.learned_token import LearnedToken
@@ -182,6 +183,19 @@ class Signal(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Sick(SDLightningModule):
+    """Its loss is not a number on the last rank at one step."""
+
+    sick_at = 0
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == self.sick_at - 1 and self.global_rank == self.trainer.world_size - 1:
+            loss = loss * float("nan")
+            self._loss = loss.detach()
+        return loss
+
+
 def module_of(job: dict[str, Any]) -> Any:
     """Return the module of a job, with the parts that it freezes, adds or recomputes."""
     optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
@@ -239,6 +253,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("signal_at"):
             callbacks += [StopOnSignal(), Signal(job["signal_at"])]
         pl_module = module_of(job)
+        if job.get("sick_at"):
+            callbacks.append(NonFiniteLossGuard(2))
+            pl_module.__class__ = type("Sick", (Sick,), {"sick_at": job["sick_at"]})
         datamodule = dreambooth_data(**job["dreambooth"]) if job.get("dreambooth") else data()
         trainer = trainer_of(job["steps"], *callbacks, **options, **job.get("trainer", {}))
         trainer.fit(pl_module, datamodule, ckpt_path=job.get("ckpt_path"))

@@ -17,14 +17,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 import small_training as small
 from sd_lightning import SDLightningModule, UsageError
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.callbacks import checkpoint as checkpoint_callback
-from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
+from sd_lightning.checkpoint import all_checkpoints, checkpoint_path, step_of
 from sd_lightning.generation import SamplingOptions
+from sd_lightning.tensor_store import Entry
 
 Run = Callable[..., CompletedProcess[str]]
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -190,6 +192,114 @@ def test_the_nth_bad_step_in_a_row_stops_the_run_and_names_the_last_good_checkpo
 def test_a_run_that_is_sick_from_the_start_has_no_checkpoint_to_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no checkpoint yet"):
         small.fit(_sick(*range(1, 9)), small.data(), 8, NonFiniteLossGuard(2, run_dir=tmp_path))
+
+
+# ---------------------------------------------------------------------- checkpoints amid bad losses
+
+
+def _names(run_dir: Path) -> list[int]:
+    return [step_of(path) for path in all_checkpoints(run_dir)]
+
+
+def test_no_checkpoint_is_saved_amid_bad_losses_and_the_message_names_the_one_before(tmp_path: Path) -> None:
+    guard, saving = NonFiniteLossGuard(4, run_dir=tmp_path), PortableCheckpoint(tmp_path, every_n_steps=1, keep=2)
+    with pytest.raises(UsageError, match=f"; the last good checkpoint is {checkpoint_path(tmp_path, 3)};"):
+        small.fit(_sick(4, 5, 6, 7), small.data(), 12, guard, saving)
+    assert _names(tmp_path) == [2, 3]
+
+
+class Listed(Callback):
+    """Records which checkpoints there are after every step."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.after: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.after.append(_names(self.run_dir))
+
+
+def test_the_checkpoint_that_was_due_comes_with_the_next_good_loss_and_the_one_before_stays_until_all_is_well(
+    tmp_path: Path,
+) -> None:
+    listed = Listed(tmp_path)
+    saving = PortableCheckpoint(tmp_path, every_n_steps=2, keep=1)
+    module = _sick(4, 5, 7, value=float("inf"))
+    small.fit(module, small.data(), 10, EMA(0.9), NonFiniteLossGuard(3), saving, listed)
+    assert listed.after[3:] == [[2], [2], [2], [2, 6], [2, 6], [2, 8], [2, 8]]
+    assert _names(tmp_path) == [10]
+    assert all(torch.isfinite(value).all() for value in small.stored(checkpoint_path(tmp_path, 10)).values())
+
+
+def test_a_run_that_ends_amid_bad_losses_says_so_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    saving = PortableCheckpoint(tmp_path, every_n_steps=2)
+    with pytest.raises(UsageError) as caught:
+        small.fit(_sick(4, 5), small.data(), 5, NonFiniteLossGuard(3), saving)
+    assert str(caught.value).startswith(
+        "training ended at step 5 amid losses that are NaN or infinite (2 in a row), which are not saved; the last "
+        f"good checkpoint is {checkpoint_path(tmp_path, 2)}; resume with a lower optimizer.lr"
+    )
+    assert str(caught.value).endswith("or end before them with trainer.max_steps=3")
+    resumed = PortableCheckpoint(tmp_path, resume=checkpoint_path(tmp_path, 2))
+    small.fit(small.module(), small.data(), 3, resumed)  # the remedy
+    assert _names(tmp_path) == [2, 3]
+
+
+def test_a_signal_amid_bad_losses_stops_and_saves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop, saving = StopOnSignal(), PortableCheckpoint(tmp_path, every_n_steps=2)
+    small.fit(_sick(3, 4), small.data(), 8, NonFiniteLossGuard(3), stop, Signalled(signal.SIGTERM, 4), saving)
+    assert stop.stopped and _names(tmp_path) == [2] and saving.last_saved == checkpoint_path(tmp_path, 2)
+    assert [m for m in caplog.messages if "no checkpoint" in m] == [
+        "step 4: no checkpoint is saved while the loss is not finite"
+    ]
+
+
+class Spoils(Callback):
+    """Makes a weight, or only its average, NaN after a step."""
+
+    def __init__(self, step: int, average: EMA | None = None) -> None:
+        self.step, self.average = step, average
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            values = self.average.shadow["unet.conv_in.weight", 0] if self.average else pl_module.unet.conv_in.weight
+            values.detach().view(-1)[7] = float("nan")
+
+
+@pytest.mark.parametrize(("kind", "step"), [("master", 4), ("master", 3), ("ema", 3)])
+def test_weights_that_are_not_finite_are_never_saved_though_the_loss_is(tmp_path: Path, kind: str, step: int) -> None:
+    ema = EMA(0.9)
+    spoils = Spoils(step, ema if kind == "ema" else None)
+    saving = PortableCheckpoint(tmp_path, every_n_steps=1, keep=2)
+    with pytest.raises(UsageError) as caught:
+        small.fit(small.module(), small.data(), 4, ema, spoils, saving)
+    assert str(caught.value).startswith(
+        f"training stopped at step {step}: weights are NaN or infinite ({kind}/unet.conv_in.weight), which are not "
+        f"saved; the last good checkpoint is {checkpoint_path(tmp_path, step - 1)}; resume with a lower optimizer.lr"
+    )
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"step-{n:08d}" for n in (step - 2, step - 1)]
+
+
+def test_large_weights_whose_sum_overflows_are_saved() -> None:
+    entry = Entry("master/x", (3,), 0, 3, torch.full((3,), 3e38))
+    spoiled: list[str] = []
+    assert checkpoint_callback._watched(entry, spoiled).tensor().sum().isinf() and spoiled == []  # type: ignore[operator]
+
+
+def test_an_overflow_of_scaled_gradients_is_not_taken_for_a_bad_loss(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    weights, saving = Weights(), PortableCheckpoint(tmp_path, every_n_steps=1)
+    options: dict[str, Any] = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "gradient_clip_val": None}
+    small.fit(small.module(), small.data(), 2, weights, NonFiniteLossGuard(1), saving, **options)
+    assert small.same(weights.after[0], weights.after[1]) and scaler.get_scale() == 2.0**125
+    assert _names(tmp_path) == [1, 2]
+
+
+def test_a_rank_hears_of_weights_that_another_has_found(tmp_path: Path) -> None:
+    told = SimpleNamespace(reduce_boolean_decision=lambda found, all: False, broadcast=lambda value: "there")
+    trainer: Any = SimpleNamespace(strategy=told, is_global_zero=False, global_step=9)
+    with pytest.raises(UsageError, match=r"step 9: weights are NaN or infinite \(on another process\).* is there;"):
+        PortableCheckpoint(tmp_path)._check_finite(trainer, tmp_path, [])
 
 
 def test_a_patience_below_one_is_refused() -> None:

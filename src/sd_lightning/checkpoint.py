@@ -213,13 +213,16 @@ def newest_valid(run_dir: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def prune(run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = None) -> list[Path]:
+def prune(
+    run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = None, also: Path | None = None
+) -> list[Path]:
     """Delete all but the newest checkpoints of a run; the newest valid one and the trusted one always stay.
 
     Args:
         run_dir: The run's directory.
         keep: How many to keep, at least 1.
         trusted: A checkpoint known to be valid (just committed); spares reading it again.
+        also: A further one that stays.
 
     Returns:
         What was deleted.
@@ -231,7 +234,7 @@ def prune(run_dir: str | os.PathLike[str], keep: int, *, trusted: Path | None = 
     if not doomed:
         return []
     needed = {trusted} if trusted in paths[-keep:] else {trusted, newest_valid(run_dir)}
-    doomed = [path for path in doomed if path not in needed]
+    doomed = [path for path in doomed if path not in {*needed, also}]
     for path in doomed:
         _delete(path)
     return doomed

@@ -230,7 +230,9 @@ def finish(trainer: pl.Trainer, run_dir: Path) -> int:
     if not trainer.is_global_zero:
         return EXIT_INTERRUPTED if stop is not None and stop.stopped else 0
     if stop is not None and stop.stopped:
-        print(f"stopped by a signal at step {trainer.global_step}; saved {saved}; resume=auto continues")
+        step, at = trainer.global_step, None if saved is None else checkpoint.step_of(saved)
+        told = f"saved {saved}" if at == step else f"not saved, since its loss is not finite; the last is {saved}"
+        print(f"stopped by a signal at step {step}; {told}; resume=auto continues")
         return EXIT_INTERRUPTED
     pipeline = runs.publish_pipeline(run_dir, saved)
     summary = summarize(trainer, bad_samples) | {"checkpoint": str(saved), "pipeline": str(pipeline)}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
@@ -20,6 +23,7 @@ from sd_lightning.callbacks.checkpoint_folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint_pipeline import write_pipeline
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.frozen_weights import check_same_frozen, fingerprints, write_frozen_weights
+from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
 from sd_lightning.callbacks.position import RunPosition, restore_position
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.latent_diffusion import LatentDiffusion
@@ -50,6 +54,10 @@ class PortableCheckpoint(Checkpoint):
     A checkpoint holds ``pipeline/`` (averaged weights if there is an EMA; frozen parts hard-linked), ``state/``
     (float32 weights, optimizer states and average as flat tensors in safetensors) and ``trainer.json``. Nothing in it
     is ever unpickled. It is complete or absent: see :mod:`sd_lightning.checkpoint`.
+
+    Every checkpoint is a good one. None is written amid losses that are not finite; the one that was due follows after
+    the next finite loss, and the last one from before stays until the run has gone well from one checkpoint to the
+    next. Weights, or an average, that are not finite end the run.
 
     Args:
         run_dir: Directory of the run, new, empty or a run's; checkpoints go to ``<run_dir>/checkpoints``.
@@ -83,6 +91,12 @@ class PortableCheckpoint(Checkpoint):
         self._restored: Path | None = None
         """The checkpoint that this fit continues."""
         self._is_later_fit = False
+        self._due: int | None = None
+        """Step whose checkpoint was not saved because of the loss, and is still owed."""
+        self._sick = False
+        """Whether there was a loss that is not finite since the newest checkpoint."""
+        self._before: Path | None = None
+        """The last checkpoint from before such losses, for as long as it is kept."""
 
     # ------------------------------------------------------------------ hooks
 
@@ -102,7 +116,8 @@ class PortableCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.perf_counter()
-        self.last_saved = self._saved_callbacks = None
+        self.last_saved = self._saved_callbacks = self._before = None
+        self._due, self._sick = None, False
         self._configured = configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
         self._refuse_unsavable(trainer)
@@ -128,9 +143,13 @@ class PortableCheckpoint(Checkpoint):
         if step == self._last_step:
             return
         self._last_step = step
+        self._sick |= num_bad_steps(trainer) > 0
         # The last one is saved before the last pictures are drawn, which takes a while.
         at_end = trainer.should_stop or step == trainer.max_steps
-        if at_end or (self.every_n_steps and step % self.every_n_steps == 0):
+        if self._sick and self._before is None:
+            self._before = self.last_saved
+        due = self._due is not None and not num_bad_steps(trainer)
+        if at_end or due or (self.every_n_steps and step % self.every_n_steps == 0):
             self.save(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -140,8 +159,17 @@ class PortableCheckpoint(Checkpoint):
         self._amend(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.last_saved is None or checkpoint.step_of(self.last_saved) != trainer.global_step:
-            self.save(trainer, pl_module)
+        step = trainer.global_step
+        if self.last_saved is not None and checkpoint.step_of(self.last_saved) == step:
+            return
+        saved = None if self._due == step else self.save(trainer, pl_module)
+        if saved is None and not stopped_by_signal(trainer):
+            bad = max(num_bad_steps(trainer), 1)
+            shorter = f", or end before them with trainer.max_steps={step - bad}" if step > bad else ""
+            raise UsageError(
+                f"training ended at step {step} amid losses that are NaN or infinite ({bad} in a row), which are not "
+                f"saved; {last_good(trainer, self.run_dir)}; {REMEDY}{shorter}"
+            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seconds()
@@ -152,20 +180,34 @@ class PortableCheckpoint(Checkpoint):
 
     # ------------------------------------------------------------------ saving
 
-    def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Path:
+    def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Path | None:
         """Write the checkpoint of the present step; a collective call.
 
+        Returns:
+            The checkpoint; None if the loss is not finite, on any rank, and nothing was saved.
+
         Raises:
-            UsageError: The disk is full, on any rank; the last good checkpoint is left as it was.
+            UsageError: The disk is full, on any rank, or weights are not finite; the last good checkpoint is left as
+                it was.
         """
         with paused(trainer, "saving"):
+            loss = self._mean_loss(trainer, pl_module)
+            if num_bad_steps(trainer) or not math.isfinite(loss or 0.0):
+                self._due, self._sick = trainer.global_step, True
+                log.warning("step %d: no checkpoint is saved while the loss is not finite", trainer.global_step)
+                return None
+            self.loss = loss
             return self._save(trainer, pl_module)
+
+    def _mean_loss(self, trainer: pl.Trainer, pl_module: Any) -> float | None:
+        """Return the loss of the present step, the mean over all ranks: finite only if each is."""
+        if pl_module.last_loss is None:
+            return self.loss
+        return float(trainer.strategy.reduce(pl_module.last_loss.clone(), reduce_op="mean"))
 
     def _save(self, trainer: pl.Trainer, pl_module: Any) -> Path:
         strategy = trainer.strategy
         step = trainer.global_step
-        if pl_module.last_loss is not None:
-            self.loss = float(strategy.reduce(pl_module.last_loss.clone(), reduce_op="mean"))
         shards = training_state(trainer).parameter_shards()
         ema = ema_of(trainer)
         tmp: Path | None = None
@@ -179,11 +221,14 @@ class PortableCheckpoint(Checkpoint):
         self._agree(trainer, tmp, step, error)
         tmp = strategy.broadcast(tmp)
         assert tmp is not None
+        spoiled: list[str] = []
         try:
-            write_shards(tmp / "state", trainer.global_rank, trainer.world_size, _entries(shards, ema))
+            entries = _entries(shards, ema, spoiled)
+            write_shards(tmp / "state", trainer.global_rank, trainer.world_size, entries)
         except Exception as caught:
             error = caught
         self._agree(trainer, tmp, step, error)
+        self._check_finite(trainer, tmp, spoiled)
         parameters = _saved_parameters(shards)
         if trainer.is_global_zero:
             try:
@@ -196,10 +241,26 @@ class PortableCheckpoint(Checkpoint):
         self._agree(trainer, tmp, step, error)
         self.last_saved = checkpoint.checkpoint_path(self.run_dir, step)
         self._saved_callbacks = typed_json.dumps(_callback_states(trainer))
+        if not self._sick:
+            self._before = None
         if trainer.is_global_zero:
-            checkpoint.prune(self.run_dir, self.keep, trusted=self.last_saved)
+            checkpoint.prune(self.run_dir, self.keep, trusted=self.last_saved, also=self._before)
             log.info("saved %s", self.last_saved)
+        self._due, self._sick = None, False
         return self.last_saved
+
+    def _check_finite(self, trainer: pl.Trainer, tmp: Path, spoiled: list[str]) -> None:
+        """End the run if any rank has found weights that are not finite: no later step mends them."""
+        if trainer.strategy.reduce_boolean_decision(not spoiled, all=True):
+            return
+        if trainer.is_global_zero:
+            shutil.rmtree(tmp, ignore_errors=True)
+        more = f" and {len(spoiled) - 1} more" if len(spoiled) > 1 else ""
+        where = f"{spoiled[0]}{more}" if spoiled else "on another process"
+        raise UsageError(
+            f"training stopped at step {trainer.global_step}: weights are NaN or infinite ({where}), which are not "
+            f"saved; {last_good(trainer, self.run_dir)}; {REMEDY}"
+        )
 
     def _amend(self, trainer: pl.Trainer) -> None:
         """Add to the checkpoint just written what callbacks learn from its step's validation, as EarlyStopping does.
@@ -481,10 +542,25 @@ def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
     return {name: entry for part in parts for name, entry in part.items()}
 
 
-def _entries(shards: list[ParameterShard], ema: EMA | None) -> list[Entry]:
+def _entries(shards: list[ParameterShard], ema: EMA | None, spoiled: list[str]) -> list[Entry]:
+    """Return what this rank writes; what of its weights and averages is not finite is named in ``spoiled`` by then."""
     mine = [shard for shard in shards if shard.writes]
     averages = [{} if ema is None else {"ema": ema.shadow[shard.key]} for shard in mine]
-    return [entry for shard, average in zip(mine, averages) for entry in shard.entries(**average)]
+    entries = [entry for shard, average in zip(mine, averages) for entry in shard.entries(**average)]
+    return [_watched(entry, spoiled) if entry.key.startswith(("master/", "ema/")) else entry for entry in entries]
+
+
+def _watched(entry: Entry, spoiled: list[str]) -> Entry:
+    """Look at values when they are about to be written: they are read, copied and hashed then anyway."""
+
+    def look() -> Tensor:
+        values = entry.tensor if isinstance(entry.tensor, Tensor) else entry.tensor()
+        # The sum needs no memory, and is finite in nearly all cases; large weights may overflow it.
+        if not bool(values.sum(dtype=torch.float32).isfinite() or values.isfinite().all()):
+            spoiled.append(entry.key)
+        return values
+
+    return replace(entry, tensor=look, dtype=entry.stored_dtype)
 
 
 def _callback_states(trainer: pl.Trainer) -> dict[str, Any]:

@@ -125,12 +125,27 @@ class NonFiniteLossGuard(Callback):
                 for parameter in group["params"]:
                     parameter.grad = None
         if self.bad_steps >= self.patience:
-            raise UsageError(self._message(trainer.global_step + 1))
+            raise UsageError(
+                f"training stopped at step {trainer.global_step + 1}: the loss was NaN or infinite {self.bad_steps} "
+                f"steps in a row; {last_good(trainer, self.run_dir)}; {REMEDY}"
+            )
 
-    def _message(self, step: int) -> str:
-        good = checkpoint.newest_valid(self.run_dir) if self.run_dir is not None else None
-        where = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
-        return (
-            f"training stopped at step {step}: the loss was NaN or infinite {self.bad_steps} steps in a row; {where}; "
-            "resume with a lower optimizer.lr, a gradient clip (trainer.gradient_clip_val=1) or trainer.precision=32"
-        )
+
+REMEDY = "resume with a lower optimizer.lr, a gradient clip (trainer.gradient_clip_val=1) or trainer.precision=32"
+"""What helps against losses and weights that are no longer numbers."""
+
+
+def num_bad_steps(trainer: pl.Trainer) -> int:
+    """Return how many steps in a row had a loss that is not finite, the same on all ranks; 0 without a guard."""
+    guards = [c for c in trainer.callbacks if isinstance(c, NonFiniteLossGuard)]  # type: ignore[attr-defined]
+    return max((guard.bad_steps for guard in guards), default=0)
+
+
+def last_good(trainer: pl.Trainer, run_dir: str | Path | None) -> str:
+    """Name the newest valid checkpoint of a run, in a clause; a collective call.
+
+    ``PortableCheckpoint`` saves neither amid losses that are not finite nor weights that are not.
+    """
+    good = checkpoint.newest_valid(run_dir) if run_dir is not None and trainer.is_global_zero else None
+    good = trainer.strategy.broadcast(good)
+    return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"

@@ -15,6 +15,7 @@ LAYERS: dict[str, int] = {
     "_launchers": 0,
     "_console": 0,
     "_conf": 0,
+    "optimizer_change": 1,
     "randomness": 1,
     "gemini": 1,
     "lr_schedules": 1,

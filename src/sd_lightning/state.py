@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.optimizer_change import optimizer_name
 from sd_lightning.tensor_store import Entry
 
 LazyTensor = Tensor | Callable[[], Tensor]
@@ -96,6 +97,10 @@ class TrainingState(Protocol):
         """Return, per optimizer and group, its hyper-parameters and the names of its parameters (``params``)."""
         ...
 
+    def optimizer_names(self) -> list[str]:
+        """Return the class of each optimizer, as :func:`optimizer_name` writes it."""
+        ...
+
     def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
         """Take weights, optimizer states and hyper-parameters from a checkpoint."""
         ...
@@ -161,6 +166,10 @@ class ReplicatedState:
             ]
             for optimizer in self._optimizers
         ]
+
+    def optimizer_names(self) -> list[str]:
+        """Return the class of each optimizer."""
+        return [optimizer_name(optimizer) for optimizer in self._optimizers]
 
     def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
         """Fill parameters and create the optimizers' states; with ``groups=None`` only weights are loaded.

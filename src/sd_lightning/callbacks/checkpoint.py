@@ -27,6 +27,7 @@ from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stop
 from sd_lightning.callbacks.position import RunPosition, restore_position
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.optimizer_change import keep_states
 from sd_lightning.scheduler_state import load_scheduler_state, scheduler_state
 from sd_lightning.state import ParameterShard, SavedParameter
 from sd_lightning.strategies import training_state
@@ -366,6 +367,7 @@ class PortableCheckpoint(Checkpoint):
             "trained_parts": _trained_parts(trainer.lightning_module),
             "frozen": self._fingerprints,
             "parameters": parameters,
+            "optimizers": state.optimizer_names(),
             "optimizer_groups": state.optimizer_groups(),
             "configured_groups": self._configured,
             "schedulers": [scheduler_state(config.scheduler) for config in trainer.lr_scheduler_configs],
@@ -443,8 +445,11 @@ class PortableCheckpoint(Checkpoint):
         assert self.resume is not None
         saved = read_trainer_state(self.resume)
         self._check_trained(saved, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
-        self._adopt_settings(saved)
         state = training_state(trainer)
+        told = keep_states(saved, state.optimizer_names(), self._configured)
+        if told:
+            log.warning("resume=%s: %s", self.resume, told)
+        self._adopt_settings(saved)
         shards = state.parameter_shards()
         position = RunPosition(**saved["position"])
         parameters = {name: SavedParameter(**entry) for name, entry in saved["parameters"].items()}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.optimizer_change import optimizer_name
 from sd_lightning.state import LazyTensor, ParameterShard, Read, SavedParameter, check_same_groups, hyper_parameters
 from sd_lightning.strategies.colossalai_engine import ColossalAIEngine
 from sd_lightning.strategies.colossalai_settings import WHO
@@ -58,6 +59,10 @@ class ColossalAIState:
             return []
         groups = zip(self.optimizer.param_groups, self.engine.group_names, strict=True)
         return [[hyper_parameters(group) | {"params": names} for group, names in groups]]
+
+    def optimizer_names(self) -> list[str]:
+        """Return the class that ColossalAI's Adam stands for."""
+        return [] if self.optimizer is None else [optimizer_name(self.optimizer.optim)]
 
     def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
         """Fill the masters, make Adam's moments, and compute with the new weights.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.optimizer_change import optimizer_name
 from sd_lightning.state import (
     LazyTensor,
     ParameterShard,
@@ -121,6 +122,10 @@ class DeepSpeedState:
         """Return hyper-parameters and parameter names of every group."""
         groups = self.zero.optimizer.param_groups
         return [[hyper_parameters(g) | {"params": names} for g, names in zip(groups, self._group_names(), strict=True)]]
+
+    def optimizer_names(self) -> list[str]:
+        """Return the class of the optimizer that steps the flat tensors."""
+        return [optimizer_name(self.zero.optimizer)]
 
     def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
         """Fill the flat weights, create the optimizer's flat states, and refresh the compute weights."""

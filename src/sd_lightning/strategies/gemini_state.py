@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from sd_lightning.gemini import GeminiEngine, SavedStates
+from sd_lightning.optimizer_change import optimizer_name
 from sd_lightning.state import ParameterShard, Read, SavedParameter, check_same_groups, hyper_parameters
 
 
@@ -42,6 +43,10 @@ class GeminiState:
             ]
             for optimizer in self.optimizers
         ]
+
+    def optimizer_names(self) -> list[str]:
+        """Return the class of each of the user's optimizers."""
+        return [optimizer_name(optimizer.inner) for optimizer in self.optimizers]
 
     def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
         """Take weights, optimizer states and hyper-parameters from a checkpoint.

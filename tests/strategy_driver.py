@@ -48,6 +48,11 @@ from small_training import data, fit, module, trainer_of
 LEARNING_RATE = 3e-4
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
+    "adam": partial(torch.optim.Adam, lr=LEARNING_RATE, fused=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+}
 GEMINI: dict[str, dict[str, Any]] = {
     "gemini": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 2**20},
     "gemini_small_chunks": {"chunk_numel": 5000, "offload_optim_frac": 1.0},
@@ -198,7 +203,7 @@ class Sick(SDLightningModule):
 
 def module_of(job: dict[str, Any]) -> Any:
     """Return the module of a job, with the parts that it freezes, adds or recomputes."""
-    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    optimizer = OPTIMIZERS[job.get("optimizer", "adamw")]
     options = dict(job.get("module", {}))
     if job.get("lora"):
         options["lora"] = Lora(**job["lora"])

@@ -1,5 +1,7 @@
 """Checkpoints saved under any strategy and world size load bit-equal under any other."""
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,8 @@ import pytest
 
 from sd_lightning import checkpoint
 from sd_lightning.trainer_state import read_trainer_state
-from strategy_driver import torchrun
+from strategy_driver import OPTIMIZERS, torchrun
+from test_strategies_common import STRATEGIES as ALL_STRATEGIES
 from test_strategies_common import rms
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
@@ -101,3 +104,38 @@ def test_a_run_goes_on_under_another_strategy_and_world_size(
     ours, theirs = (read_trainer_state(Path(found["checkpoint"])) for found in (last, reference))
     assert {float(entry["scalars"]["step"]) for entry in ours["parameters"].values()} == {11.0}
     assert ours["callbacks"] == theirs["callbacks"], "the average has counted other updates"
+
+
+@pytest.mark.full("matrix")
+@pytest.mark.timeout(2000)
+def test_every_strategy_goes_on_with_every_other_optimizer_as_one_process_does(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+
+    def jobs(world: int, strategies: Sequence[str]) -> dict[tuple[str, str, str], dict[str, Any]]:
+        return {
+            (strategy, old, new): {
+                "do": "save",
+                "strategy": strategy,
+                "devices": world,
+                "optimizer": new,
+                "run_dir": str(tmp_path / f"{world}-{strategy}-{old}-{new}"),
+                "resume": str(checkpoint.checkpoint_path(tmp_path / old, SAVED_AT)),
+                "steps": SAVED_AT + 2,
+                "save_at": 0,
+            }
+            for strategy in strategies
+            for old, new in itertools.permutations(OPTIMIZERS, 2)
+        }
+
+    first = {"do": "save", "strategy": "single", "devices": 1, "steps": SAVED_AT, "save_at": 0}
+    begun = [first | {"optimizer": name, "run_dir": str(tmp_path / name)} for name in OPTIMIZERS]
+    alone, together = jobs(1, ["single"]), jobs(2, ALL_STRATEGIES)
+    expected = dict(zip(alone, torchrun(1, begun + list(alone.values()), tmp_path)[len(begun) :], strict=True))
+    found = torchrun(2, list(together.values()), tmp_path, timeout=1800)
+    for (strategy, old, new), ours in zip(together, found, strict=True):
+        theirs = expected["single", old, new]
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-6), f"{strategy}: {old} -> {new}"
+        states = [read_trainer_state(Path(each["checkpoint"])) for each in (ours, theirs)]
+        assert states[0]["optimizers"] == states[1]["optimizers"], f"{strategy}: {old} -> {new}"
+        kinds = [{(name, kind) for name, e in s["parameters"].items() for kind in e["states"]} for s in states]
+        assert kinds[0] == kinds[1], f"{strategy}: {old} -> {new}"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sd_lightning.tensor_store import ShardedTensors
+from sd_lightning.trainer_state import read_trainer_state
 from strategy_driver import torchrun
 from suites import keep, wanted
 
@@ -47,6 +48,23 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "unused": {"unused": True},
 }
 """What must train as in one process, by name."""
+CHANGES = (
+    *(("ddp", "sgd"), ("fsdp", "adamw"), ("zero1", "sgd"), ("gemini", "adam"), ("zero3", "sgd"), ("ddp", "adamw")),
+    *(("fsdp_offload", "sgd"), ("zero2_offload", "adamw"), ("gemini_offload", "sgd"), ("zero3_offload", "adam")),
+    ("gemini", "adamw"),
+)
+"""A run that goes on under another strategy and with another optimizer at each step after the third."""
+
+
+def _changing(world: int, first: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the jobs of the run of ``CHANGES``, which begins with a checkpoint of another."""
+    jobs, resume = {}, str(folder / f"{world}-{first}" / "checkpoints" / "step-00000003")
+    run_dir = folder / f"{world}-changed"
+    for step, (strategy, optimizer) in enumerate(CHANGES, 4):
+        job = {"strategy": strategy if world > 1 else "single", "optimizer": optimizer, "steps": step}
+        jobs[f"{world}:changed:{step}"] = job | {"resume": resume, "run_dir": str(run_dir)}
+        resume = str(run_dir / "checkpoints" / f"step-{step:08d}")
+    return jobs
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +80,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "clipped": {"trainer": {"gradient_clip_val": 0.05}, "steps": 4},
         "fifty": {"steps": 50},
         "frozen_text": {"module": {"train_text_encoder": False}, "steps": 4},
+        "three": {"steps": 3},
+        **_changing(1, "three", folder),
         "evaluated": {"steps": 3, "evaluate": True, "trainer": {"limit_val_batches": 1.0}},
         **{name: options | {"steps": 4} for name, options in VARIATIONS.items()},
     }
@@ -94,6 +114,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         double[f"{name}:signalled"] = {"strategy": name, "steps": 8, "signal_at": 3}
         double[f"{name}:sick"] = {"strategy": name, "steps": 4, "save_at": 1, "sick_at": 2}
         double[f"{name}:ema_on_host"] = {"strategy": name, "steps": 8, "ema_offload": True}
+    double |= _changing(2, "ddp:stopped", folder)
     four = {f"{name}:four": {"strategy": name, "steps": 8} for name in OF_FOUR}
     stopped_of_four = {"strategy": "hsdp", "steps": 8, "ckpt_path": str(folder / "4-hsdp:four_stopped")}
     four |= {"hsdp:four_stopped": {"strategy": "hsdp", "steps": 8, "stop_at": 3}, "hsdp:four_resumed": stopped_of_four}
@@ -262,6 +283,19 @@ def test_no_rank_saves_while_the_loss_of_one_is_not_finite(results: dict[str, di
     last = Path(results[f"{name}:sick"]["checkpoint"])
     assert sorted(path.name for path in last.parent.iterdir()) == [f"step-{step:08d}" for step in (1, 3, 4)]
     assert math.isfinite(rms(str(last), str(last.with_name("step-00000001"))))
+
+
+@pytest.mark.needs("three", "ddp:stopped", *_changing(1, "three", Path()), *_changing(2, "ddp:stopped", Path()))
+def test_another_optimizer_goes_on_alike_under_every_strategy(results: dict[str, dict[str, Any]]) -> None:
+    for step, change in enumerate(CHANGES, 4):
+        ours, theirs = results[f"2:changed:{step}"], results[f"1:changed:{step}"]
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-5), change
+    with ShardedTensors(Path(ours["checkpoint"]) / "state") as store:
+        assert {key.partition("/")[0] for key in store.keys()} == {"master", "exp_avg", "exp_avg_sq", "ema"}
+    saved = read_trainer_state(Path(ours["checkpoint"]))
+    assert saved["optimizers"] == ["torch.AdamW"]
+    # The last change but one started anew, the last one has kept Adam's moments.
+    assert {float(entry["scalars"]["step"]) for entry in saved["parameters"].values()} == {2.0}
 
 
 @pytest.mark.needs("{name}:ema_on_host", "{name}:not_sampled")

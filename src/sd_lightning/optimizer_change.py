@@ -74,7 +74,9 @@ def keep_states(saved: dict[str, Any], optimizers: Sequence[str], configured: li
         kinds = tuple(dict.fromkeys(kind for entry in entries for kind in entry["states"]))
         is_other = not _is_known_of(ours, kinds) if before is None else before != ours
         means_the_same = not is_other or any({ours, before} <= family for family in _INTERCHANGEABLE)
-        kept = _needed(ours, groups, kinds) if means_the_same else ()
+        # What an earlier release has not said to be configured stays as it was.
+        settings = groups if is_other or "configured_groups" in saved else saved["optimizer_groups"][number]
+        kept = _needed(ours, settings, kinds) if means_the_same else ()
         if not set(kept) <= set(kinds):
             kept = ()
         for entry in entries if set(kept) != set(kinds) else ():
@@ -123,5 +125,5 @@ def _told(ours: str, before: str | None, is_other: bool, kept: Sequence[str], ki
     if not kinds:
         return f"{change}: the checkpoint holds no states; they start anew"
     if not kept:
-        return f"{change}: states and step counts start anew, {', '.join(dropped)} of the checkpoint are dropped"
+        return f"{change}: states and step counts start anew, without the checkpoint's {', '.join(dropped)}"
     return f"{change}: {', '.join(kept)} and step counts are kept{f', {dropped[0]} is dropped' if dropped else ''}"

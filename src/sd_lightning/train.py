@@ -13,6 +13,7 @@ from sd_lightning import _conf, checkpoint, runs
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
+from sd_lightning._launchers import is_first_process
 from sd_lightning.preflight import LOAD_MODEL, check_model, is_lightning_checkpoint, parts_of, preflight
 
 if TYPE_CHECKING:
@@ -158,7 +159,10 @@ def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
         memory.check(trainer.strategy)
     datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
     module.configure_optimizers()  # makes no states yet
-    _callback(trainer, PortableCheckpoint).check_resume(module, datamodule)
+    saving = _callback(trainer, PortableCheckpoint)
+    saving.check_resume(module, datamodule)
+    if is_first_process():  # it looks at files; the others hear of it before the first step
+        saving.check_data(datamodule)
     if hasattr(trainer.strategy, "check"):
         trainer.strategy.check(trainer, module)
     samples = _callback(trainer, SampleGrid)

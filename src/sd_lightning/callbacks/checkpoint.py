@@ -19,6 +19,12 @@ from torch import Tensor
 
 from sd_lightning import checkpoint, run_folder, runs, typed_json
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint_data import (
+    compare_data,
+    data_fingerprint,
+    gather_bad_samples,
+    go_on_with_data,
+)
 from sd_lightning.callbacks.checkpoint_folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint_pipeline import write_pipeline
 from sd_lightning.callbacks.ema import EMA, ema_of
@@ -87,6 +93,8 @@ class PortableCheckpoint(Checkpoint):
         self._fingerprints: dict[str, str] = {}
         self._saved_callbacks: str | None = None
         self._configured: list[list[dict[str, Any]]] = []
+        self._data: dict[str, Any] | None = None
+        """Fingerprint of the training set when the fit began, on rank 0."""
         self._clock = 0.0
         self._last_step = 0
         self._restored: Path | None = None
@@ -119,6 +127,8 @@ class PortableCheckpoint(Checkpoint):
         self._clock = time.perf_counter()
         self.last_saved = self._saved_callbacks = self._before = None
         self._due, self._sick = None, False
+        if trainer.is_global_zero:
+            self._data = data_fingerprint(trainer)
         self._configured = configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
         self._refuse_unsavable(trainer)
@@ -231,11 +241,14 @@ class PortableCheckpoint(Checkpoint):
         self._agree(trainer, tmp, step, error)
         self._check_finite(trainer, tmp, spoiled)
         parameters = _saved_parameters(shards)
+        bad_samples = gather_bad_samples(trainer)
         if trainer.is_global_zero:
             try:
                 known = {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}
                 known |= write_pipeline(self.run_dir, tmp, pl_module, averaged=ema is not None)
-                (tmp / "trainer.json").write_text(typed_json.dumps(self._trainer_state(trainer, parameters)))
+                (tmp / "trainer.json").write_text(
+                    typed_json.dumps(self._trainer_state(trainer, parameters, bad_samples))
+                )
                 checkpoint.commit(tmp, known=known)
             except Exception as caught:
                 error = caught
@@ -357,11 +370,15 @@ class PortableCheckpoint(Checkpoint):
             raise checkpoint.disk_full(error, self.run_dir, 0) or error from error
         tmp.rename(frozen)
 
-    def _trainer_state(self, trainer: pl.Trainer, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _trainer_state(
+        self, trainer: pl.Trainer, parameters: dict[str, Any], bad_samples: dict[str, str]
+    ) -> dict[str, Any]:
         state = training_state(trainer)
         return {
             "format": FORMAT,
             "position": vars(RunPosition.of(trainer)),
+            "data": self._data,
+            "bad_samples": bad_samples,
             "train_seconds": self._seconds(),
             "loss": self.loss,
             "trained_parts": _trained_parts(trainer.lightning_module),
@@ -445,13 +462,13 @@ class PortableCheckpoint(Checkpoint):
         assert self.resume is not None
         saved = read_trainer_state(self.resume)
         self._check_trained(saved, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        position = go_on_with_data(trainer, saved, self.resume)
         state = training_state(trainer)
         told = keep_states(saved, state.optimizer_names(), self._configured)
         if told:
             log.warning("resume=%s: %s", self.resume, told)
         self._adopt_settings(saved)
         shards = state.parameter_shards()
-        position = RunPosition(**saved["position"])
         parameters = {name: SavedParameter(**entry) for name, entry in saved["parameters"].items()}
         with ShardedTensors(self.resume / "state") as store:
 
@@ -489,6 +506,15 @@ class PortableCheckpoint(Checkpoint):
         self.last_saved = self._restored = self.resume
         restore_position(trainer, position)
         log.info("resumed %s at step %d", self.resume, position.optimizer_steps)
+
+    def check_data(self, datamodule: Any) -> None:
+        """Compare the training set with that of the checkpoint to resume, if any, before a run is started.
+
+        Raises:
+            UsageError: The epoch that the checkpoint is in the middle of holds other samples by now.
+        """
+        if self.resume is not None:
+            compare_data(datamodule, read_trainer_state(self.resume), self.resume)
 
     def _adopt_settings(self, saved: dict[str, Any]) -> None:
         """Let the optimizer's settings of this run replace those of the checkpoint where they differ."""

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from sd_lightning._errors import UsageError
 from sd_lightning.data.digits import Digits
 from sd_lightning.data.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
+from sd_lightning.data.fingerprint import Change, change, fingerprint
 from sd_lightning.data.images import HuggingFaceImages, ImageFolder
 from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loader import EpochLoader, LoaderOptions, WholeBatchLoader
@@ -56,6 +57,7 @@ class SDDataModule(LightningDataModule):
         images: ImageOptions | None = None,
         loader: LoaderOptions | None = None,
         max_bad_fraction: float = 0.01,
+        changed: Literal["refuse", "accept"] = "refuse",
         cache_latents: bool = False,
     ) -> None:
         """Check the options against each other and the sources.
@@ -69,6 +71,7 @@ class SDDataModule(LightningDataModule):
             loader: DataLoader options.
             max_bad_fraction: Stop the run when more than this fraction of the samples cannot be used. Every rank
                 counts its own; they are added up at the start of each epoch.
+            changed: Whether a run may be resumed in the middle of an epoch that holds other samples by now.
             cache_latents: Encode all images once, before the first step, and keep the latents in
                 host memory.
 
@@ -82,6 +85,7 @@ class SDDataModule(LightningDataModule):
         self.images = images or ImageOptions()
         self.loader_options = loader or LoaderOptions()
         self.max_bad_fraction = max_bad_fraction
+        self.changed = changed
         self.cache_latents = cache_latents
         self.bad_samples: dict[str, str] = {}
         self.train_sampler: GlobalBatchSampler | None = None
@@ -89,6 +93,7 @@ class SDDataModule(LightningDataModule):
         self._told_of_long_captions = False
         self._latents: dict[int, tuple[object, LatentTable]] = {}
         self._position: tuple[int, int] | None = None
+        self._fingerprint: dict[str, Any] | None = None
         self._check_options()
         for source in filter(None, (source_train, source_val)):
             self._count_bad(source.dropped)
@@ -105,6 +110,8 @@ class SDDataModule(LightningDataModule):
                 f"data.max_bad_fraction={self.max_bad_fraction}: expected a fraction in [0, 1]; "
                 "write data.max_bad_fraction=0.01"
             )
+        if self.changed not in ("refuse", "accept"):
+            raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
         if self.cache_latents and (self.images.random_flip or not self.images.center_crop):
             random = "data.random_flip=true" if self.images.random_flip else "data.center_crop=false"
             raise UsageError(
@@ -126,6 +133,16 @@ class SDDataModule(LightningDataModule):
     def num_train_samples(self) -> int:
         """Length of the training source."""
         return len(self.source_train)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the training set is, as when this was first asked for; see ``data/fingerprint.py``."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.source_train)
+        return self._fingerprint
+
+    def change_since(self, saved: Mapping[str, Any]) -> Change | None:
+        """Return what of the training set is another than when a fingerprint was taken, if anything."""
+        return change(saved, self.fingerprint(), self.source_train)
 
     def resume(self, epoch: int, batches_done: int) -> None:
         """Continue ``epoch`` after its first ``batches_done`` global batches; call before the first batch.
@@ -203,6 +220,29 @@ class SDDataModule(LightningDataModule):
             for part in parts:
                 self.bad_samples |= part
         return self.bad_samples
+
+    def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
+        """Return which of the samples that an earlier start could not use are still there and cannot be used yet."""
+        unknown = saved.keys() - self.bad_samples.keys()
+        found: dict[str, str] = {}
+        for source in filter(None, (self.source_train, self.source_val)) if unknown else ():
+            distinct: Source = getattr(source, "distinct", source)
+            for index in range(len(distinct)):
+                if distinct.name(index) in unknown:
+                    try:
+                        distinct.captions(index)
+                        distinct.image(index)
+                    except BadSample as reason:
+                        found[distinct.name(index)] = str(reason)
+        return found
+
+    def recall_bad(self, bad: Mapping[str, str]) -> None:
+        """Count samples that earlier starts of the run could not use.
+
+        Raises:
+            UsageError: They are too many with those of this start.
+        """
+        self._count_bad(bad)
 
     def _compare_bad(self) -> None:
         """Stop all ranks when what each of them tolerates is too much together; once per epoch."""
@@ -350,6 +390,7 @@ def digits_data(
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
     max_bad_fraction: float = 0.01,
+    changed: Literal["refuse", "accept"] = "refuse",
 ) -> SDDataModule:
     """Build the embedded digits (``Digits``), validated on the first ``num_val_samples`` of the 360 held out."""
     held_out = Digits("val")
@@ -365,6 +406,7 @@ def digits_data(
         images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts),
         loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
         max_bad_fraction=max_bad_fraction,
+        changed=changed,
         cache_latents=cache_latents,
     )
 
@@ -387,6 +429,7 @@ def image_folder_data(
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
     max_bad_fraction: float = 0.01,
+    changed: Literal["refuse", "accept"] = "refuse",
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> SDDataModule:
     """Build a folder of images (``ImageFolder``); without a val folder ``hold_out`` splits ``num_val_samples`` off."""
@@ -404,6 +447,7 @@ def image_folder_data(
         images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts, max_image_pixels),
         loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
         max_bad_fraction=max_bad_fraction,
+        changed=changed,
         cache_latents=cache_latents,
     )
 
@@ -428,6 +472,7 @@ def huggingface_data(
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
     max_bad_fraction: float = 0.01,
+    changed: Literal["refuse", "accept"] = "refuse",
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> SDDataModule:
     """Build a Hugging Face dataset (``HuggingFaceImages``); ``num_val_samples`` as in ``image_folder_data``."""
@@ -450,6 +495,7 @@ def huggingface_data(
         images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts, max_image_pixels),
         loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
         max_bad_fraction=max_bad_fraction,
+        changed=changed,
         cache_latents=cache_latents,
     )
 
@@ -473,6 +519,7 @@ def dreambooth_data(
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
     max_bad_fraction: float = 0.01,
+    changed: Literal["refuse", "accept"] = "refuse",
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> SDDataModule:
     """Build photos of a subject, beside pictures of its class (``SubjectAndClass``) where there are class prompts."""
@@ -502,5 +549,6 @@ def dreambooth_data(
         images=ImageOptions(resolution, center_crop, random_flip, proportion_empty_prompts, max_image_pixels),
         loader=LoaderOptions(num_workers, pin_memory, persistent_workers, prefetch_factor),
         max_bad_fraction=max_bad_fraction,
+        changed=changed,
         cache_latents=cache_latents,
     )

@@ -99,6 +99,10 @@ class Digits:
         """Return e.g. ``digits/train/17``."""
         return f"digits/{self.split}/{index}"
 
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        """Return what tells whether a digit is still the same, as another release of scikit-learn may have others."""
+        return self.name(index), self._images[index].tobytes().hex(), "\n".join(self.captions(index))
+
 
 class DigitJudge:
     """A classifier that reads digits in images, fitted on real digits the generator has never seen.

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.images import SUFFIXES, decode, read_captions
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, resized
@@ -64,6 +65,14 @@ class Pictures:
     def name(self, index: int) -> str:
         """Return the path of an image."""
         return self.pictures[index].path
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        """Return the name of a file (kohya's folder belongs to it), and what tells its image and its caption."""
+        picture = self.pictures[index]
+        path = Path(picture.path)
+        is_kohya = _KOHYA.fullmatch(path.parent.name) is not None
+        name = f"{path.parent.name}/{path.name}" if is_kohya else path.name
+        return name, file_evidence(picture.path, thorough=thorough), picture.caption
 
 
 class SubjectAndClass:

@@ -22,7 +22,8 @@ from PIL import Image
 
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
-from sd_lightning.data.source import BadSample
+from sd_lightning.data.fingerprint import file_evidence
+from sd_lightning.data.source import BadSample, caption_evidence
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size, to_rgb
 from sd_lightning.run_folder import is_run
 
@@ -194,6 +195,15 @@ class ImageFolder:
         """Return the path of an image."""
         return self._paths[index]
 
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        """Return what tells whether a sample is still the same: its path below the folder, image and captions."""
+        path = self._paths[index]
+        if self._captions is None and not thorough:
+            captions = file_evidence(os.path.splitext(path)[0] + ".txt", thorough=False)
+        else:
+            captions = caption_evidence(self, index)
+        return path.removeprefix(f"{self.root}{os.sep}"), file_evidence(path, thorough=thorough), captions
+
     def _read_metadata(self) -> None:
         assert self._captions is not None
         for number, row in self._rows():
@@ -351,6 +361,7 @@ class HuggingFaceImages:
                 f"data.caption_column={caption_column}: the column of {self._name} is not text "
                 f"({table.features[caption_column]}); {_choose('caption_column', columns)}"
             )
+        self.fingerprint: str | None = getattr(table, "_fingerprint", None)
         self._images = self._open_images(table, image_column)
         self._captions = table.select_columns([caption_column])
         self._image_column, self._caption_column, self._split = image_column, caption_column, split
@@ -409,6 +420,10 @@ class HuggingFaceImages:
     def name(self, index: int) -> str:
         """Return the dataset, its split and the number of the row."""
         return f"{self._name}/{self._split}/{self._rows[index]}"
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        """Return the number of a row and its captions; the data set's own fingerprint stands for the images."""
+        return str(self._rows[index]), "", caption_evidence(self, index) if thorough else ""
 
 
 def _is_text(feature: Any) -> bool:

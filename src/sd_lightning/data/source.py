@@ -36,6 +36,24 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """Return what a person finds the sample by, e.g. its path."""
 
+    # What ``data/fingerprint.py`` asks for where a source has it: ``evidence(index, thorough=)`` and ``fingerprint``.
+
+
+def evidence_of(source: Source, index: int, *, thorough: bool) -> tuple[str, str, str]:
+    """Return what a sample's identity, image and captions are hashed from; "" stands for what is not looked at."""
+    if hasattr(source, "evidence"):
+        identity, image, captions = source.evidence(index, thorough=thorough)
+        return identity, image, captions
+    return source.name(index), "", caption_evidence(source, index) if thorough else ""
+
+
+def caption_evidence(source: Source, index: int) -> str:
+    """Return a sample's captions as one string, "" if they cannot be read."""
+    try:
+        return "\n".join(source.captions(index))
+    except BadSample:
+        return ""
+
 
 class SourceSubset:
     """Some of a source's samples, as a source of its own."""
@@ -45,6 +63,7 @@ class SourceSubset:
         self.source = source
         self.indices = indices
         self.dropped = source.dropped
+        self.fingerprint: str | None = getattr(source, "fingerprint", None)
 
     def __len__(self) -> int:
         """Return the number of chosen samples."""
@@ -61,6 +80,10 @@ class SourceSubset:
     def name(self, index: int) -> str:
         """See ``Source.name``."""
         return self.source.name(self.indices[index])
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        """See :func:`evidence_of`."""
+        return evidence_of(self.source, self.indices[index], thorough=thorough)
 
 
 def hold_out(source: Source, num_val_samples: int | None) -> tuple[Source, Source | None]:

@@ -1,0 +1,149 @@
+"""What a training set was when a checkpoint was written, and what has changed since.
+
+Each sample counts by three hashes: of its identity (its path within the folder, or its row), of its image and of its
+captions. Up to ``THOROUGH`` samples, an image counts by its size and three small pieces of the file, which another
+picture does not share: it is noticed under the same name and of the same size, while a file that was only touched or
+copied is the same. Beyond, opening all files at each start would take minutes on a network disk, so size and date of
+a file stand for its content. Data sets of Hugging Face bring a fingerprint of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_lightning.data.source import Source, evidence_of
+
+THOROUGH = 10_000
+"""Samples up to which a little of every file is read."""
+COUNTED = 100_000
+"""Samples up to which a checkpoint holds the hashes of each (24 bytes), so that changes can be counted."""
+_PIECE = 4096
+_NAMED = 3
+_ASPECTS = ("identities", "images", "captions")
+
+
+def fingerprint(source: Source) -> dict[str, Any]:
+    """Return what tells whether a source is still the same; for a checkpoint.
+
+    Returns:
+        ``num_samples``; a digest of the samples' identities, images and captions each, in their order; ``own``, the
+        source's own fingerprint if it has one; and ``samples`` (N, 3) int64, the hashes, unless they are too many.
+    """
+    samples = _hashes(source)
+    digests = {
+        aspect: blake2b(samples[:, i].contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+        for i, aspect in enumerate(_ASPECTS)
+    }
+    few = len(samples) <= COUNTED
+    own = getattr(source, "fingerprint", None)
+    return {"num_samples": len(samples), **digests, "own": own, "samples": samples if few else None}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What has become of a training set."""
+
+    told: str
+    """For a person."""
+    moves: bool
+    """Whether other samples, or the same ones in another order, are at the positions of an epoch."""
+    is_resized: bool
+    """Whether their number is another, so that the order of every epoch is, too."""
+
+
+def change(saved: Mapping[str, Any], ours: Mapping[str, Any], source: Source) -> Change | None:
+    """Compare two fingerprints; None if the samples are the same.
+
+    Args:
+        saved: The checkpoint's.
+        ours: That of ``source``.
+        source: Names the samples.
+    """
+    moves = saved["identities"] != ours["identities"]
+    # How closely files are looked at depends on the number of samples alone.
+    is_comparable = (saved["num_samples"] <= THOROUGH) == (ours["num_samples"] <= THOROUGH)
+    others = [aspect for aspect in ("images", "captions") if is_comparable and saved[aspect] != ours[aspect]]
+    if not moves and not others and saved["own"] == ours["own"]:
+        return None
+    told = []
+    if saved["samples"] is not None and ours["samples"] is not None:
+        told = _counted(saved["samples"], ours["samples"], source, is_comparable)
+    if not told and moves:
+        told = [
+            "other samples, or another order"
+            if saved["num_samples"] == ours["num_samples"]
+            else f"{ours['num_samples']} samples instead of {saved['num_samples']}"
+        ]
+    if not told:
+        told = [f"other {aspect}" for aspect in others]
+    if saved["own"] != ours["own"]:
+        told.append("another fingerprint of the data set, whose images may be others")
+    return Change(", ".join(told), moves, saved["num_samples"] != ours["num_samples"])
+
+
+def file_evidence(path: str, *, thorough: bool) -> str:
+    """Return what changes with the content of a file: its size and pieces of it, or its size and date."""
+    try:
+        if not thorough:
+            status = os.stat(path)
+            return f"{status.st_size} {status.st_mtime_ns}"
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            found = blake2b(f"{size} ".encode())
+            for begin in (0, size // 2, max(size - _PIECE, 0)):
+                file.seek(begin)
+                found.update(file.read(_PIECE))
+            return found.hexdigest()
+    except OSError:
+        return ""
+
+
+def _hashes(source: Source) -> Tensor:
+    """Return (N, 3) int64, the hashes of every sample; samples that share a file are looked at once."""
+    thorough = len(source) <= THOROUGH
+    distinct: Source = getattr(source, "distinct", source)
+    rows = []
+    seen: Counter[str] = Counter()
+    for index in range(len(distinct)):
+        identity, image, captions = evidence_of(distinct, index, thorough=thorough)
+        seen[identity] += 1  # photos and pictures of a class may have files of the same name
+        rows.append([_hash(f"{identity} {seen[identity]}"), _hash(image), _hash(captions)])
+    hashes = torch.tensor(rows, dtype=torch.int64).view(-1, len(_ASPECTS))
+    return hashes[source.rows] if hasattr(source, "rows") else hashes
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True)
+
+
+def _counted(saved: Tensor, ours: Tensor, source: Source, is_comparable: bool) -> list[str]:
+    """Count what was added, removed, replaced or captioned otherwise, and name some of it."""
+    before = {identity: tuple(rest) for identity, *rest in saved.tolist()}
+    now: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for index, (identity, *rest) in enumerate(ours.tolist()):
+        now.setdefault(identity, (index, tuple(rest)))
+    known = [(index, rest, before[identity]) for identity, (index, rest) in now.items() if identity in before]
+    added = [index for identity, (index, _) in now.items() if identity not in before]
+    replaced, captions = (
+        [index for index, rest, old in known if is_comparable and rest[i] != old[i]] for i in range(2)
+    )
+    removed = len(before.keys() - now.keys())
+    told = [f"{removed} removed"] if removed else []
+    for what, indices in (("added", added), ("replaced", replaced), ("with other captions", captions)):
+        if indices:
+            told.append(f"{len(indices)} {what} ({_names(source, indices)})")
+    return told
+
+
+def _names(source: Source, indices: Iterable[int]) -> str:
+    chosen = list(indices)
+    more = f" and {len(chosen) - _NAMED} more" if len(chosen) > _NAMED else ""
+    return ", ".join(source.name(index) for index in chosen[:_NAMED]) + more

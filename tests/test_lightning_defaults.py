@@ -147,8 +147,11 @@ def test_a_module_may_say_what_its_networks_and_blocks_are() -> None:
     silent, telling = jobs.Boring(), Telling()
     assert list(trained_networks(silent)) == ["inner", "layers.0", "layers.1", "layers.2", "heads.main"]
     assert blocks_of(telling, trained_networks(telling)) == [telling.inner[0]]
-    with pytest.raises(UsageError, match="layers.0.weight and 7 more"):
-        sharded_networks(telling, "FSDPStrategy")
+    assert list(sharded_networks(telling, "FSDPStrategy")) == ["inner"], "others may be there, and stay as they are"
+    listed = jobs.Boring()
+    listed.gains = nn.ParameterList([torch.ones(2)])
+    with pytest.raises(UsageError, match="Boring.gains.0 to train, a parameter of no network"):
+        sharded_networks(listed, "FSDPStrategy")
     with pytest.raises(UsageError, match="no parameters to train"):
         sharded_networks(pl.LightningModule(), "FSDPStrategy")
     bert = jobs.Language("bert")

@@ -61,7 +61,9 @@ def sharded_networks(module: pl.LightningModule, who: str) -> dict[str, nn.Modul
     """
     networks = trained_networks(module)
     inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
-    outside = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    # A module that names its networks may have others, which no optimizer steps.
+    named = module.named_parameters(recurse=getattr(module, "trained_networks", None) is None)
+    outside = [n for n, p in named if p.requires_grad and id(p) not in inside]
     if outside:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
         raise UsageError(
@@ -126,6 +128,8 @@ def _called(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         if not any(parameter.requires_grad for parameter in child.parameters()):
             continue
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            continue  # never called: the module's own
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             found += _called(f"{prefix}{name}.", child)
         else:

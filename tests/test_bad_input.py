@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_lightning import checkpoint, runs
+from sd_lightning import checkpoint, dreambooth, export, generate, runs, train
 
 # (command line, words of the message in their order: who, what was given, what is expected, how to mend it)
 KEYS = [
@@ -103,11 +103,13 @@ TYPES = [
     ("train optimizer=adamw8bit optimizer.lr=fast", "optimizer: cannot build it", "lr=fast", "change them"),
     ("train callbacks.samples.prompts=seven", "prompts=seven", "expected a list of str", "prompts=[seven]"),
     ("train overwrite=maybe", "overwrite=maybe", "expected bool", "write overwrite=false"),
-    ("train output_dir=3", "output_dir=3", "expected str", "write output_dir=runs/"),
-    ("train resume=true", "resume=true", "expected str or null"),
+    ("train output_dir=3", "output_dir=3", "expected str", "write 'output_dir=runs/${name}'"),
+    ("train resume=true", "resume=true", "expected str or null", "write resume=auto"),
     ("train seed=abc", "seed=abc", "expected int", "write seed=0"),
     ("generate guidance_scale=x", "guidance_scale=x", "expected float", "write guidance_scale=7.5"),
-    ("generate run=run prompts=3", "prompts=3", "expected a list of str"),
+    ("generate run=run prompts=3", "prompts=3", "expected a list of str", """write prompts=['"3"']"""),
+    ("generate run=run prompts=[3]", "prompts=[3]", "expected a list of str", """write prompts=['"3"']"""),
+    ("generate prompt=3", "prompt=3", "no key 'prompt'", """write 'prompts=["3"]'"""),
 ]
 MISSING = [
     ("train data=images", "data.train_data_dir has no value", "give one: data.train_data_dir=<value>"),
@@ -150,6 +152,7 @@ NUMBERS = [
     ("train trainer.gradient_clip_val=-1", "gradient_clip_val=-1", "expected a norm of at least 0", "null for no"),
     ("train trainer.limit_val_batches=-1", "trainer: ", "limit_val_batches", "has to be in", "change"),
     ("train data.num_workers=-1", "data.num_workers=-1", "expected 0 or more", "write data.num_workers=4"),
+    ("train data.batch_size=-8", "data.batch_size=-8", "cannot be split", "write data.batch_size=1"),
     ("train data.max_bad_fraction=2", "max_bad_fraction=2", "expected a fraction", "data.max_bad_fraction=0.01"),
     ("train data.resolution=30", "data.resolution=30", "multiple of 8", "write data.resolution=32"),
     ("train +sampling.height=30", "sampling got height=30", "expected a multiple of 8", "height=24"),
@@ -163,6 +166,30 @@ NUMBERS = [
     ),
     ("generate run=run prompts=[a] seed=-1", "seed=-1", "expected a whole number from 0", "seed=0"),
     ("generate run=run prompts=[a] num_images_per_prompt=0", "num_images_per_prompt=0", "expected at least 1"),
+]
+CONSTRUCTORS = [
+    ("train +optimizer.foreach=true", "optimizer: ", "`fused` and `foreach`", "leave out optimizer.foreach"),
+    (
+        "train optimizer.fused=false +optimizer.differentiable=true",
+        *("optimizer.differentiable=True", "AdamW cannot step on the CPU", "leave out optimizer.differentiable"),
+    ),
+    (
+        "train optimizer.fused=false +optimizer.capturable=true",
+        *("optimizer.capturable=True", "AdamW cannot step on the CPU", "leave out optimizer.capturable"),
+    ),
+    (
+        "train optimizer._target_=torch.optim.SparseAdam ~optimizer.fused ~optimizer.weight_decay",
+        *("SparseAdam", "does not support dense gradients", "write optimizer=adamw"),
+    ),
+    (
+        "train optimizer=sgd optimizer.momentum=0 +optimizer.nesterov=true",
+        *("optimizer: ", "Nesterov momentum requires", "leave out optimizer.momentum and optimizer.nesterov"),
+    ),
+    ("train +trainer.profiler=fast", "trainer: ", "profiler", "leave out trainer.profiler"),
+    ("train trainer.accelerator=abacus", "trainer: ", "abacus", "leave out trainer.accelerator"),
+    ("generate run=run prompts=[a] device=meta quantization=int8", "device=meta", "not there", "write device=cpu"),
+    ("generate run=run prompts=[a] device=meta", "device=meta", "not there", "write device=cpu"),
+    ("generate run=run prompts=[a] device=hpu", "device=hpu", "not there", "write device=cpu"),
 ]
 COMBINATIONS = [
     ("train data.batch_size=65 trainer.accumulate_grad_batches=2", "batch_size=65", "2 equal parts", "=64 or 66"),
@@ -259,6 +286,14 @@ FILES = [
         "which has file_name, caption",
         "data.caption_column=caption",
     ),
+    (
+        "train data=images data.train_data_dir=column data.caption_column=file_name",
+        *("caption_column=file_name, which names the image", "data.caption_column=caption"),
+    ),
+    (
+        "train data=images data.train_data_dir=few data.max_image_pixels=9",
+        *("data.max_image_pixels=9", "at least the 262144 pixels", "write data.max_image_pixels=128000000"),
+    ),
     ("train data=images data.train_data_dir=few", "data.batch_size=16", "training set of 3", "write data.batch_size=3"),
     (
         "train data=images data.train_data_dir=few data.num_val_samples=9",
@@ -347,12 +382,245 @@ FILES = [
     ("generate run=empty prompts=[a]", "run=empty", "neither a finished pipeline", "a folder with model_index.json"),
     ("generate run=torn prompts=[a]", "torn/unet", "cannot load UNet2DConditionModel", "copy or download"),
     ("generate run=run prompts=nofile.txt", "prompts='nofile.txt'", "not a file", "write 'prompts=[nofile.txt]'"),
+    ("""generate run=run prompts='"3"'""", "prompts='3'", "not a file", """write 'prompts=["3"]'"""),
     ("generate run=run prompts=latin1.txt", "prompts=latin1.txt", "UTF-8", "save it as UTF-8"),
     ("generate run=run prompts=[a] output_dir=file", "output_dir=file", "a file is in the way", "choose another"),
     ("generate run=run prompts=[a] device=gpuu", "device=gpuu", "not there", "write device=cpu or auto"),
     ("generate run=run prompts=[a] device=meta quantization=int8", "device=meta", "not there", "device=cpu or auto"),
 ]
-CASES = [*KEYS, *GROUPS, *TYPES, *MISSING, *NUMBERS, *COMBINATIONS, *WITHOUT_CUDA, *FILES]
+CASES = [*KEYS, *GROUPS, *TYPES, *MISSING, *NUMBERS, *CONSTRUCTORS, *COMBINATIONS, *WITHOUT_CUDA, *FILES]
+FEW = "data=images data.train_data_dir=few"
+SD21 = "train model=sd21 model.pretrained=stabilityai/stable-diffusion-2-1"
+REMEDIES = {
+    # keys
+    "train bogus=1": "train",
+    "train data.bach_size=4": "train data.batch_size=4",
+    "train +trainer.maxsteps=3": "train trainer.max_steps=3",
+    "train +callbacks.ema.decya=3": "train callbacks.ema.decay=3",
+    "train +speed.compile=true": "train speed.compile_blocks=true",
+    "train +trainer.strategy=ddp": "train strategy=ddp",
+    "train +callbacks.checkpoint.resume=x": "train",
+    "train strategy.bucket_cap_mb=25": "train strategy=ddp strategy.bucket_cap_mb=25",
+    "train strategy.bucket=25": "train",
+    "train lora.rank=8": "train trainable=lora lora.rank=8",
+    "train lora=4": "train trainable=lora lora.rank=4",
+    "train train_batch_size=4": "train data.batch_size=4",
+    "train mixed_precision=bf16": "train trainer.precision=bf16-mixed",
+    "train rank=8": "train trainable=lora lora.rank=8",
+    "train precision=fp16": "train trainer.precision=16-mixed",
+    "train trainer.precison=bf16": "train trainer.precision=bf16-mixed",
+    "train trainer.gpus=1": "train trainer.devices=1",
+    "train train_data_dir=foo": "train data=images data.train_data_dir=foo",
+    "dreambooth train_data_dir=foo": "dreambooth instance_data_dir=foo",
+    "train trainer.max_epochs=3": "train trainer.max_steps=3",
+    "train epochs=2": "train trainer.max_steps=3",
+    "dreambooth epochs=2": "dreambooth max_train_steps=3 instance_data_dir=few",
+    "train trainer.strategy=ddp": "train strategy=ddp",
+    "train steps=3": "train trainer.max_steps=3",
+    "generate steps=3": "generate num_inference_steps=3",
+    "generate prompt=cat": "generate 'prompts=[cat]'",
+    "generate bogus=1": "generate",
+    "generate 'prompts=[a cat&co, seven]'": """generate 'prompts=["a cat&co",seven]'""",
+    "dreambooth": "dreambooth instance_data_dir=few",
+    "dreambooth merge_lora=true": "dreambooth trainable=lora merge_lora=true instance_data_dir=few",
+    "train ~data": "train",
+    "train ~callbacks.checkpoint": "train",
+    "train ~trainer.precision": "train ~trainer.precision +trainer.precision=32",
+    "train callbacks.ema=3": "train callbacks.ema=null",
+    "train optimizer._target_=torch.optim.Adamw": "train optimizer._target_=torch.optim.Adam",
+    "generate sede=1": "generate seed=1",
+    # groups
+    "train model=sd16": "train model=sd15",
+    "train model=stabilityai/stable-diffusion-2-1": SD21,
+    "train data=imagefolder": "train data=images data.train_data_dir=few",
+    "train strategy=deepspeed_stage_2": "train strategy=deepspeed_zero2",
+    "train --strategy gemini": "train strategy=gemini",
+    "train --train_batch_size=4": "train data.batch_size=4",
+    "train --experiment sd21_finetune": "train experiment=sd21_finetune data.train_data_dir=few",
+    "train experiment=dreambooth_8gb": "dreambooth experiment=dreambooth_8gb instance_data_dir=few",
+    "train +experiment=dreambooth_8gb": "dreambooth experiment=dreambooth_8gb instance_data_dir=few",
+    "dreambooth experiment=sd21_finetune": "train experiment=sd21_finetune data.train_data_dir=few",
+    "train quantization=int8": "generate quantization=int8",
+    "train +quantization=int8": "generate quantization=int8",
+    "generate strategy=ddp": "generate",
+    "generate model=sd15": "generate run=runs/x",
+    "export model=sd15": "export run=runs/x",
+    "train strategy=dpp": "train strategy=ddp",
+    "train experiment=foo": "train experiment=sd21_finetune data.train_data_dir=few",
+    "train logger=null": "train logger=csv",
+    "train model=3": "train model=sd15",
+    "train -cn trian": "train -cn train",
+    "train --cfg jobb": "train --cfg job",
+    # types
+    "train data.batch_size=hello": "train data.batch_size=64",
+    "train trainer.max_steps=1.5": "train trainer.max_steps=360",
+    "train module.train_text_encoder=3": "train module.train_text_encoder=true",
+    "train module.encoder_dtype=half": "train module.encoder_dtype=float32",
+    "train optimizer.lr=fast": "train optimizer.lr=0.002",
+    "train optimizer.betas=0.9": "train optimizer.betas=[0.9,0.99]",
+    "train optimizer=adamw8bit optimizer.lr=fast": "train optimizer=adamw8bit",
+    "train callbacks.samples.prompts=seven": "train callbacks.samples.prompts=[seven]",
+    "train overwrite=maybe": "train overwrite=false",
+    "train output_dir=3": "train 'output_dir=runs/${name}'",
+    "train resume=true": "train resume=auto",
+    "train seed=abc": "train seed=0",
+    "generate guidance_scale=x": "generate guidance_scale=7.5",
+    "generate run=run prompts=3": """generate run=run prompts=['"3"']""",
+    "generate run=run prompts=[3]": """generate run=run prompts=['"3"']""",
+    "generate prompt=3": """generate 'prompts=["3"]'""",
+    # missing
+    "train data=images": "train data=images data.train_data_dir=few",
+    "train data=huggingface": "train data=huggingface data.dataset_name=few",
+    "train ~model.architecture": "train ~model.architecture +model.architecture=tiny",
+    "generate prompts=[a]": "generate prompts=[a] run=run",
+    "generate run=run": "generate run=run 'prompts=[a handwritten three]'",
+    "generate run=run prompts=blank.txt": "generate run=run 'prompts=[a handwritten three]'",
+    # numbers
+    "train optimizer.lr=-1": "train optimizer.lr=1e-5",
+    "train optimizer.lr=nan": "train optimizer.lr=0.002",
+    "train optimizer.eps=inf": "train optimizer.eps=1e-08",
+    "train optimizer.betas=[0.9,2]": "train",
+    "train optimizer.weight_decay=-1": "train",
+    "train lr_scheduler.warmup_steps=-1": "train lr_scheduler.warmup_steps=0",
+    "train lr_scheduler.final_fraction=2": "train lr_scheduler.final_fraction=0.1",
+    "train module.text_encoder_lr=-1": "train module.text_encoder_lr=1e-5",
+    "train callbacks.ema.decay=1.5": "train callbacks.ema.decay=0.9999",
+    "train callbacks.ema.decay=nan": "train callbacks.ema.decay=0.99",
+    "train callbacks.checkpoint.keep=0": "train callbacks.checkpoint.keep=3",
+    "train callbacks.samples.columns=0": "train callbacks.samples.columns=1",
+    "train objective.snr_gamma=nan": "train",
+    "train objective.noise_offset=-1": "train objective.noise_offset=0",
+    "train seed=-1": "train seed=0",
+    "train trainer.max_steps=0": "train trainer.max_steps=1",
+    "train trainer.num_nodes=0": "train trainer.num_nodes=1",
+    "train trainer.devices=0": "train trainer.devices=1",
+    "train trainer.val_check_interval=0": "train trainer.val_check_interval=60",
+    "train trainer.gradient_clip_val=-1": "train trainer.gradient_clip_val=1",
+    "train trainer.limit_val_batches=-1": "train",
+    "train data.num_workers=-1": "train data.num_workers=4",
+    "train data.batch_size=-8": "train data.batch_size=1",
+    "train data.max_bad_fraction=2": "train data.max_bad_fraction=0.01",
+    "train data.resolution=30": "train data.resolution=32",
+    "train +sampling.height=30": "train +sampling.height=24",
+    "train sampling.num_inference_steps=0": "train sampling.num_inference_steps=16",
+    "generate run=run prompts=[a] width=30": "generate run=run prompts=[a] width=24",
+    "generate run=run prompts=[a] guidance_scale=-1": "generate run=run prompts=[a] guidance_scale=7.5",
+    "generate run=run prompts=[a] seed=-1": "generate run=run prompts=[a] seed=0",
+    "generate run=run prompts=[a] num_images_per_prompt=0": "generate run=run prompts=[a] num_images_per_prompt=4",
+    # what a constructor raises
+    "train +optimizer.foreach=true": "train",
+    "train optimizer.fused=false +optimizer.differentiable=true": "train optimizer.fused=false",
+    "train optimizer.fused=false +optimizer.capturable=true": "train optimizer.fused=false",
+    "train optimizer._target_=torch.optim.SparseAdam ~optimizer.fused ~optimizer.weight_decay": "train optimizer=adamw",
+    "train optimizer=sgd optimizer.momentum=0 +optimizer.nesterov=true": "train optimizer=sgd",
+    "train +trainer.profiler=fast": "train",
+    "train trainer.accelerator=abacus": "train",
+    "generate run=run prompts=[a] device=meta quantization=int8": (
+        "generate run=run prompts=[a] device=cpu quantization=int8"
+    ),
+    "generate run=run prompts=[a] device=meta": "generate run=run prompts=[a] device=cpu",
+    "generate run=run prompts=[a] device=hpu": "generate run=run prompts=[a] device=auto",
+    # combinations
+    "train data.batch_size=65 trainer.accumulate_grad_batches=2": (
+        "train data.batch_size=64 trainer.accumulate_grad_batches=2"
+    ),
+    "train strategy=ddp trainer.devices=2 data.batch_size=65": (
+        "train strategy=ddp trainer.devices=2 data.batch_size=64"
+    ),
+    "train strategy=ddp trainer.devices=4096": f"train strategy=ddp trainer.devices={os.cpu_count()}",
+    "train data.batch_size=5000": "train data.batch_size=1437",
+    "train trainer.devices=2": "train trainer.devices=2 strategy=ddp",
+    "train trainer.precision=fp16": "train trainer.precision=16-mixed",
+    "train trainer.precision=bf16": "train trainer.precision=bf16-mixed",
+    "train trainer.precision=16": "train trainer.precision=16-mixed",
+    "train trainer.precision=fp32": "train trainer.precision=32",
+    "train callbacks=memory": "train",
+    "train +trainer.max_epochs=3": "train trainer.max_steps=3",
+    "train trainer.check_val_every_n_epoch=1": "train trainer.check_val_every_n_epoch=null",
+    "train objective=flow objective.snr_gamma=5": "train objective=flow objective.snr_gamma=null",
+    "train objective=epsilon objective.rescale_betas_zero_snr=true": (
+        "train objective=epsilon objective.rescale_betas_zero_snr=true objective.prediction_type=v_prediction"
+    ),
+    "train objective.logit_mean=1": "train objective.logit_mean=1 objective.timestep_sampling=logit_normal",
+    "train module.train_text_encoder=false module.text_encoder_lr=1e-4": (
+        "train module.train_text_encoder=true module.text_encoder_lr=1e-4"
+    ),
+    "train data.prefetch_factor=2": "train data.prefetch_factor=2 data.num_workers=4",
+    "train data.random_flip=true": "train data.random_flip=true data.cache_latents=false",
+    "train output_dir=run resume=auto init_from=torn": "train output_dir=run resume=auto",
+    "train resume=auto overwrite=true": "train resume=auto",
+    "train model=sd21 model.revision=main": "train model=sd21 model.revision=main model.pretrained=run/pipeline",
+    "train sampling.scheduler=foo": "train sampling.scheduler=ddim",
+    "train sampling.scheduler=FlowMatchEulerDiscreteScheduler": "train",
+    "generate run=run model.pretrained=x prompts=[a]": "generate run=run prompts=[a]",
+    "generate run=run model.revision=x prompts=[a]": "generate run=run prompts=[a]",
+    "generate run=run prompts=[a] scheduler=foo": "generate run=run prompts=[a] scheduler=ddim",
+    "generate run=run prompts=[a] scheduler=pndm num_inference_steps=3": (
+        "generate run=run prompts=[a] scheduler=pndm num_inference_steps=25"
+    ),
+    # without CUDA
+    "train trainer.precision=16-mixed": "train trainer.precision=bf16-mixed",
+    "train trainer.accelerator=cuda": "train trainer.accelerator=cpu",
+    "train speed.attention=cudnn": "train speed.attention=auto",
+    "generate run=run prompts=[a] device=cuda": "generate run=run prompts=[a] device=cpu",
+    # files
+    "train data=images data.train_data_dir=nowhere": f"train {FEW}",
+    "train data=images data.train_data_dir=empty": f"train {FEW}",
+    "train data=images data.train_data_dir=corrupt": f"train {FEW}",
+    "train data=images data.train_data_dir=column": (
+        "train data=images data.train_data_dir=column data.caption_column=caption"
+    ),
+    "train data=images data.train_data_dir=column data.caption_column=file_name": (
+        "train data=images data.train_data_dir=column data.caption_column=caption"
+    ),
+    "train data=images data.train_data_dir=few": "train data=images data.train_data_dir=few data.batch_size=3",
+    "train data=images data.train_data_dir=few data.num_val_samples=9": (
+        "train data=images data.train_data_dir=few data.num_val_samples=null"
+    ),
+    "train data=images data.train_data_dir=few data.max_image_pixels=9": (
+        "train data=images data.train_data_dir=few data.max_image_pixels=128000000"
+    ),
+    "train data=huggingface data.dataset_name=empty": "train data=huggingface data.dataset_name=saved",
+    "train output_dir=run": "train output_dir=run resume=auto",
+    "train output_dir=file": "train output_dir=new",
+    "train output_dir=file/run": "train output_dir=new",
+    "train output_dir=/proc/run": "train output_dir=new",
+    "train output_dir=run overwrite=true data=images data.train_data_dir=nowhere": (
+        f"train output_dir=run overwrite=true {FEW}"
+    ),
+    "train output_dir=run overwrite=true init_from=run": "train output_dir=new init_from=run",
+    "train resume=nowhere": "train resume=run",
+    "train resume=empty": "train resume=run",
+    "train resume=run data.batch_size=32": "train resume=run data.batch_size=64 data.cache_latents=false",
+    "train resume=run seed=1": "train resume=run seed=0",
+    "train resume=run model=tiny_frozen": "train resume=run model=tiny",
+    "train init_from=nowhere": "train init_from=run",
+    "train init_from=empty": "train init_from=run",
+    "train model.pretrained=nowhere/at/all": "train model.pretrained=run/pipeline",
+    "train model.pretrained=no/such": "train model.pretrained=run/pipeline",
+    "train model.pretrained=empty": "train model.pretrained=run/pipeline",
+    "train model.pretrained=other": "train model.pretrained=run/pipeline",
+    "train model.pretrained=torn": "train model.pretrained=run/pipeline",
+    "train model.pretrained=run/pipeline +model.vae=nowhere": "train model.pretrained=run/pipeline",
+    "generate run=nowhere prompts=[a]": "generate run=run prompts=[a]",
+    "generate run=empty prompts=[a]": "generate run=run prompts=[a]",
+    "generate run=torn prompts=[a]": "generate run=run prompts=[a]",
+    "generate run=run prompts=nofile.txt": "generate run=run 'prompts=[nofile.txt]'",
+    "generate run=run prompts='\"3\"'": """generate run=run 'prompts=["3"]'""",
+    "generate run=run prompts=latin1.txt": "generate run=run prompts=utf8.txt",
+    "generate run=run prompts=[a] output_dir=file": "generate run=run prompts=[a] output_dir=new",
+    "generate run=run prompts=[a] device=gpuu": "generate run=run prompts=[a] device=cpu",
+}
+"""What a person who follows the message writes next, by the command that was refused."""
+OWN_CHOICE = ("<", "choose another", "expected a", "give ", "available: ", "save it as UTF-8", "cpu or auto")
+"""How messages ask for a value that only the person knows."""
+FLOW = {
+    "train": [("train", name) for name in ("train", "build_trainer", "build_module", "check_parts", "open_run")],
+    "dreambooth": [("dreambooth", "run")],
+    "generate": [("generate", name) for name in ("run", "read_prompts", "_device", "_load", "generate")],
+    "export": [("export", "run")],
+}
+"""Functions that a program enters one after the other, each when all checks before it have passed."""
 # (package, command line, words)
 WITHOUT_PACKAGE = [
     ("wandb", "train logger=wandb", "logger=wandb", "'wandb' is not installed", "pip install 'sd-lightning[loggers]'"),
@@ -397,6 +665,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert code == 0, code
     for name in ("empty", "corrupt", "column", "few", "other"):
         Path(name).mkdir()
+    Image.new("RGB", (32, 32)).save("column/0.png")
+    Path("utf8.txt").write_text("une pièce", encoding="utf-8")
     Path("file").write_text("in the way")
     Path("blank.txt").write_text("\n \n")
     Path("latin1.txt").write_bytes("une pièce".encode("latin-1"))
@@ -409,8 +679,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.copytree("run/pipeline", "torn")
     weights = Path("torn/unet/diffusion_pytorch_model.safetensors")
     weights.write_bytes(weights.read_bytes()[:100_000])
+    datasets = pytest.importorskip("datasets")
+    image = {"bytes": Path("few/0.png").read_bytes(), "path": None}
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    datasets.Dataset.from_dict({"image": [image] * 16, "text": ["black"] * 16}, features).save_to_disk("saved")
     yield root
     os.chdir(before)
+
+
+class Reached(BaseException):
+    """A command has passed the checks that matter; what follows would take time."""
+
+
+def follow(monkeypatch: pytest.MonkeyPatch, stop_after: int) -> list[str]:
+    """Note which functions of ``FLOW`` programs enter, and end them when they enter one more than ``stop_after``."""
+    entered: list[str] = []
+
+    def noting(name: str, function: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            entered.append(name)
+            if len(entered) > stop_after:
+                raise Reached(name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    modules = {"train": train, "dreambooth": dreambooth, "generate": generate, "export": export}
+    for program, name in (each for flow in FLOW.values() for each in flow):
+        monkeypatch.setattr(modules[program], name, noting(name, getattr(modules[program], name)))
+    return entered
+
+
+def remove_new(before: dict[str, tuple[int, int]], root: Path) -> None:
+    for name in contents(root).keys() - before.keys():
+        shutil.rmtree(name, ignore_errors=True) if Path(name).is_dir() else Path(name).unlink(missing_ok=True)
 
 
 def contents(root: Path) -> dict[str, tuple[int, int]]:
@@ -419,15 +721,14 @@ def contents(root: Path) -> dict[str, tuple[int, int]]:
     return {k: (-1, 0) if S_ISDIR(stat.st_mode) else (stat.st_size, stat.st_mtime_ns) for k, stat in stats.items()}
 
 
-def refuse(command: str, words: tuple[str, ...], root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Run a command and assert that it ends as a mistake of the user should."""
+def refuse(command: str, words: tuple[str, ...], root: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    """Run a command, assert that it ends as a mistake of the user should, and return the message."""
     before = contents(root)
     capfd.readouterr()
     code = call(command)
     out, err = capfd.readouterr()
     after = contents(root)
-    for name in after.keys() - before.keys():  # or one failure would make others
-        shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink(missing_ok=True)
+    remove_new(before, root)  # or one failure would make others
     assert code == 2, code
     assert not out
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err
@@ -438,19 +739,56 @@ def refuse(command: str, words: tuple[str, ...], root: Path, capfd: pytest.Captu
         position = found + 1
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert not changed, "a refused command must not touch the disk"
+    return err
 
 
-def test_the_table_is_long_enough() -> None:
+def assert_remedy_is_in(message: str, command: str, mended: str) -> None:
+    """Assert that the message says what to change in a command to get the mended one."""
+    if command.split()[0] != mended.split()[0]:
+        assert f"sd_lightning.{mended.split()[0]} " in message
+    before, after = shlex.split(command)[1:], shlex.split(mended)[1:]
+    needed = ("data.train_data_dir=few", "instance_data_dir=few")  # before and after
+    added = [token for token in after if token not in before and token not in needed]
+    for token in added:
+        _, _, last = token.partition("=")[0].rpartition(".")
+        short = f"{last}={token.partition('=')[2]}"  # a constructor does not know where it stands in the configuration
+        said = any(each in message for each in (token, short, shlex.quote(token))) or '"' in token
+        assert said or any(word in message for word in OWN_CHOICE), f"nothing of {token} in: {message}"
+    if not added:
+        ways = ("leave", "give one of the two", "give it", "no keys below it", "top-level keys are")
+        assert any(way in message for way in ways) or any(word in message for word in OWN_CHOICE), message
+
+
+def test_the_table_is_long_enough_and_has_a_remedy_for_all() -> None:
     assert len({command for command, *_ in CASES}) == len(CASES) >= 36
+    assert {command for command, *_ in CASES} == REMEDIES.keys()
 
 
 @pytest.mark.parametrize(("command", "words"), [(c, tuple(w)) for c, *w in CASES], ids=[c for c, *_ in CASES])
 def test_mistake_is_one_line_and_touches_nothing(
-    command: str, words: tuple[str, ...], folder: Path, capfd: pytest.CaptureFixture[str]
+    command: str,
+    words: tuple[str, ...],
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And who does what the line says gets past the check that has refused: the run stops at the next one's entry."""
     if command in [c for c, *_ in WITHOUT_CUDA] and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here, so this is no mistake")
-    refuse(command, words, folder, capfd)
+    with monkeypatch.context() as patch:
+        entered = follow(patch, stop_after=99)
+        message = refuse(command, words, folder, capfd)
+    mended = REMEDIES[command]
+    assert_remedy_is_in(message, command, mended)
+    before = contents(folder)
+    follow(monkeypatch, stop_after=len(entered))
+    try:
+        code = call(mended)
+    except Reached:
+        return
+    finally:
+        remove_new(before, folder)
+    assert code == 0, f"{mended}: {code}: {capfd.readouterr().err}"
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,16 @@ def test_broken_lines_of_metadata_are_dropped_one_by_one(tmp_path: Path) -> None
     }
 
 
+def test_a_number_as_caption_is_named_and_in_quotes_it_is_one(tmp_path: Path) -> None:
+    paint(tmp_path / "a.png")
+    metadata(tmp_path, {"file_name": "a.png", "text": 7})
+    with pytest.raises(UsageError, match='a.png: its caption 7 is no text; write "7", in quotes') as refused:
+        ImageFolder(tmp_path)
+    quoted = str(refused.value).partition("write ")[2].partition(",")[0]
+    metadata(tmp_path, f'{{"file_name": "a.png", "text": {quoted}}}')
+    assert ImageFolder(tmp_path).captions(0) == ["7"]
+
+
 def test_floating_point_pixels_are_a_bad_sample(tmp_path: Path) -> None:
     Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(tmp_path / "depth.tiff")
     metadata(tmp_path, {"file_name": "depth.tiff", "text": "x"})

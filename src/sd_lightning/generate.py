@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sd_lightning import _conf, run_folder, runs
+from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.generation import SamplingOptions, decoding_in_tiles, generate
@@ -198,8 +199,8 @@ def read_prompts(prompts: Any) -> list[str]:
         path = Path(prompts)
         if not path.is_file():
             raise UsageError(
-                f"generate got prompts={prompts!r}, which is not a file; write 'prompts=[{prompts}]' for a caption, or "
-                "give a text file with one caption per line"
+                f"generate got prompts={prompts!r}, which is not a file; write 'prompts=[{list_element(prompts)}]' for "
+                "a caption, or give a text file with one caption per line"
             )
         try:
             captions = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]

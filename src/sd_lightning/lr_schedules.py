@@ -31,7 +31,10 @@ def cosine(optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, fin
             "lr_scheduler=constant"
         )
     if not 0 <= final_fraction <= 1:
-        raise UsageError(f"lr_scheduler=cosine got final_fraction={final_fraction}; expected a number in [0, 1]")
+        raise UsageError(
+            f"lr_scheduler=cosine got final_fraction={final_fraction}; expected a number in [0, 1], e.g. "
+            "final_fraction=0.1"
+        )
 
     def factor(step: int) -> float:
         half_cosine = 0.5 * (1 + math.cos(math.pi * min(step / total_steps, 1.0)))
@@ -46,4 +49,4 @@ def _warmup(step: int, warmup_steps: int) -> float:
 
 def _check(warmup_steps: int) -> None:
     if warmup_steps < 0:
-        raise UsageError(f"lr_scheduler got warmup_steps={warmup_steps}; expected at least 0")
+        raise UsageError(f"lr_scheduler got warmup_steps={warmup_steps}; expected at least 0, e.g. warmup_steps=0")

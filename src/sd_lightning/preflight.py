@@ -320,6 +320,7 @@ def build_small_parts(cfg: DictConfig) -> None:
     if not target.startswith(("torch.optim.", "bitsandbytes.optim.")):
         return  # it may want parameters of other shapes
     optimizer = _conf.instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(2, 2))])
+    _check_steps(cfg, optimizer)
     if str(cfg.lr_scheduler["_target_"]).startswith(("torch.optim.", "sd_lightning.")):
         _conf.instantiate(cfg.lr_scheduler)(optimizer)
 
@@ -334,6 +335,27 @@ def check_model(cfg: DictConfig) -> None:
         from sd_lightning.latent_diffusion import check_pretrained
 
         check_pretrained(cfg.model.architecture, cfg.model.pretrained, revision=cfg.model.get("revision"))
+
+
+def _check_steps(cfg: DictConfig, optimizer: Any) -> None:
+    """Let an optimizer that will run on the CPU take a step: some settings are refused only there."""
+    import torch
+
+    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        return
+    try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step(lambda: torch.zeros(()))
+    except Exception as error:
+        given = [key for key in cfg.optimizer if key in str(error)]
+        wrong = " ".join(f"optimizer.{key}={cfg.optimizer[key]}" for key in given) or cfg.optimizer["_target_"]
+        remedy = f"change or leave out {' and '.join(f'optimizer.{key}' for key in given)}" if given else ""
+        raise UsageError(
+            f"optimizer got {wrong}: {type(optimizer).__name__} cannot step on the CPU: {error} "
+            f"({type(error).__name__}); {remedy or 'write optimizer=adamw'}"
+        ) from error
 
 
 def parts_of(cfg: DictConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import difflib
 import enum
 import inspect
 import os
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -106,7 +107,10 @@ def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
         if each not in (None, MISSING, []) and fits(each, hint):
             return each
     generic = [True, 1, 0.1, [1], "name", ["name"], *choices]
-    readings = [_parsed(given)] if isinstance(given, str) else [str(given), [given]]
+    if isinstance(given, list | tuple):
+        readings = [[str(each) for each in given]]
+    else:
+        readings = [_parsed(given)] if isinstance(given, str) else [[str(given)], str(given), [given]]
     if isinstance(given, bool):  # never meant as text
         readings = [[given]]
     for each in (*readings, *generic):
@@ -130,6 +134,14 @@ def as_override(value: Any) -> str:
     else:
         text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def list_element(text: str) -> str:
+    """Spell a text as an element of a list for Hydra: in quotes, if it has special characters or spells no text."""
+    if re.fullmatch(r"[\w.+ -]+", text) and text not in ("null", "true", "false") and _parsed(text) == [text]:
+        return text
+    bare = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    return '"' + bare.replace('"', '\\"') + '"'
 
 
 def _unwrap(hint: Any) -> Any:

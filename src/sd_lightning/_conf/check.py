@@ -151,7 +151,7 @@ def _check_target(node: dict[str, Any], path: str, walk: _Walk, is_partial: bool
     if not open_ended:
         for key in arguments:
             if key not in named:
-                raise UsageError(_unknown_argument(path, name, str(key), list(named)))
+                raise UsageError(_unknown_argument(path, name, str(key), list(named), arguments[key], walk))
     for key in walk.given.get(path, set()) & set(arguments):
         if arguments[key] != MISSING:
             raise UsageError(
@@ -201,13 +201,20 @@ def _check_type(where: str, value: Any, hint: Any, default: Any, walk: _Walk) ->
     user = f" (as {where})" if place != where else ""
     ours = VALUES.get(place, {}).get(str(value))
     instead = example(hint, value, [walk.default_at(place), default])
-    remedy = "" if instead == MISSING else f"; write {place}={ours or as_override(instead)}"
+    setting = f"{place}={ours or as_override(instead)}"
+    setting = f"'{setting}'" if "$" in setting else setting  # or the shell would put its own variable there
+    remedy = "" if instead == MISSING else f"; write {setting}"
     raise UsageError(f"{place}={as_override(value)}: expected {describe(hint)}{user}{remedy}")
 
 
-def _unknown_argument(path: str, name: str, key: str, known: list[str]) -> str:
+def _unknown_argument(path: str, name: str, key: str, known: list[str], value: Any, walk: _Walk) -> str:
     near = difflib.get_close_matches(key, known, n=1)
-    remedy = f"the nearest is {_join(path, near[0])}" if near else f"it takes {', '.join(known) or 'none'}"
+    remedy = f"it takes {', '.join(known) or 'none'}; leave it out"
+    if near:
+        where = _join(path, near[0])
+        section = walk.default_at(path)
+        addition = "" if isinstance(section, dict) and near[0] in section else "+"
+        remedy = f"the nearest is {where}: write {addition}{where}={as_override(value)}"
     return f"{_join(path, key)}: {name} has no argument {key!r}; {remedy}"
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._conf.check import SPECIAL_KEYS
+from sd_lightning._conf.command_line import CommandLine
+from sd_lightning._conf.messages import raised_by
 from sd_lightning._errors import UsageError
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
-"""What a third-party constructor raises when it dislikes its arguments."""
+"""What a constructor raises when it dislikes its arguments; others raise anything then, from assertions to KeyError."""
 
 
 def instantiate(node: Any, **kwargs: Any) -> Any:
@@ -28,7 +31,8 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
 
     Raises:
         UsageError: Raised unchanged if the target raised one; otherwise if the target refused
-            its arguments. Other exceptions of the target keep their type and stack trace.
+            its arguments, with whatever exception. Only those that this package's own code raises, and that
+            are none of ``USER_ERRORS``, are taken for mistakes of its own: they keep type and stack trace.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
@@ -47,10 +51,8 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
         return functools.partial(_call, build, node, path) if is_partial else build()
     except InstantiationException as error:
         _raise_cause(error, node, path)
-    except USER_ERRORS as error:
-        raise _refusal(error, node, path) from error
     except Exception as error:
-        if not _is_misconfiguration(error):
+        if _is_our_bug(error):
             raise
         raise _refusal(error, node, path) from error
 
@@ -59,7 +61,9 @@ def _call(build: Any, node: Any, path: str, /, *args: Any, **kwargs: Any) -> Any
     """Call a partial; the target refuses its arguments with a UsageError, as if it had been built at once."""
     try:
         return build(*args, **kwargs)
-    except USER_ERRORS as error:
+    except Exception as error:
+        if _is_our_bug(error):
+            raise
         raise _refusal(error, node, path) from error
 
 
@@ -84,12 +88,9 @@ def _raise_cause(error: Exception, node: Any, path: str) -> None:
         if isinstance(each, UsageError):
             raise each
     cause = causes[1] if len(causes) > 1 else error
-    name = type(cause).__module__.partition(".")[0]
-    if cause is error or isinstance(cause, USER_ERRORS) or name in ("hydra", "omegaconf"):
-        raise _refusal(cause, node, _key_of(error) or path) from error
-    if _is_misconfiguration(cause):
-        raise _refusal(cause, node, _key_of(error) or path) from error
-    raise cause
+    if cause is not error and _is_our_bug(cause):
+        raise cause
+    raise _refusal(cause, node, _key_of(error) or path) from error
 
 
 def _refusal(error: Exception, node: Any, path: str) -> UsageError:
@@ -104,10 +105,19 @@ def _refusal(error: Exception, node: Any, path: str) -> UsageError:
     text = str(error)
     meant = {k: v for k, v in arguments.items() if k in text or (isinstance(v, str) and v in text)} or arguments
     given = " ".join(f"{key}={as_override(value)}" for key, value in meant.items())
+    remedy = _leave_out(path, meant) or "change them"
     return UsageError(
         f"{who}: cannot build it with these arguments: {error} ({type(error).__name__}; "
-        f"{f'given {given}; ' if given else ''}change them, or see where with HYDRA_FULL_ERROR=1)"
+        f"{f'given {given}; ' if given else ''}{remedy}, or see where with HYDRA_FULL_ERROR=1)"
     )
+
+
+def _leave_out(path: str, names: Iterable[str]) -> str | None:
+    """Return the remedy that undoes what the command line says of a node: of these arguments, or of others."""
+    keys = [each.lstrip("+").partition("=")[0] for each in CommandLine.parse("", sys.argv[1:]).overrides]
+    below = [key for key in keys if path and key.startswith(f"{path}.")]
+    meant = [key for key in below if key.removeprefix(f"{path}.").partition(".")[0] in set(names)]
+    return f"change or leave out {' and '.join(dict.fromkeys(meant or below))}" if below else None
 
 
 def _key_of(error: Exception) -> str:
@@ -115,7 +125,6 @@ def _key_of(error: Exception) -> str:
     return str(error).rpartition("full_key: ")[2].strip() if "full_key: " in str(error) else ""
 
 
-def _is_misconfiguration(error: Exception) -> bool:
-    exceptions = sys.modules.get("lightning.fabric.utilities.exceptions")
-    kind = getattr(exceptions, "MisconfigurationException", None)
-    return kind is not None and isinstance(error, kind)
+def _is_our_bug(error: Exception) -> bool:
+    """Whether an exception is no refusal of arguments, but a mistake of this package."""
+    return raised_by(error) == "sd_lightning" and not isinstance(error, USER_ERRORS)

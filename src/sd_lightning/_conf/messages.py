@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sd_lightning._conf.annotations import list_element
 from sd_lightning._conf.check import SPECIAL_KEYS, nearest_argument
 from sd_lightning._conf.command_line import CommandLine, paths
 from sd_lightning._conf.other_names import in_our_words, model_like, our_value
@@ -60,11 +61,11 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str]) -> str
         return _one_line(_bad_composition(error, command_line))
     if isinstance(error, yaml.YAMLError):
         return _one_line(f"a config file is no valid YAML: {error}")
-    raised_by = _raised_by(error)
-    if isinstance(error, ValueError | OSError) and raised_by == "hydra":
+    package = raised_by(error)
+    if isinstance(error, ValueError | OSError) and package == "hydra":
         return _one_line(_bad_choice(command_line) or f"command line: {error}; see --help")
     # What Lightning finds out about its arguments only when it starts.
-    if raised_by == "lightning" and (isinstance(error, ValueError) or "Misconfiguration" in type(error).__name__):
+    if package == "lightning" and (isinstance(error, ValueError) or "Misconfiguration" in type(error).__name__):
         return _one_line(f"trainer: {error} (change trainer.*, or see where with HYDRA_FULL_ERROR=1)")
     return None
 
@@ -95,21 +96,14 @@ def _unreadable_override(override: str, message: str, command_line: CommandLine)
     reason = re.sub(r"^LexerNoViableAltException: .*", "unexpected character", reason, flags=re.S)
     if value.startswith("["):
         elements = (each.strip() for each in value.strip("[]").split(","))
-        quoted = shlex.quote(f"{key}=[{','.join(_quoted_element(each) for each in elements if each)}]")
+        spelled = (each if re.fullmatch(r"[\w.+ -]+", each) else list_element(each) for each in elements if each)
+        quoted = shlex.quote(f"{key}=[{','.join(spelled)}]")
     else:
         quoted = f"{key}='\"{value}\"'" if "'" not in value else shlex.quote(f'{key}="{value}"')
     return (
         f"cannot read {override!r} ({reason}); expected key=value, with special characters "
         f"quoted for Hydra inside quotes for the shell: {quoted}"
     )
-
-
-def _quoted_element(text: str) -> str:
-    """Quote an element of a list for Hydra, unless it has no special characters."""
-    if re.fullmatch(r"[\w.+ -]+", text):
-        return text
-    bare = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-    return '"' + bare.replace('"', '\\"') + '"'
 
 
 def option_as_setting(message: str, arguments: Sequence[str], config_name: str) -> str | None:
@@ -235,7 +229,7 @@ def _by_another_name(key: str, value: str, command_line: CommandLine) -> str | N
     candidates = in_our_words(key, value)
     for ours, meant in candidates:
         if ours in known and isinstance(command_line.default_at(ours), list) and not meant.startswith("["):
-            return shlex.quote(f"{ours}=[{_quoted_element(meant)}]")
+            return shlex.quote(f"{ours}=[{list_element(meant)}]")
         if ours in known:
             return f"{ours}={meant}"
     found = (_of_another_option(ours, meant, command_line) for ours, meant in candidates)
@@ -273,7 +267,7 @@ def _bad_value(error: Any, command_line: CommandLine) -> str:
     return f"{key}: {reason}" if key else reason
 
 
-def _raised_by(error: BaseException) -> str:
+def raised_by(error: BaseException) -> str:
     """Return the top-level package of the code that raised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

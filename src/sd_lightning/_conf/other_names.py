@@ -43,7 +43,7 @@ VALUES = {
         **dict.fromkeys(("bf16", "bfloat16"), "bf16-mixed"),
         **dict.fromkeys(("fp32", "float32", "no"), "32"),
     },
-    "resume": {"latest": "auto"},
+    "resume": {"latest": "auto", "True": "auto"},
     "data": {"imagefolder": "images", "image_folder": "images", "folder": "images"},
     "strategy": {
         "auto": "single",

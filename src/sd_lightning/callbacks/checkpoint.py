@@ -77,9 +77,11 @@ class PortableCheckpoint(Checkpoint):
         self, run_dir: str | Path, *, every_n_steps: int = 500, keep: int = 3, resume: str | Path | None = None
     ) -> None:
         if every_n_steps < 0:
-            raise UsageError(f"PortableCheckpoint got every_n_steps={every_n_steps}; expected 0 or more")
+            raise UsageError(
+                f"PortableCheckpoint got every_n_steps={every_n_steps}; expected 0 or more, e.g. every_n_steps=500"
+            )
         if keep < 1:
-            raise UsageError(f"PortableCheckpoint got keep={keep}; expected at least 1")
+            raise UsageError(f"PortableCheckpoint got keep={keep}; expected at least 1, e.g. keep=3")
         run_folder.check_place(run_dir, key=_KEY)
         self.run_dir = Path(run_dir)
         self.every_n_steps = every_n_steps

@@ -49,9 +49,11 @@ class EMA(Callback):
         if not 0.0 <= decay <= 1.0:
             raise UsageError(f"EMA got decay={decay}; expected a number in [0, 1], e.g. decay=0.9999")
         if update_every < 1:
-            raise UsageError(f"EMA got update_every={update_every}; expected at least 1")
+            raise UsageError(f"EMA got update_every={update_every}; expected at least 1, e.g. update_every=1")
         if update_after_step < 0:
-            raise UsageError(f"EMA got update_after_step={update_after_step}; expected at least 0")
+            raise UsageError(
+                f"EMA got update_after_step={update_after_step}; expected at least 0, e.g. update_after_step=0"
+            )
         self.decay = decay
         self.update_after_step = update_after_step
         self.update_every = update_every

@@ -26,7 +26,7 @@ class EngineMemory(Callback):
     def __init__(self, run_dir: str | Path, *, every_n_steps: int = 10, trace_step: int = 3) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("trace_step", trace_step)):
             if value < 1:
-                raise UsageError(f"EngineMemory got {name}={value}; expected at least 1")
+                raise UsageError(f"EngineMemory got {name}={value}; expected at least 1, e.g. {name}=3")
         self.run_dir = Path(run_dir)
         self.every_n_steps = every_n_steps
         self.trace_step = trace_step

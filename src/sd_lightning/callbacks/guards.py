@@ -92,7 +92,7 @@ class NonFiniteLossGuard(Callback):
 
     def __init__(self, patience: int = 10, *, run_dir: str | Path | None = None) -> None:
         if patience < 1:
-            raise UsageError(f"NonFiniteLossGuard got patience={patience}; expected at least 1")
+            raise UsageError(f"NonFiniteLossGuard got patience={patience}; expected at least 1, e.g. patience=10")
         self.patience = patience
         self.run_dir = run_dir
         self.bad_steps = 0

@@ -62,7 +62,7 @@ class SampleGrid(Callback):
             ("accuracy_samples", accuracy_samples, 0),
         ):
             if value < least:
-                raise UsageError(f"SampleGrid got {name}={value}; expected at least {least}")
+                raise UsageError(f"SampleGrid got {name}={value}; expected at least {least}, e.g. {name}={least}")
         self.folder = Path(run_dir) / "samples"
         self.prompts = prompts
         self.every_n_steps = every_n_steps

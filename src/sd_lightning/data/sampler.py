@@ -36,7 +36,7 @@ def micro_batch_size(batch_size: int, world_size: int = 1, accumulate: int = 1) 
     """
     parts = world_size * accumulate
     if batch_size < 1 or batch_size % parts:
-        below = batch_size // parts * parts
+        below = max(batch_size, 0) // parts * parts
         nearest = " or ".join(str(n) for n in (below, below + parts) if n > 0)
         raise UsageError(
             f"data.batch_size={batch_size} is the global batch and cannot be split over {world_size} "

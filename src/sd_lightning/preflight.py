@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning import _conf, checkpoint, run_folder, runs
+from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 
@@ -349,12 +351,10 @@ def _check_steps(cfg: DictConfig, optimizer: Any) -> None:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step(lambda: torch.zeros(()))
     except Exception as error:
-        given = [key for key in cfg.optimizer if key in str(error)]
-        wrong = " ".join(f"optimizer.{key}={cfg.optimizer[key]}" for key in given) or cfg.optimizer["_target_"]
-        remedy = f"change or leave out {' and '.join(f'optimizer.{key}' for key in given)}" if given else ""
+        named = [key for key in cfg.optimizer if re.search(rf"\b{re.escape(str(key))}\b", str(error))]
         raise UsageError(
-            f"optimizer got {wrong}: {type(optimizer).__name__} cannot step on the CPU: {error} "
-            f"({type(error).__name__}); {remedy or 'write optimizer=adamw'}"
+            f"optimizer: {type(optimizer).__name__} cannot step on the CPU with these arguments: {error} "
+            f"({type(error).__name__}); {leave_out('optimizer', named) or 'write optimizer=adamw'}"
         ) from error
 
 

@@ -104,7 +104,7 @@ def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
     if near:
         return near[0]
     for each in known:
-        if each not in (None, MISSING, []) and fits(each, hint):
+        if each not in (None, MISSING, [], "") and fits(each, hint):
             return each
     generic = [True, 1, 0.1, [1], "name", ["name"], *choices]
     if isinstance(given, list | tuple):

@@ -105,14 +105,14 @@ def _refusal(error: Exception, node: Any, path: str) -> UsageError:
     text = str(error)
     meant = {k: v for k, v in arguments.items() if k in text or (isinstance(v, str) and v in text)} or arguments
     given = " ".join(f"{key}={as_override(value)}" for key, value in meant.items())
-    remedy = _leave_out(path, meant) or "change them"
+    remedy = leave_out(path, meant) or "change them"
     return UsageError(
         f"{who}: cannot build it with these arguments: {error} ({type(error).__name__}; "
         f"{f'given {given}; ' if given else ''}{remedy}, or see where with HYDRA_FULL_ERROR=1)"
     )
 
 
-def _leave_out(path: str, names: Iterable[str]) -> str | None:
+def leave_out(path: str, names: Iterable[str]) -> str | None:
     """Return the remedy that undoes what the command line says of a node: of these arguments, or of others."""
     keys = [each.lstrip("+").partition("=")[0] for each in CommandLine.parse("", sys.argv[1:]).overrides]
     below = [key for key in keys if path and key.startswith(f"{path}.")]

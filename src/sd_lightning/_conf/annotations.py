@@ -107,10 +107,9 @@ def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
         if each not in (None, MISSING, [], "") and fits(each, hint):
             return each
     generic = [True, 1, 0.1, [1], "name", ["name"], *choices]
+    readings: list[Any] = [_parsed(given)] if isinstance(given, str) else [[str(given)], str(given), [given]]
     if isinstance(given, list | tuple):
         readings = [[str(each) for each in given]]
-    else:
-        readings = [_parsed(given)] if isinstance(given, str) else [[str(given)], str(given), [given]]
     if isinstance(given, bool):  # never meant as text
         readings = [[given]]
     for each in (*readings, *generic):

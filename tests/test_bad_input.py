@@ -248,7 +248,10 @@ COMBINATIONS = [
     ("train data.random_flip=true", "cache_latents=true", "data.random_flip=true", "data.cache_latents=false"),
     ("train output_dir=run resume=auto init_from=torn", "resume=auto and init_from=torn", "give one of the two"),
     ("train resume=auto overwrite=true", "overwrite=true and resume=auto", "give one of the two"),
-    ("train model=sd21 model.revision=main", "revision=main", "without pretrained weights", "add model.pretrained="),
+    (
+        "train model=sd21 model.architecture=tiny model.revision=main",
+        *("revision=main", "without pretrained weights", "add model.pretrained="),
+    ),
     ("train sampling.scheduler=foo", "scheduler=foo", "no such scheduler", "expected ddim"),
     (
         "train sampling.scheduler=FlowMatchEulerDiscreteScheduler",
@@ -267,7 +270,7 @@ COMBINATIONS = [
 WITHOUT_CUDA = [
     ("train trainer.precision=16-mixed", "16-mixed needs a CUDA device", "write trainer.precision=bf16-mixed or 32"),
     ("train trainer.accelerator=cuda", "trainer.accelerator=cuda", "no CUDA device", "write cpu or auto"),
-    ("train speed.attention=cudnn", "attention='cudnn'", "no CUDA device", "choose auto"),
+    ("train speed.attention=cudnn", "attention='cudnn'", "no CUDA device", "write attention=auto"),
     ("generate run=run prompts=[a] device=cuda", "device=cuda", "not there", "write device=cpu or auto"),
 ]
 FILES = [
@@ -277,7 +280,11 @@ FILES = [
         "expected a folder",
         "data.train_data_dir=",
     ),
-    ("train data=images data.train_data_dir=empty", "'empty' holds no usable captioned image", "expected images"),
+    (
+        "train data=images data.train_data_dir=empty",
+        "'empty' holds no usable captioned image",
+        "give a folder of images",
+    ),
     (
         "train data=images data.train_data_dir=corrupt",
         "'corrupt' holds no usable",
@@ -309,7 +316,7 @@ FILES = [
         "train data=huggingface data.dataset_name=empty",
         "data.dataset_name=empty",
         "cannot load",
-        "expected the name of",
+        "give the name of",
     ),
     ("train output_dir=run", "output_dir=run already holds a run", "resume=auto", "overwrite=true"),
     ("train output_dir=file", "output_dir=file", "a file is in the way", "choose another output_dir"),
@@ -342,12 +349,13 @@ FILES = [
         *("data.dataset_name=few: output_dir=few/run lies in it", "write output_dir=few-runs/run"),
     ),
     (
-        "dreambooth instance_data_dir=few instance_prompt=x output_dir=run overwrite=true model.pretrained=torn "
-        "class_data_dir=run/class with_prior_preservation=true class_prompt=y",
+        "dreambooth instance_data_dir=few instance_prompt=x output_dir=run overwrite=true model=tiny "
+        "model.pretrained=good class_data_dir=run/class with_prior_preservation=true class_prompt=y",
         *("class_data_dir=run/class lies in output_dir=run", "write output_dir=run-2"),
     ),
     (
-        "dreambooth instance_data_dir=few instance_prompt=x class_data_dir= with_prior_preservation=true",
+        "dreambooth instance_data_dir=few instance_prompt=x model=tiny model.pretrained=good class_prompt=y "
+        "class_data_dir= with_prior_preservation=true",
         *("class_data_dir= without a value", "leave class_data_dir out"),
     ),
     ("generate run=run prompts=[a] output_dir=", "output_dir=: it is empty", "write output_dir=runs/new"),
@@ -362,7 +370,7 @@ FILES = [
     ("train resume=empty", "resume=empty", "no valid checkpoint", "expected a run or one of its checkpoints"),
     ("train resume=run data.batch_size=32", "data.batch_size=32", "data.batch_size=64", "or start a new run"),
     ("train resume=run seed=1", "seed=1", "seed=0", "or start a new run", "init_from="),
-    ("train resume=run model=tiny_frozen", "another model", "absent in the model", "train_text_encoder setting"),
+    ("train resume=run model=tiny_frozen", "another model", "absent in the model", "Give the model="),
     ("train init_from=nowhere", "init_from=nowhere", "no such folder", "expected a run, a checkpoint or a pipeline"),
     ("train init_from=empty", "init_from=empty", "neither a finished pipeline nor", "a folder with model_index.json"),
     (
@@ -553,7 +561,9 @@ REMEDIES = {
     "train data.random_flip=true": "train data.random_flip=true data.cache_latents=false",
     "train output_dir=run resume=auto init_from=torn": "train output_dir=run resume=auto",
     "train resume=auto overwrite=true": "train resume=auto",
-    "train model=sd21 model.revision=main": "train model=sd21 model.revision=main model.pretrained=run/pipeline",
+    "train model=sd21 model.architecture=tiny model.revision=main": (
+        "train model=sd21 model.architecture=tiny model.revision=main model.pretrained=run/pipeline"
+    ),
     "train sampling.scheduler=foo": "train sampling.scheduler=ddim",
     "train sampling.scheduler=FlowMatchEulerDiscreteScheduler": "train",
     "generate run=run model.pretrained=x prompts=[a]": "generate run=run prompts=[a]",
@@ -582,13 +592,15 @@ REMEDIES = {
     "train data=huggingface data.dataset_name=few output_dir=few/run": (
         "train data=huggingface data.dataset_name=few output_dir=few-runs/run"
     ),
-    "dreambooth instance_data_dir=few instance_prompt=x output_dir=run overwrite=true "
-    "model.pretrained=torn class_data_dir=run/class with_prior_preservation=true class_prompt=y": (
-        "dreambooth instance_data_dir=few instance_prompt=x overwrite=true model.pretrained=torn "
+    "dreambooth instance_data_dir=few instance_prompt=x output_dir=run overwrite=true model=tiny "
+    "model.pretrained=good class_data_dir=run/class with_prior_preservation=true class_prompt=y": (
+        "dreambooth instance_data_dir=few instance_prompt=x overwrite=true model=tiny model.pretrained=good "
         "class_data_dir=run/class with_prior_preservation=true class_prompt=y output_dir=run-2"
     ),
-    "dreambooth instance_data_dir=few instance_prompt=x class_data_dir= with_prior_preservation=true": (
-        "dreambooth instance_data_dir=few instance_prompt=x with_prior_preservation=true"
+    "dreambooth instance_data_dir=few instance_prompt=x model=tiny model.pretrained=good class_prompt=y "
+    "class_data_dir= with_prior_preservation=true": (
+        "dreambooth instance_data_dir=few instance_prompt=x model=tiny model.pretrained=good class_prompt=y "
+        "with_prior_preservation=true"
     ),
     "generate run=run prompts=[a] output_dir=": "generate run=run 'prompts=[a]' output_dir=runs/new",
     "generate run=run prompts=[a] output_dir=.": "generate run=run 'prompts=[a]' output_dir=runs/new",
@@ -619,13 +631,14 @@ REMEDIES = {
     "train output_dir=run overwrite=true data=images data.train_data_dir=nowhere": (
         f"train output_dir=run overwrite=true {FEW}"
     ),
-    "train output_dir=run overwrite=true init_from=run": "train output_dir=new init_from=run",
+    "train output_dir=run overwrite=true init_from=run": "train output_dir=run-2 init_from=run",
     "train resume=nowhere": "train resume=run",
     "train resume=empty": "train resume=run",
     "train resume=run data.batch_size=32": "train resume=run data.batch_size=64",
     "train resume=run seed=1": "train resume=run seed=0",
     "train resume=run model=tiny_frozen": "train resume=run model=tiny",
     "train init_from=nowhere": "train init_from=run",
+    "train model=sdxl init_from=run": "train model=tiny init_from=run",
     "train init_from=empty": "train init_from=run",
     "train model.pretrained=nowhere/at/all": "train model.pretrained=run/pipeline",
     "train model.pretrained=no/such": "train model.pretrained=run/pipeline",
@@ -644,7 +657,7 @@ REMEDIES = {
 }
 """What a person who follows the message writes next, by the command that was refused."""
 OWN_CHOICE = (
-    *("<", "choose another", "expected a", "give ", "available: ", "save it as UTF-8", "cpu or auto"),
+    *("<", "choose another", "expected a", "give ", "Give ", "available: ", "save it as UTF-8", "cpu or auto"),
     *("or a class name", "copy or download"),
 )
 """How messages ask for a value that only the person knows."""
@@ -710,7 +723,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         Image.new("RGB", (32, 32)).save(f"few/{i}.png")
         Path(f"few/{i}.txt").write_text("black")
     Path("other/model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    shutil.copytree("run/pipeline", "torn")
+    for name in ("good", "torn"):
+        shutil.copytree("run/pipeline", name)
     weights = Path("torn/unet/diffusion_pytorch_model.safetensors")
     weights.write_bytes(weights.read_bytes()[:100_000])
     datasets = pytest.importorskip("datasets")
@@ -778,8 +792,8 @@ def refuse(command: str, words: tuple[str, ...], root: Path, capfd: pytest.Captu
 
 def assert_remedy_is_in(message: str, command: str, mended: str) -> None:
     """Assert that the message says what to change in a command to get the mended one."""
-    if command.split()[0] != mended.split()[0]:
-        assert f"sd_lightning.{mended.split()[0]} " in message
+    other_program = command.split()[0] != mended.split()[0]
+    assert not other_program or f"sd_lightning.{mended.split()[0]} " in message
     before, after = shlex.split(command)[1:], shlex.split(mended)[1:]
     needed = ("data.train_data_dir=few", "instance_data_dir=few")  # before and after
     added = [token for token in after if token not in before and token not in needed]
@@ -788,7 +802,7 @@ def assert_remedy_is_in(message: str, command: str, mended: str) -> None:
         short = f"{last}={token.partition('=')[2]}"  # a constructor does not know where it stands in the configuration
         said = any(each in message for each in (token, short, shlex.quote(token))) or '"' in token
         assert said or any(word in message for word in OWN_CHOICE), f"nothing of {token} in: {message}"
-    if not added:
+    if not added and not other_program:
         ways = ("leave", "give one of the two", "give it", "no keys below it", "top-level keys are")
         assert any(way in message for way in ways) or any(word in message for word in OWN_CHOICE), message
 

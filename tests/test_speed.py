@@ -232,7 +232,7 @@ def test_all_attention_kernels_give_the_same_loss() -> None:
 @pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
 def test_a_kernel_that_a_cpu_does_not_have_is_refused(kernel: str) -> None:
     with pytest.raises(
-        UsageError, match=f"attention='{kernel}' but there is no CUDA device; choose auto, math or flash"
+        UsageError, match=f"attention='{kernel}' but there is no CUDA device; write attention=auto, math or flash"
     ):
         Speed(attention=kernel)  # type: ignore[arg-type]
 

@@ -41,7 +41,8 @@ class Speed:
             raise UsageError(f"Speed got attention={self.attention!r}; expected one of auto, {', '.join(_KERNELS)}")
         if self.attention in ("efficient", "cudnn") and not torch.cuda.is_available():
             raise UsageError(
-                f"Speed got attention={self.attention!r} but there is no CUDA device; choose auto, math or flash on CPU"
+                f"Speed got attention={self.attention!r} but there is no CUDA device; "
+                "write attention=auto, math or flash"
             )
 
     def apply_(self, networks: Iterable[nn.Module]) -> None:

@@ -43,8 +43,8 @@ def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...
     if differing:
         raise UsageError(
             f"resume={path}: the checkpoint is of another model; {len(differing)} trained tensors differ: "
-            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Resume with the model and "
-            "train_text_encoder setting of that run"
+            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Give the model= and "
+            "module.train_text_encoder= of that run"
         )
 
 

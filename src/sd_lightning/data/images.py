@@ -169,8 +169,8 @@ class ImageFolder:
             self._find_sidecars()
         if not self._paths:
             raise UsageError(
-                f"ImageFolder: {str(self.root)!r} holds no usable captioned image ({self._why_empty()}); expected "
-                f"images ({', '.join(sorted(SUFFIXES))}) with {METADATA} or a .txt caption beside each"
+                f"ImageFolder: {str(self.root)!r} holds no usable captioned image ({self._why_empty()}); give a "
+                f"folder of images ({', '.join(sorted(SUFFIXES))}) with {METADATA} or a .txt caption beside each"
             )
 
     def __len__(self) -> int:
@@ -450,7 +450,7 @@ def _open_dataset(name: str, split: str) -> Any:
         table = datasets.load_from_disk(name) if is_saved_dataset(name) else datasets.load_dataset(name, split=split)
     except Exception as error:
         raise UsageError(
-            f"data.dataset_name={name}: cannot load its split {split!r} ({type(error).__name__}: {error}); expected "
+            f"data.dataset_name={name}: cannot load its split {split!r} ({type(error).__name__}: {error}); give "
             "the name of a Hugging Face dataset, or a folder that Dataset.save_to_disk wrote"
         ) from error
     if isinstance(table, dict):

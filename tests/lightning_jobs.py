@@ -1,6 +1,7 @@
 """Trainings with what Lightning does by default, or by its own callbacks; jobs of strategy_driver.py or of a test."""
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,13 +164,18 @@ def foreign(name: str) -> Any:
     return Boring(name) if name in ("dict", "tuple") else Language(name)
 
 
-def anything(strategy_of: Any, folder: Path, *, name: str, **options: Any) -> dict[str, Any]:
-    """Train a foreign module, validate it, and test it after."""
-    losses, trained = Losses(), foreign(name)
+def anything(
+    strategy_of: Any, folder: Path, *, name: str, precisions: Sequence[str], **options: Any
+) -> dict[str, dict[str, Any]]:
+    """Train a foreign module in each precision, validate it, and test it after."""
     options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_model_summary": False} | options
-    fitting = trainer(strategy_of(), folder, losses, **options)
-    fitting.fit(trained)
-    return {"losses": losses.values, "tested": fitting.test(trained, verbose=False)[0]["val"]}
+    found: dict[str, dict[str, Any]] = {}
+    for precision in precisions:
+        losses, trained = Losses(), foreign(name)
+        fitting = trainer(strategy_of(), folder, losses, precision=precision, **options)
+        fitting.fit(trained)
+        found[precision] = {"losses": losses.values, "tested": fitting.test(trained, verbose=False)[0]["val"]}
+    return found
 
 
 class Shape:
@@ -229,12 +235,12 @@ def fits(strategies: list[Any], folder: Path, **options: Any) -> dict[str, Any]:
 
 def run(strategy_of: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Do a job of strategy_driver.py."""
-    options = {key: job[key] for key in ("devices", "precision") if key in job}
+    options = {"devices": job["devices"]}
     if job["do"] == "load_file":
         return load(strategy_of, Path(job["path"]), **options)
     if job["do"] == "fits":
         return fits([strategy_of(name) for name in job["strategies"]], Path(job["folder"]), **options)
     if job["do"] == "anything":
-        options["name"] = job["name"]
+        options |= {"name": job["name"], "precisions": job["precisions"]}
     jobs: dict[str, Any] = {"defaults": defaults, "own_folder": own_folder, "anything": anything}
     return jobs[job["do"]](strategy_of, Path(job["folder"]), **options)

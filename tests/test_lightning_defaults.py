@@ -17,11 +17,16 @@ from sd_lightning import UsageError
 from sd_lightning.strategies import taking_apart
 from sd_lightning.strategies.processes import leave_process_group
 from strategy_driver import strategy_of, torchrun
+from suites import keep, wanted
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini", "gemini_offload")
 SHARDING = ("fsdp", "zero2", "zero3", "gemini", "gemini_offload")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 MODULES = {"dict": PRECISIONS, "tuple": ("32-true",), "bert": ("bf16-mixed",), "gpt2": ("32-true", "bf16-true")}
+KEPT = ("ddp", "fsdp", "zero3", "gemini")
+"""One of each engine; the others are in the matrix."""
+TRAINED = [f"{name}:{kind}" for name in STRATEGIES for kind in MODULES]
+KEPT_TRAINED = ("fsdp:bert", "gemini:bert", "zero3:gpt2", "gemini:gpt2", "fsdp:tuple", *(f"{n}:dict" for n in KEPT))
 
 
 def test_lightnings_defaults_and_callbacks_train_two_epochs_and_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
@@ -81,12 +86,13 @@ def test_a_parameter_of_the_module_itself_trains_or_is_refused_by_name(name: str
 
 
 ENGINES = ("ddp", "fsdp", "zero2", "zero3", "gemini", "gemini_offload")
-SEQUENCES = [tuple(ENGINES[(i + step) % 6] for step in (0, 1, 3)) for i in range(6)] + [("ddp", "ddp", "ddp")]
+SEQUENCES = ["+".join(ENGINES[(i + step) % 6] for step in (0, 1, 3)) for i in range(6)]
 """Each strategy once first, once second and once third."""
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train everything that the chosen tests look at, in one set of processes."""
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("defaults")
     cases: dict[str, dict[str, Any]] = {}
@@ -94,20 +100,23 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cases[f"{name}:defaults"] = {"do": "defaults", "strategy": name, "folder": str(folder / name)}
         cases[f"{name}:own"] = {"do": "own_folder", "strategy": name, "folder": str(folder / f"{name}-own")}
         for kind, precisions in MODULES.items():
-            for precision in precisions:
-                job = {"do": "anything", "strategy": name, "name": kind, "precision": precision}
-                cases[f"{name}:{kind}:{precision}"] = job | {"folder": str(folder)}
-    for names in SEQUENCES:
-        cases["+".join(names)] = {"do": "fits", "strategies": names, "folder": str(folder)}
+            job = {"do": "anything", "strategy": name, "name": kind, "precisions": precisions}
+            cases[f"{name}:{kind}"] = job | {"folder": str(folder)}
+    for names in (*SEQUENCES, "ddp+ddp+ddp"):
+        cases[names] = {"do": "fits", "strategies": names.split("+"), "folder": str(folder)}
     for written, read in (("ddp", "gemini_offload"), ("gemini_offload", "ddp")):
         path = str(folder / written / "parts" / "epoch=0-step=5.ckpt")
         cases[f"{written}->{read}"] = {"do": "load_file", "strategy": read, "path": path}
+    needed = wanted(request)
+    assert needed <= cases.keys(), needed - cases.keys()
+    cases = {name: case for name, case in cases.items() if name in needed}
     jobs_ = [job | {"devices": 2} for job in cases.values()]
     return dict(zip(cases, torchrun(2, jobs_, folder, timeout=1500), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.needs("ddp:defaults", "{name}:defaults", "{name}:own")
+@pytest.mark.parametrize("name", keep(KEPT, STRATEGIES))
 def test_two_processes_do_with_lightnings_defaults_what_one_does(results: dict[str, Any], name: str) -> None:
     ours = results[f"{name}:defaults"]
     assert ours["steps"] == jobs.STEPS and ours["parts"] == ours["whole"]
@@ -117,17 +126,19 @@ def test_two_processes_do_with_lightnings_defaults_what_one_does(results: dict[s
 
 
 @pytest.mark.slow
+@pytest.mark.needs("{pair}", "ddp:defaults", "gemini_offload:defaults")
 @pytest.mark.parametrize("pair", ["ddp->gemini_offload", "gemini_offload->ddp"])
 def test_a_file_of_lightning_goes_on_under_the_other_engine(results: dict[str, Any], pair: str) -> None:
     assert results[pair]["losses"] == pytest.approx(results["ddp:defaults"]["whole"][5:], abs=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_any_module_trains_in_every_precision_as_under_ddp(results: dict[str, Any], name: str, kind: str) -> None:
+@pytest.mark.needs("{case}", *(f"ddp:{kind}" for kind in MODULES))
+@pytest.mark.parametrize("case", keep(KEPT_TRAINED, TRAINED))
+def test_any_module_trains_in_every_precision_as_under_ddp(results: dict[str, Any], case: str) -> None:
+    kind = case.partition(":")[2]
     for precision in MODULES[kind]:
-        ours, theirs = results[f"{name}:{kind}:{precision}"], results[f"ddp:{kind}:{precision}"]
+        ours, theirs = results[case][precision], results[f"ddp:{kind}"][precision]
         tolerance: dict[str, float] = {"abs": 1e-5} if precision == "32-true" else {"rel": 3e-2}
         assert ours["losses"] == pytest.approx(theirs["losses"], **tolerance)
         assert ours["tested"] == pytest.approx(theirs["tested"], **tolerance)
@@ -169,11 +180,10 @@ def assert_as_one_strategy(ours: dict[str, Any], theirs: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", SEQUENCES, ids="+".join)
-def test_one_module_is_fitted_under_one_strategy_after_the_other(
-    results: dict[str, Any], names: tuple[str, ...]
-) -> None:
-    assert_as_one_strategy(results["+".join(names)], results["ddp+ddp+ddp"])
+@pytest.mark.needs("{names}", "ddp+ddp+ddp")
+@pytest.mark.parametrize("names", SEQUENCES)
+def test_one_module_is_fitted_under_one_strategy_after_the_other(results: dict[str, Any], names: str) -> None:
+    assert_as_one_strategy(results[names], results["ddp+ddp+ddp"])
 
 
 @pytest.mark.full("matrix")

@@ -63,7 +63,7 @@ def open_by_callback(run_dir: Path, *loggers: Any, step: int = 0) -> None:
         is_global_zero=True, loggers=loggers, strategy=strategy, global_step=step, ckpt_path=None
     )
     try:
-        PortableCheckpoint(run_dir)._open_run(trainer)
+        PortableCheckpoint(run_dir)._lock(trainer)
     finally:
         runs.unlock(run_dir)
 

@@ -138,11 +138,12 @@ class TakesWeightsApart(ParallelStrategy):
         if plain.kept is not None:
             plain.restore(plain.kept.items())
         else:
-            shards = self._engine_state().parameter_shards() if self._fits and not self._has_failed else []
-            owned = [shard.key for shard in shards if shard.writes]
+            has_fitted = self._fits and not self._has_failed
+            shards = self._engine_state().parameter_shards() if has_fitted else []
+            owned = [shard.key for shard in shards if shard.writes]  # none where another replica writes them
             del shards
             plain.restore(self._whole_weights())
-            self._whole = PlainState(module, owned) if owned else None
+            self._whole = PlainState(module, owned) if has_fitted else None
         self._end_engine()
         self.optimizers = []  # of weights that are no more
         self._plain = None

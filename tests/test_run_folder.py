@@ -62,8 +62,11 @@ def open_by_callback(run_dir: Path, *loggers: Any, step: int = 0) -> None:
     trainer: Any = SimpleNamespace(
         is_global_zero=True, loggers=loggers, strategy=strategy, global_step=step, ckpt_path=None
     )
+    callback = PortableCheckpoint(run_dir)
+    callback._is_later_fit = step > 0
     try:
-        PortableCheckpoint(run_dir)._lock(trainer)
+        callback._lock(trainer)
+        callback._refuse_another_run(trainer)
     finally:
         runs.unlock(run_dir)
 

@@ -334,7 +334,17 @@ class PortableCheckpoint(Checkpoint):
         _fail_together(trainer, refused)
 
     def _open_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a directory that holds another run, on all ranks together; then write what checkpoints share."""
+        """Refuse a directory that holds another run; then write what checkpoints share."""
+        self._refuse_another_run(trainer)
+        if trainer.is_global_zero:
+            checkpoint.clean(self.run_dir)
+            self._write_frozen(pl_module)
+            self._announce(trainer)
+        trainer.strategy.barrier("checkpoint.open_run")
+        self._check_shared(trainer)
+
+    def _refuse_another_run(self, trainer: pl.Trainer) -> None:
+        """Fail on all ranks together where the directory holds a run that this fit does not continue."""
         refused = None
         if trainer.is_global_zero:
             newest = None if self._goes_on(trainer) else checkpoint.newest_valid(self.run_dir)
@@ -344,12 +354,6 @@ class PortableCheckpoint(Checkpoint):
                     f"resume='{newest}', or give another run_dir"
                 )
         _fail_together(trainer, refused)
-        if trainer.is_global_zero:
-            checkpoint.clean(self.run_dir)
-            self._write_frozen(pl_module)
-            self._announce(trainer)
-        trainer.strategy.barrier("checkpoint.open_run")
-        self._check_shared(trainer)
 
     def _goes_on(self, trainer: pl.Trainer) -> bool:
         """Whether a fit continues the run in the directory; which run a file of Lightning is of, it does not say."""

@@ -3,12 +3,14 @@
 #   make train ARGS="strategy=ddp trainer.devices=2"    the same with Hydra overrides
 #   make test                                           install, then the default test suite
 # Options: PYTHON=python3.12 (which interpreter), VENV=.venv (where), PIP_ARGS="…" (passed to pip install, for
-# instance --extra-index-url https://download.pytorch.org/whl/cpu for the small CPU build of torch).
+# instance --extra-index-url https://download.pytorch.org/whl/cpu for the small CPU build of torch), WORKERS=8 (how many
+# processes run the default tests).
 
 VENV ?= .venv
 ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
@@ -50,7 +52,7 @@ train: $(STAMP)
 	$(RUN) -m sd_lightning.train $(ARGS)
 
 test: $(STAMP)
-	$(RUN) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --ignore=tests/test_colossalai.py $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(RUN) -m pytest -m "slow and not gpu" --ignore=tests/test_colossalai.py $(PYTEST_ARGS)

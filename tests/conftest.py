@@ -9,11 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from filelock import FileLock
 
 REPO = Path(__file__).resolve().parent.parent
 
-# Before torch is imported anywhere, and inherited by the processes that tests start. Two threads: float sums depend
-# on the number, and two is what every machine we support has.
+# Before torch is imported anywhere, and inherited by the processes that tests start.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
@@ -24,6 +24,9 @@ os.environ.update(
 )
 # Threads that wait by spinning slow each other down a hundredfold where processes outnumber cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Float sums depend on the number of threads. Two is what every machine we support has; `make test` has two workers.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.pop("HYDRA_FULL_ERROR", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")]))
@@ -42,6 +45,7 @@ PARTS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=PARTS, help="run this part of the full suite, and nothing else")
+    parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped: all it needs is installed")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -53,6 +57,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
     return f"part {part} of the full suite ({PARTS[part]}) at {commit or 'no commit'}{', changed' if changed else ''}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let ``--no-skips`` end a run in failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and session.config.getoption("--no-skips") and reporter.stats.get("skipped"):
+        reporter.write_line("\nfailed: --no-skips, and tests were skipped; the summary tells why", red=True)
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -189,6 +201,11 @@ def trained_run(
     ready = os.environ.get("SD_LIGHTNING_TRAINED_RUN")
     if ready:
         return Path(ready)
-    run_dir = tmp_path_factory.mktemp("trained") / "digits"
-    run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers
+    run_dir = shared / "digits"
+    with FileLock(f"{run_dir}.lock"):
+        if not (run_dir / "summary.json").exists():
+            run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
     return run_dir

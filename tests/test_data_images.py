@@ -301,7 +301,7 @@ def test_pictures_are_drawn_of_captions_that_can_be_read(tmp_path: Path) -> None
     ("prepare", "message"),
     [
         (lambda folder: None, "there is no folder .*; expected a folder of images. Write data.train_data_dir"),
-        (lambda folder: folder.mkdir(), "no usable captioned image .it is empty.; expected images"),
+        (lambda folder: folder.mkdir(), "no usable captioned image .it is empty.; give a folder of images"),
         (lambda folder: paint(folder / "a.png"), "1 unusable, the first is .*a.png: it has no caption file a.txt"),
         (
             lambda folder: metadata(folder, {"file_name": "a.png", "caption": "x", "author": "y"}),

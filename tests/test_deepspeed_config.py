@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -510,11 +510,17 @@ def test_a_swap_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatc
         check_swap_path(str(tmp_path))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    with pytest.raises(UsageError, match="this user cannot write there"):
-        check_swap_path(str(tmp_path))
+def test_a_folder_of_another_user_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        user = os.geteuid()
+        if user == 0:  # root may write everywhere
+            os.seteuid(65534)
+        try:
+            with pytest.raises(UsageError, match="this user cannot write there"):
+                check_swap_path(folder)
+        finally:
+            os.seteuid(user)
 
 
 def _refusing(error: OSError) -> Any:

@@ -40,7 +40,7 @@ TRAINED |= {f"{name}_lora": TRAINED[name] | {"lora": True} for name in ("ddp", "
 TRAINED |= {f"{name}_lora": TRAINED[name] | {"lora": True} for name in ("zero3", "zero3_bf16", "gemini", "gemini_bf16")}
 TRAINED_FIRST = ("ddp_lora", "fsdp", "zero2", "zero3_bf16", "zero3_lora", "gemini", "gemini_bf16_lora")
 """One of each engine, in either precision, of all weights and of adapters."""
-VALIDATED = ("fsdp", "zero3", "gemini")
+VALIDATED = ("fsdp", "zero2", "zero3", "gemini")
 PART = {"sample_size": 8, "block_out_channels": [320, 640, 640], "layers_per_block": 1, "attention_head_dim": 8}
 PART |= {
     "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],

@@ -112,8 +112,6 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(
 
 @pytest.mark.parametrize("linear", LINEARS)
 def test_outputs_are_near_those_of_float32(model: LatentDiffusion, linear: Any) -> None:
-    if linear == "torchao":
-        pytest.importorskip("torchao")
     expected = outputs(model)
     quantize_(model, Int8(linear=linear))
     for name, ours in outputs(model).items():
@@ -123,8 +121,6 @@ def test_outputs_are_near_those_of_float32(model: LatentDiffusion, linear: Any) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("linear", LINEARS)
 def test_outputs_on_a_gpu_are_near_those_of_float32(model: LatentDiffusion, linear: Any) -> None:
-    if linear == "torchao":
-        pytest.importorskip("torchao")
     expected = outputs(model)["unet"]
     unet = quantize_(model, Int8(linear=linear, dtype="float16")).unet.to("cuda")
     with torch.no_grad():
@@ -245,8 +241,6 @@ def test_autocast_computes_in_its_dtype(model: LatentDiffusion) -> None:
 
 @pytest.mark.parametrize("linear", LINEARS)
 def test_compiles_to_one_graph_with_the_same_output(model: LatentDiffusion, linear: Any) -> None:
-    if linear == "torchao":
-        pytest.importorskip("torchao")
     quantize_(model, Int8(linear=linear))
     expected = outputs(model)["unet"]
     torch._dynamo.reset()

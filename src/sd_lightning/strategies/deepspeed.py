@@ -257,14 +257,16 @@ class DeepSpeedStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFold
 
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters())
-        shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in parameters.items() if p.requires_grad}
-        yield from whole_masters(self._engine_state().parameter_shards(), shapes)
+        masters = {}  # an evaluation has none
+        if self._fits:
+            masters = {n: getattr(p, "ds_shape", p.shape) for n, p in parameters.items() if p.requires_grad}
+            yield from whole_masters(self._engine_state().parameter_shards(), masters)
         for name, parameter in parameters.items():
-            if name not in shapes and hasattr(parameter, "ds_shape"):
+            if name not in masters and hasattr(parameter, "ds_shape"):
                 with deepspeed.zero.GatheredParameters([parameter]):
                     value = parameter.detach().clone()
                 yield name, value
-            elif name not in shapes:
+            elif name not in masters:
                 yield name, parameter.detach()
 
     @override

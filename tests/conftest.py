@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from filelock import FileLock
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -93,9 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
-        # The first test that asks for the trained model pays for its training.
-        long = any(map(item.get_closest_marker, ("slow", "full"))) or "trained_run" in getattr(item, "fixturenames", ())
-        if long and not item.get_closest_marker("timeout"):
+        if any(map(item.get_closest_marker, ("slow", "full"))) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
@@ -201,11 +198,6 @@ def trained_run(
     ready = os.environ.get("SD_LIGHTNING_TRAINED_RUN")
     if ready:
         return Path(ready)
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # of all workers
-    run_dir = shared / "digits"
-    with FileLock(f"{run_dir}.lock"):
-        if not (run_dir / "summary.json").exists():
-            run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
+    run_dir = tmp_path_factory.mktemp("trained") / "digits"
+    run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
     return run_dir

@@ -42,7 +42,7 @@ class Job:
     steps: int = 4
     sample_after: int = 0
     """Draw pictures after this step, with the averaged weights."""
-    sick_batch: int = 0
+    bad_batch: int = 0
     """The batch, counted from 1, whose loss is not a number."""
     checkpointing: bool = False
     trains: str = ""
@@ -100,7 +100,7 @@ class Record(Callback):
             self.swap_files = sorted(path.name for path in folder.path.rglob("*.swp"))
 
 
-class Sick(Callback):
+class BadBatch(Callback):
     """Makes one batch's loss not a number, as the module sees it and as gradients do."""
 
     def __init__(self, batch: int) -> None:
@@ -167,8 +167,8 @@ def distance_from_fresh_weights(trainer: pl.Trainer, pl_module: Any) -> float:
 def run(job: Job) -> dict[str, Any]:
     record = Record(job)
     callbacks: list[Callback] = [EMA(0.9), NonFiniteLossGuard(3), record]
-    if job.sick_batch:
-        callbacks.append(Sick(job.sick_batch))
+    if job.bad_batch:
+        callbacks.append(BadBatch(job.bad_batch))
     if job.run_dir is not None:
         callbacks.append(PortableCheckpoint(job.run_dir, every_n_steps=job.save_every, resume=job.resume, keep=9))
     module = small.module()

@@ -29,7 +29,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.chunked import Reader
 
-BATCH, WIDTH, CLASSES = 8, 24, 6
+BATCH, WIDTH, CLASSES, STEPS = 8, 24, 6, 12
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Job:
     ``unet``, or one of ``held_out_models.MODELS``."""
     config: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
-    steps: int = 20
+    steps: int = STEPS
     optimizer: str = "AdamW"
     settings: tuple[tuple[str, Any], ...] = ()
     """Of the optimizer, by name."""
@@ -594,7 +594,7 @@ def train(job: Job, rank: int = 0, world_size: int = 1) -> Findings:
         return Training(job, rank, world_size).run()
 
 
-def run_ranks(world_size: int, jobs: list[Job], folder: Path, *, timeout: float = 240) -> list[dict[str, Findings]]:
+def run_ranks(world_size: int, jobs: list[Job], folder: Path, *, timeout: float = 600) -> list[dict[str, Findings]]:
     """Run jobs on several ranks; return each rank's findings by the name of the job."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))

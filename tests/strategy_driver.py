@@ -188,14 +188,14 @@ class Signal(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Sick(SDLightningModule):
+class BadLoss(SDLightningModule):
     """Its loss is not a number on the last rank at one step."""
 
-    sick_at = 0
+    bad_at = 0
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_step == self.sick_at - 1 and self.global_rank == self.trainer.world_size - 1:
+        if self.trainer.global_step == self.bad_at - 1 and self.global_rank == self.trainer.world_size - 1:
             loss = loss * float("nan")
             self._loss = loss.detach()
         return loss
@@ -258,9 +258,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("signal_at"):
             callbacks += [StopOnSignal(), Signal(job["signal_at"])]
         pl_module = module_of(job)
-        if job.get("sick_at"):
+        if job.get("bad_at"):
             callbacks.append(NonFiniteLossGuard(2))
-            pl_module.__class__ = type("Sick", (Sick,), {"sick_at": job["sick_at"]})
+            pl_module.__class__ = type("BadLoss", (BadLoss,), {"bad_at": job["bad_at"]})
         datamodule = dreambooth_data(**job["dreambooth"]) if job.get("dreambooth") else data()
         trainer = trainer_of(job["steps"], *callbacks, **options, **job.get("trainer", {}))
         trainer.fit(pl_module, datamodule, ckpt_path=job.get("ckpt_path"))

@@ -66,9 +66,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     nvme = {**OFFLOAD3, "offload_optimizer": "nvme", "nvme_path": str(folder / "disk")}
     jobs: dict[str, dict[str, Any]] = {
         "ddp": {},
-        "ddp, sick": {"sick_batch": 2},
+        "ddp, bad loss": {"bad_batch": 2},
         "ddp, twice": {"trainer": {**TWICE, "gradient_clip_val": 0.5}, "steps": 2},
-        "ddp, twice, sick": {"trainer": TWICE, "steps": 3, "sick_batch": 3},
+        "ddp, twice, bad loss": {"trainer": TWICE, "steps": 3, "bad_batch": 3},
         "zero2": {"strategy": {"stage": 2}},
         "zero2, own config": {
             "strategy": {"config": CONFIG},
@@ -85,13 +85,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "zero3 bf16": {"strategy": ZERO3, "trainer": BF16, "run_dir": runs["bf16"], "save_every": 2},
         "zero3 bf16, sampled": {"strategy": ZERO3, "trainer": BF16, "sample_after": 2},
         "zero3 offload bf16, sampled": {"strategy": OFFLOAD3, "trainer": BF16, "sample_after": 2},
-        "zero1 bf16, sick": {"strategy": {"stage": 1}, "trainer": BF16, "sick_batch": 2},
-        "zero2, sick": {"strategy": {"stage": 2}, "sick_batch": 2},
-        "zero3, sick": {"strategy": ZERO3, "sick_batch": 2},
-        "zero2 offload, sick": {"strategy": OFFLOAD2, "sick_batch": 2},
-        "zero3 offload, sick": {"strategy": OFFLOAD3, "sick_batch": 2},
-        "zero2, twice, sick": {"strategy": {"stage": 2}, "trainer": TWICE, "steps": 3, "sick_batch": 3},
-        "zero3, twice, sick": {"strategy": ZERO3, "trainer": TWICE, "steps": 3, "sick_batch": 3},
+        "zero1 bf16, bad loss": {"strategy": {"stage": 1}, "trainer": BF16, "bad_batch": 2},
+        "zero2, bad loss": {"strategy": {"stage": 2}, "bad_batch": 2},
+        "zero3, bad loss": {"strategy": ZERO3, "bad_batch": 2},
+        "zero2 offload, bad loss": {"strategy": OFFLOAD2, "bad_batch": 2},
+        "zero3 offload, bad loss": {"strategy": OFFLOAD3, "bad_batch": 2},
+        "zero2, twice, bad loss": {"strategy": {"stage": 2}, "trainer": TWICE, "steps": 3, "bad_batch": 3},
+        "zero3, twice, bad loss": {"strategy": ZERO3, "trainer": TWICE, "steps": 3, "bad_batch": 3},
         "nvme": {"strategy": nvme, "fake_aio": True, "run_dir": runs["nvme"], "save_every": 2, "sample_after": 3},
         "zero2 bf16, few": {**FEW, "strategy": {"stage": 2}, "trainer": BF16, "run_dir": runs["few2"]},
         "zero3, few": {**FEW, "strategy": ZERO3, "run_dir": runs["few3"]},
@@ -169,7 +169,7 @@ def test_a_bf16_training_resumes_bit_for_bit_from_its_float32_weights(results: R
 @slow
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero2 offload", "zero3 offload", "zero1 bf16"])
 def test_a_step_with_a_bad_loss_is_skipped(results: Results, name: str) -> None:
-    found, reference = results[f"{name}, sick"], results["ddp, sick"]
+    found, reference = results[f"{name}, bad loss"], results["ddp, bad loss"]
     first, skipped, *_ = found["weights"]
     assert skipped == first and found["weights"][2] != first
     assert found["losses"][1] != found["losses"][1], "one rank's loss was not a number"
@@ -179,8 +179,8 @@ def test_a_step_with_a_bad_loss_is_skipped(results: Results, name: str) -> None:
 
 @slow
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_a_bad_batch_spoils_all_of_its_accumulated_step(results: Results, name: str) -> None:
-    found, reference = results[f"{name}, twice, sick"], results["ddp, twice, sick"]
+def test_a_bad_batch_skips_all_of_its_accumulated_step(results: Results, name: str) -> None:
+    found, reference = results[f"{name}, twice, bad loss"], results["ddp, twice, bad loss"]
     weights = found["weights"]
     assert weights[0] != weights[1] == weights[2] == weights[3] == weights[4] != weights[5]
     assert found["losses"][3:] == pytest.approx(reference["losses"][3:], abs=1e-6)

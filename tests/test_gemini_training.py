@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gemini_driver import Findings, Job, build, inputs, loss_of, run_ranks, train
+from gemini_driver import STEPS, Findings, Job, build, inputs, loss_of, run_ranks, train
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.layout import align
 
@@ -295,7 +295,7 @@ def test_blocks_that_go_backward_on_some_ranks_only_train_as_under_ddp(
         loss, rms = distance(found, expected)
         assert loss <= 1e-6 * max(1.0, *expected.losses) and rms <= 1e-6, place
         assert found.digest == two_ranks[1][f"{how}/{place}"].digest
-        assert found.notes["statistics"]["schedules"] == 20 / 2, "two steps of four differ between ranks"
+        assert found.notes["statistics"]["schedules"] == STEPS / 2, "two steps of four differ between ranks"
 
 
 def test_gradients_that_are_dropped_leave_nothing_behind_on_any_rank(two_ranks: list[dict[str, Findings]]) -> None:
@@ -342,8 +342,8 @@ def test_gradients_are_reduced_once_from_the_step_on_that_knows_they_fit(
     assert_as_plain_torch(two_ranks[0][name], FEATURES["accumulate"])
     assert two_ranks[0][name].digest == two_ranks[0]["auto/reduce_if_room"].digest
     once = two_ranks[0]["feature/reduce_once"].notes["statistics"]["reductions"]
-    # The first of 20 steps reduces three micro-batches.
-    assert two_ranks[0][name].notes["statistics"]["reductions"] * 20 == once * (3 + 19)
+    # The first step reduces three micro-batches.
+    assert two_ranks[0][name].notes["statistics"]["reductions"] * STEPS == once * (3 + STEPS - 1)
     assert two_ranks[0][name].digest != two_ranks[0]["feature/accumulate"].digest, (
         "both orders of summation give the same: reduce_once=auto can be the default"
     )
@@ -355,7 +355,7 @@ def test_a_larger_call_reduces_at_once_what_was_kept(two_ranks: list[dict[str, F
     once = two_ranks[0]["feature/reduce_once"].notes["statistics"]["reductions"]
     # In the second step, the fourth of five is longer: three are reduced together, and the others by themselves, also
     # the fifth, before which the plan for longer inputs has room again.
-    assert found.notes["statistics"]["reductions"] * 20 == once * (5 + 3 + 18)
+    assert found.notes["statistics"]["reductions"] * STEPS == once * (5 + 3 + STEPS - 2)
 
 
 @pytest.mark.parametrize("name", ["sample", "sample_kept_gathered", "swap", "swap_kept_gathered"])

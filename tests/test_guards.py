@@ -117,7 +117,7 @@ def test_a_second_interrupt_does_not_wait_for_the_step(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- losses
 
 
-class Sick(SDLightningModule):
+class BadLoss(SDLightningModule):
     """Its loss is not a number in the given batches."""
 
     batches: tuple[int, ...] = ()
@@ -133,10 +133,10 @@ class Sick(SDLightningModule):
         return loss
 
 
-def _sick(*batches: int, value: float = float("nan")) -> Sick:
+def _with_bad_losses(*batches: int, value: float = float("nan")) -> BadLoss:
     module = small.module()
-    module.__class__ = Sick
-    assert isinstance(module, Sick)
+    module.__class__ = BadLoss
+    assert isinstance(module, BadLoss)
     module.batches, module.value = batches, value
     return module
 
@@ -157,7 +157,7 @@ def test_a_step_with_a_bad_loss_leaves_the_weights_alone_and_training_goes_on(
 ) -> None:
     weights = Weights()
     with caplog.at_level(logging.WARNING):
-        trainer = small.fit(_sick(2, 3, value=value), small.data(), 4, NonFiniteLossGuard(3), weights)
+        trainer = small.fit(_with_bad_losses(2, 3, value=value), small.data(), 4, NonFiniteLossGuard(3), weights)
     assert trainer.global_step == 4
     assert small.same(weights.after[0], weights.after[1]) and small.same(weights.after[1], weights.after[2])
     assert not small.same(weights.after[2], weights.after[3])
@@ -166,16 +166,16 @@ def test_a_step_with_a_bad_loss_leaves_the_weights_alone_and_training_goes_on(
     assert [m.split(":")[0] for m in warnings] == ["step 2", "step 3"]
 
 
-def test_any_of_the_accumulated_batches_can_spoil_a_step() -> None:
+def test_one_bad_batch_skips_the_accumulated_step() -> None:
     weights = Weights()
-    small.fit(_sick(3), small.data(), 3, NonFiniteLossGuard(3), weights, accumulate_grad_batches=2)
+    small.fit(_with_bad_losses(3), small.data(), 3, NonFiniteLossGuard(3), weights, accumulate_grad_batches=2)
     assert small.same(weights.after[1], weights.after[3])  # the second step: batches 3 (bad) and 4 (good)
     assert all(torch.isfinite(weight).all() for weight in weights.after[-1].values())
     assert not small.same(weights.after[3], weights.after[5])
 
 
 def test_the_nth_bad_step_in_a_row_stops_the_run_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:
-    guard, module = NonFiniteLossGuard(3, run_dir=tmp_path), _sick(2, 3, 5, 6, 7)
+    guard, module = NonFiniteLossGuard(3, run_dir=tmp_path), _with_bad_losses(2, 3, 5, 6, 7)
     saving = PortableCheckpoint(tmp_path, every_n_steps=4)
     with pytest.raises(UsageError) as caught:
         small.fit(module, small.data(), 12, guard, saving)
@@ -189,9 +189,9 @@ def test_the_nth_bad_step_in_a_row_stops_the_run_and_names_the_last_good_checkpo
     assert small.same(small.weights(module), saved)
 
 
-def test_a_run_that_is_sick_from_the_start_has_no_checkpoint_to_name(tmp_path: Path) -> None:
+def test_a_run_whose_losses_are_bad_from_the_start_has_no_checkpoint_to_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no checkpoint yet"):
-        small.fit(_sick(*range(1, 9)), small.data(), 8, NonFiniteLossGuard(2, run_dir=tmp_path))
+        small.fit(_with_bad_losses(*range(1, 9)), small.data(), 8, NonFiniteLossGuard(2, run_dir=tmp_path))
 
 
 # ---------------------------------------------------------------------- checkpoints amid bad losses
@@ -204,7 +204,7 @@ def _names(run_dir: Path) -> list[int]:
 def test_no_checkpoint_is_saved_amid_bad_losses_and_the_message_names_the_one_before(tmp_path: Path) -> None:
     guard, saving = NonFiniteLossGuard(4, run_dir=tmp_path), PortableCheckpoint(tmp_path, every_n_steps=1, keep=2)
     with pytest.raises(UsageError, match=f"; the last good checkpoint is {checkpoint_path(tmp_path, 3)};"):
-        small.fit(_sick(4, 5, 6, 7), small.data(), 12, guard, saving)
+        small.fit(_with_bad_losses(4, 5, 6, 7), small.data(), 12, guard, saving)
     assert _names(tmp_path) == [2, 3]
 
 
@@ -224,7 +224,7 @@ def test_the_checkpoint_that_was_due_comes_with_the_next_good_loss_and_the_one_b
 ) -> None:
     listed = Listed(tmp_path)
     saving = PortableCheckpoint(tmp_path, every_n_steps=2, keep=1)
-    module = _sick(4, 5, 7, value=float("inf"))
+    module = _with_bad_losses(4, 5, 7, value=float("inf"))
     small.fit(module, small.data(), 10, EMA(0.9), NonFiniteLossGuard(3), saving, listed)
     assert listed.after[3:] == [[2], [2], [2], [2, 6], [2, 6], [2, 8], [2, 8]]
     assert _names(tmp_path) == [10]
@@ -234,7 +234,7 @@ def test_the_checkpoint_that_was_due_comes_with_the_next_good_loss_and_the_one_b
 def test_a_run_that_ends_amid_bad_losses_says_so_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     saving = PortableCheckpoint(tmp_path, every_n_steps=2)
     with pytest.raises(UsageError) as caught:
-        small.fit(_sick(4, 5), small.data(), 5, NonFiniteLossGuard(3), saving)
+        small.fit(_with_bad_losses(4, 5), small.data(), 5, NonFiniteLossGuard(3), saving)
     assert str(caught.value).startswith(
         "training ended at step 5 amid losses that are NaN or infinite (2 in a row), which are not saved; the last "
         f"good checkpoint is {checkpoint_path(tmp_path, 2)}; resume with a lower optimizer.lr"
@@ -247,7 +247,9 @@ def test_a_run_that_ends_amid_bad_losses_says_so_and_keeps_the_last_good_checkpo
 
 def test_a_signal_amid_bad_losses_stops_and_saves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stop, saving = StopOnSignal(), PortableCheckpoint(tmp_path, every_n_steps=2)
-    small.fit(_sick(3, 4), small.data(), 8, NonFiniteLossGuard(3), stop, Signalled(signal.SIGTERM, 4), saving)
+    small.fit(
+        _with_bad_losses(3, 4), small.data(), 8, NonFiniteLossGuard(3), stop, Signalled(signal.SIGTERM, 4), saving
+    )
     assert stop.stopped and _names(tmp_path) == [2] and saving.last_saved == checkpoint_path(tmp_path, 2)
     assert [m for m in caplog.messages if "no checkpoint" in m] == [
         "step 4: no checkpoint is saved while the loss is not finite"
@@ -282,8 +284,8 @@ def test_weights_that_are_not_finite_are_never_saved_though_the_loss_is(tmp_path
 
 def test_large_weights_whose_sum_overflows_are_saved() -> None:
     entry = Entry("master/x", (3,), 0, 3, torch.full((3,), 3e38))
-    spoiled: list[str] = []
-    assert checkpoint_callback._watched(entry, spoiled).tensor().sum().isinf() and spoiled == []  # type: ignore[operator]
+    not_finite: list[str] = []
+    assert checkpoint_callback._watched(entry, not_finite).tensor().sum().isinf() and not_finite == []  # type: ignore[operator]
 
 
 def test_an_overflow_of_scaled_gradients_is_not_taken_for_a_bad_loss(tmp_path: Path) -> None:
@@ -310,7 +312,7 @@ def test_a_patience_below_one_is_refused() -> None:
 @pytest.mark.gpu
 def test_on_cuda_the_gradient_scaler_skips_a_bad_step_itself() -> None:
     for fused in (False, True):
-        weights, module = Weights(), _sick(2)
+        weights, module = Weights(), _with_bad_losses(2)
         module._optimizer_factory = lambda groups, fused=fused: torch.optim.AdamW(groups, lr=1e-3, fused=fused)
         options = {"accelerator": "cuda", "precision": "16-mixed", "gradient_clip_val": None}
         small.fit(module, small.data(), 3, NonFiniteLossGuard(3), weights, **options)

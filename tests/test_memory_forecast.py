@@ -28,8 +28,8 @@ PRESETS = {
     "sdxl_lora_12gb-sdxl": 12,
 }
 """Gigabytes in the name, by preset and model."""
-QUICK = ("8gb-sd15", "8gb-sd21", "lora_6gb-sd15")
-SLOW = ("12gb-sd21", "16gb-sd15", "24gb-sd21", "sdxl_lora_12gb-sdxl")
+QUICK = ("8gb-sd21",)
+SLOW = ("lora_6gb-sd15", "24gb-sd21", "sdxl_lora_12gb-sdxl")
 LEFT = [preset for preset in PRESETS if preset not in QUICK + SLOW]
 HOST_GB = {"8gb": 16, "12gb": 12, "16gb": 8, "24gb": 4, "lora_6gb": 4, "sdxl_lora_12gb": 8}
 

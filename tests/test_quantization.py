@@ -189,6 +189,7 @@ def scale_columns(unet: Any, factor: float) -> None:
                     layer.weight[:, :4] /= factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 8])
 def test_pictures_do_not_depend_on_the_batch(trained_run: Path, factor: int) -> None:
     """They are a rounding apart, as in float32: a kernel that rounds activations makes whole steps of last bits."""

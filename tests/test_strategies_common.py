@@ -112,7 +112,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         }
     for name in SOME:
         double[f"{name}:signalled"] = {"strategy": name, "steps": 8, "signal_at": 3}
-        double[f"{name}:sick"] = {"strategy": name, "steps": 4, "save_at": 1, "sick_at": 2}
+        double[f"{name}:bad_loss"] = {"strategy": name, "steps": 4, "save_at": 1, "bad_at": 2}
         double[f"{name}:ema_on_host"] = {"strategy": name, "steps": 8, "ema_offload": True}
     double |= _changing(2, "ddp:stopped", folder)
     four = {f"{name}:four": {"strategy": name, "steps": 8} for name in OF_FOUR}
@@ -277,10 +277,10 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(results: dict[str, dict
     assert signalled["losses"] == plain["losses"][:3]
 
 
-@pytest.mark.needs("{name}:sick")
+@pytest.mark.needs("{name}:bad_loss")
 @pytest.mark.parametrize("name", SOME)
 def test_no_rank_saves_while_the_loss_of_one_is_not_finite(results: dict[str, dict[str, Any]], name: str) -> None:
-    last = Path(results[f"{name}:sick"]["checkpoint"])
+    last = Path(results[f"{name}:bad_loss"]["checkpoint"])
     assert sorted(path.name for path in last.parent.iterdir()) == [f"step-{step:08d}" for step in (1, 3, 4)]
     assert math.isfinite(rms(str(last), str(last.with_name("step-00000001"))))
 

@@ -230,14 +230,14 @@ def prune(
     if keep < 1:
         raise UsageError(f"prune got keep={keep}; expected at least 1 checkpoint to keep.")
     paths = all_checkpoints(run_dir)
-    doomed = paths[:-keep]
-    if not doomed:
+    removed = paths[:-keep]
+    if not removed:
         return []
     needed = {trusted} if trusted in paths[-keep:] else {trusted, newest_valid(run_dir)}
-    doomed = [path for path in doomed if path not in {*needed, also}]
-    for path in doomed:
+    removed = [path for path in removed if path not in {*needed, also}]
+    for path in removed:
         _delete(path)
-    return doomed
+    return removed
 
 
 def set_aside(run_dir: str | os.PathLike[str], step: int) -> list[Path]:

@@ -104,7 +104,7 @@ class PortableCheckpoint(Checkpoint):
         self._is_later_fit = False
         self._due: int | None = None
         """Step whose checkpoint was not saved because of the loss, and is still owed."""
-        self._sick = False
+        self._loss_is_bad = False
         """Whether there was a loss that is not finite since the newest checkpoint."""
         self._before: Path | None = None
         """The last checkpoint from before such losses, for as long as it is kept."""
@@ -128,7 +128,7 @@ class PortableCheckpoint(Checkpoint):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.perf_counter()
         self.last_saved = self._saved_callbacks = self._before = None
-        self._due, self._sick = None, False
+        self._due, self._loss_is_bad = None, False
         if trainer.is_global_zero:
             self._data = data_fingerprint(trainer)
         self._configured = configured_groups(training_state(trainer).optimizer_groups())
@@ -156,10 +156,10 @@ class PortableCheckpoint(Checkpoint):
         if step == self._last_step:
             return
         self._last_step = step
-        self._sick |= num_bad_steps(trainer) > 0
+        self._loss_is_bad |= num_bad_steps(trainer) > 0
         # The last one is saved before the last pictures are drawn, which takes a while.
         at_end = trainer.should_stop or step == trainer.max_steps
-        if self._sick and self._before is None:
+        if self._loss_is_bad and self._before is None:
             self._before = self.last_saved
         due = self._due is not None and not num_bad_steps(trainer)
         if at_end or due or (self.every_n_steps and step % self.every_n_steps == 0):
@@ -206,7 +206,7 @@ class PortableCheckpoint(Checkpoint):
         with paused(trainer, "saving"):
             loss = self._mean_loss(trainer, pl_module)
             if num_bad_steps(trainer) or not math.isfinite(loss or 0.0):
-                self._due, self._sick = trainer.global_step, True
+                self._due, self._loss_is_bad = trainer.global_step, True
                 log.warning("step %d: no checkpoint is saved while the loss is not finite", trainer.global_step)
                 return None
             self.loss = loss
@@ -234,14 +234,14 @@ class PortableCheckpoint(Checkpoint):
         self._agree(trainer, tmp, step, error)
         tmp = strategy.broadcast(tmp)
         assert tmp is not None
-        spoiled: list[str] = []
+        not_finite: list[str] = []
         try:
-            entries = _entries(shards, ema, spoiled)
+            entries = _entries(shards, ema, not_finite)
             write_shards(tmp / "state", trainer.global_rank, trainer.world_size, entries)
         except Exception as caught:
             error = caught
         self._agree(trainer, tmp, step, error)
-        self._check_finite(trainer, tmp, spoiled)
+        self._check_finite(trainer, tmp, not_finite)
         parameters = _saved_parameters(shards)
         bad_samples = gather_bad_samples(trainer)
         if trainer.is_global_zero:
@@ -257,22 +257,22 @@ class PortableCheckpoint(Checkpoint):
         self._agree(trainer, tmp, step, error)
         self.last_saved = checkpoint.checkpoint_path(self.run_dir, step)
         self._saved_callbacks = typed_json.dumps(_callback_states(trainer))
-        if not self._sick:
+        if not self._loss_is_bad:
             self._before = None
         if trainer.is_global_zero:
             checkpoint.prune(self.run_dir, self.keep, trusted=self.last_saved, also=self._before)
             log.info("saved %s", self.last_saved)
-        self._due, self._sick = None, False
+        self._due, self._loss_is_bad = None, False
         return self.last_saved
 
-    def _check_finite(self, trainer: pl.Trainer, tmp: Path, spoiled: list[str]) -> None:
+    def _check_finite(self, trainer: pl.Trainer, tmp: Path, not_finite: list[str]) -> None:
         """End the run if any rank has found weights that are not finite: no later step mends them."""
-        if trainer.strategy.reduce_boolean_decision(not spoiled, all=True):
+        if trainer.strategy.reduce_boolean_decision(not not_finite, all=True):
             return
         if trainer.is_global_zero:
             shutil.rmtree(tmp, ignore_errors=True)
-        more = f" and {len(spoiled) - 1} more" if len(spoiled) > 1 else ""
-        where = f"{spoiled[0]}{more}" if spoiled else "on another process"
+        more = f" and {len(not_finite) - 1} more" if len(not_finite) > 1 else ""
+        where = f"{not_finite[0]}{more}" if not_finite else "on another process"
         raise UsageError(
             f"training stopped at step {trainer.global_step}: weights are NaN or infinite ({where}), which are not "
             f"saved; {last_good(trainer, self.run_dir)}; {REMEDY}"
@@ -579,22 +579,22 @@ def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
     return {name: entry for part in parts for name, entry in part.items()}
 
 
-def _entries(shards: list[ParameterShard], ema: EMA | None, spoiled: list[str]) -> list[Entry]:
-    """Return what this rank writes; what of its weights and averages is not finite is named in ``spoiled`` by then."""
+def _entries(shards: list[ParameterShard], ema: EMA | None, not_finite: list[str]) -> list[Entry]:
+    """Return what this rank writes; reading it names in ``not_finite`` which weights and averages are not finite."""
     mine = [shard for shard in shards if shard.writes]
     averages = [{} if ema is None else {"ema": ema.shadow[shard.key]} for shard in mine]
     entries = [entry for shard, average in zip(mine, averages) for entry in shard.entries(**average)]
-    return [_watched(entry, spoiled) if entry.key.startswith(("master/", "ema/")) else entry for entry in entries]
+    return [_watched(entry, not_finite) if entry.key.startswith(("master/", "ema/")) else entry for entry in entries]
 
 
-def _watched(entry: Entry, spoiled: list[str]) -> Entry:
+def _watched(entry: Entry, not_finite: list[str]) -> Entry:
     """Look at values when they are about to be written: they are read, copied and hashed then anyway."""
 
     def look() -> Tensor:
         values = entry.tensor if isinstance(entry.tensor, Tensor) else entry.tensor()
         # The sum needs no memory, and is finite in nearly all cases; large weights may overflow it.
         if not bool(values.sum(dtype=torch.float32).isfinite() or values.isfinite().all()):
-            spoiled.append(entry.key)
+            not_finite.append(entry.key)
         return values
 
     return replace(entry, tensor=look, dtype=entry.stored_dtype)

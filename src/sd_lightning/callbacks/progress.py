@@ -181,7 +181,7 @@ class TrainingProgress(ProgressBar, PauseListener):
         return [] if seconds is None else [f"{_three_digits(1 / seconds)} steps/s"]
 
     def _seconds_per_step(self, step: int, now: float) -> float | None:
-        """Mean over this process's steps after the first, which holds warm-up and would spoil the estimate."""
+        """Mean over this process's steps after the first, which holds the warm-up."""
         if self._warm is None or step <= self._warm[0]:
             return None
         return max(now - self._warm[1], 1e-9) / (step - self._warm[0])

@@ -23,10 +23,8 @@ os.environ.update(
 )
 # Threads that wait by spinning slow each other down a hundredfold where processes outnumber cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Float sums depend on the number of threads. Two is what every machine we support has; `make test` has two workers.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+# Float sums depend on the number of threads, and two workers share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("HYDRA_FULL_ERROR", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")]))
 

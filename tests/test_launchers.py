@@ -271,6 +271,7 @@ def train_by(launcher: str, run_dir: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "launcher", keep(["torchrun", "slurm"], ["torchrun", "accelerate", "deepspeed", "slurm"], "engines")
 )
@@ -285,6 +286,7 @@ def test_every_launcher_trains_alike(launcher: str, run_dir: Path, expected: lis
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("launcher", "fault", "reason"),
     [
@@ -348,6 +350,7 @@ def faults(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.needs("{case}")
 @pytest.mark.parametrize("case", keep(FEW_CASES, CASES, "kills"))
 def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict[str, Any]) -> None:
@@ -380,6 +383,7 @@ def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("strategies", "runs"),
     [

@@ -113,6 +113,7 @@ def final_loss(run_dir: Path) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("strategy", keep(["fsdp"], ["fsdp", "deepspeed_zero2"], "engines"))
 def test_two_machines_train_what_one_process_trains(
     nodes: list[Node], strategy: str, single_loss: float, tmp_path: Path

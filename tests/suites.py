@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 
-def keep(kept: Iterable[str], names: Iterable[str], part: str = "matrix") -> list[Any]:
-    """Return ``names`` as parameters; all but the ``kept`` ones are tested in a part of the full suite."""
+def keep(kept: Iterable[Any], cases: Iterable[Any], part: str = "matrix") -> list[Any]:
+    """Return ``cases`` as parameters; all but the ``kept`` ones are tested in a part of the full suite."""
     kept = set(kept)
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.full(part)) for name in names]
+    every = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    return [pytest.param(*values, marks=() if case in kept else pytest.mark.full(part)) for case, values in every]
 
 
 def wanted(request: pytest.FixtureRequest) -> set[str]:

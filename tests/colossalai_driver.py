@@ -1,12 +1,10 @@
-"""Trains with the real ColossalAI over a fake accelerator (:mod:`fake_colossalai`), or on CUDA; started by torchrun.
+"""Trains with the real ColossalAI over a fake accelerator (:mod:`fake_colossalai`), or on CUDA.
 
-``torchrun --nproc-per-node N colossalai_driver.py JOBS.json RESULTS.json cpu|cuda``, as ``strategy_driver.py``; a job
-that raises a ``UsageError`` gives ``{"error": message}``. :func:`torchrun` is the call for tests.
+As ``strategy_driver.py``; a job that raises a ``UsageError`` gives ``{"error": message}``.
 """
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 from contextlib import nullcontext
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 import fake_colossalai
+import ranks
 from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
 from sd_lightning.generation import SamplingOptions
@@ -205,43 +204,38 @@ def torchrun(
     job_file.write_text(
         json.dumps([{"devices": world_size, "run_dir": str(folder / name)} | job for name, job in jobs.items()])
     )
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={world_size}", __file__, str(job_file), str(result_file), accelerator],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    output = done.stdout + done.stderr
-    _, _, failure = output.rpartition("JOB FAILED")
-    assert done.returncode == 0, f"{failure[:500]} … {failure[-3000:]}"
+    if accelerator == "cpu":
+        ranks.call("colossalai_driver:main", job_file, result_file, "cpu", world_size=world_size, timeout=timeout)
+    else:  # CUDA does not survive a fork
+        ranks.alone(__file__, job_file, result_file, accelerator, timeout=timeout)
     return dict(zip(jobs, json.loads(result_file.read_text()), strict=True))
 
 
-def main() -> None:
-    if ACCELERATOR == "cpu":
+def main(job_file: str, result_file: str, accelerator: str) -> None:
+    """Do the jobs of a file on this rank; the first one writes what it found."""
+    global ACCELERATOR
+    ACCELERATOR = accelerator
+    if accelerator == "cpu":
         fake_colossalai.install()
         colossalai_probe.require_engine = lambda **_: None  # what it looks for is what the fake stands in for
     else:  # let kernels add in one order, where they can
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     found = []
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for job in json.loads(Path(job_file).read_text()):
         try:
             found.append(reference(job) if job.get("reference") else run(job))
         except UsageError as error:
             found.append({"error": str(error)})
         except Exception:
-            print(f"JOB FAILED: {job}\n{traceback.format_exc()}", flush=True)
+            print(f"{ranks.FAILED}: {job}\n{traceback.format_exc()}", flush=True)
             sys.exit(1)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        Path(result_file).write_text(json.dumps(found))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    ACCELERATOR = sys.argv[3]
-    main()
+    main(*sys.argv[1:])

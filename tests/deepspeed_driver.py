@@ -1,8 +1,4 @@
-"""Trains under many DeepSpeed settings in one set of processes; started by torchrun from test_deepspeed_strategy.
-
-``torchrun --nproc-per-node N deepspeed_driver.py JOBS.json RESULTS.json``: JOBS is a list of :class:`Job` fields,
-RESULTS gets one entry per job from rank 0.
-"""
+"""Trains under many DeepSpeed settings in one set of processes, for test_deepspeed_strategy."""
 
 import contextlib
 import hashlib
@@ -23,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 import fake_aio
+import ranks
 import small_training as small
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint
 from sd_lightning.callbacks.ema import inference_weights
@@ -216,17 +213,18 @@ def broken_layout() -> Iterator[None]:
         DeepSpeedStrategy._state_of = original  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+def main(job_file: str, result_file: str) -> None:
+    """Do the jobs of a file on this rank; the first one writes what it found."""
     results: list[Any] = []
-    for fields in json.loads(Path(sys.argv[1]).read_text()):
+    for fields in json.loads(Path(job_file).read_text()):
         try:
             results.append(run(Job(**fields)))
         except Exception as error:
             if not fields.get("breaks_layout"):
-                print(f"JOB FAILED: {fields}\n{traceback.format_exc()}", flush=True)
+                print(f"{ranks.FAILED}: {fields}\n{traceback.format_exc()}", flush=True)
                 sys.exit(1)
             results.append({"error": f"{type(error).__name__}: {error}"})
     if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
+        Path(result_file).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

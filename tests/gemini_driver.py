@@ -8,8 +8,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -25,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import held_out_models
+import ranks
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.chunked import Reader
@@ -598,24 +597,7 @@ def run_ranks(world_size: int, jobs: list[Job], folder: Path, *, timeout: float 
     """Run jobs on several ranks; return each rank's findings by the name of the job."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world_size), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    ranks.call("gemini_driver:main", folder, world_size=world_size, timeout=timeout)
     return [_read(folder, rank) for rank in range(world_size)]
 
 
@@ -627,9 +609,11 @@ def _read(folder: Path, rank: int) -> dict[str, Findings]:
     }
 
 
-def main(rank: int, world_size: int, folder: Path) -> None:
-    store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+def main(path: str) -> None:
+    """Do the jobs of a folder on this rank, and write what it found."""
+    folder = Path(path)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
     for index, fields in enumerate(json.loads((folder / "jobs.json").read_text())):
         findings = train(Job(**fields), rank, world_size)
@@ -638,7 +622,3 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,14 +1,11 @@
-"""Trains and loads under many strategies in one set of processes; started by torchrun from tests.
+"""Trains and loads under many strategies in one set of processes; :func:`torchrun` is the call for tests.
 
-``torchrun --nproc-per-node N strategy_driver.py JOBS.json RESULTS.json``: JOBS is a list of
-``{"do": "save" | "load" | a function of lightning_jobs.py, …}``, RESULTS gets one entry per job from rank 0.
-:func:`torchrun` is the call for tests.
+A job is ``{"do": "save" | "load" | a function of lightning_jobs.py, …}``; rank 0 tells what it found.
 """
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from functools import partial
@@ -24,6 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import lightning_jobs
+import ranks
 from sd_lightning import SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.data.datamodule import dreambooth_data
@@ -292,34 +290,18 @@ def torchrun(
     """
     job_file, result_file = folder / f"jobs-{world_size}.json", folder / f"results-{world_size}.json"
     job_file.write_text(json.dumps(jobs))
-    driver = Path(__file__)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={world_size}",
-    ]
-    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator, "TOKENIZERS_PARALLELISM": "false"}
-    environment = os.environ | settings
-    done = subprocess.run(
-        [*command, str(driver), str(job_file), str(result_file)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    failure = (
-        done.stdout[done.stdout.find("JOB FAILED") :][-3500:] if "JOB FAILED" in done.stdout else done.stderr[-4000:]
-    )
-    assert done.returncode == 0, failure
+    if accelerator == "cpu":
+        ranks.call("strategy_driver:main", job_file, result_file, world_size=world_size, timeout=timeout)
+    else:  # CUDA does not survive a fork
+        assert world_size == 1
+        ranks.alone(__file__, job_file, result_file, timeout=timeout)
     results: list[dict[str, Any]] = json.loads(result_file.read_text())
     return results
 
 
-if __name__ == "__main__":
-    jobs = json.loads(Path(sys.argv[1]).read_text())
+def main(job_file: str, result_file: str) -> None:
+    """Do the jobs of a file on this rank; the first one writes what it found."""
+    jobs = json.loads(Path(job_file).read_text())
     results = []
     if any(job.get("accelerator") == "cuda" for job in jobs):  # let kernels add in one order, where they can
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -328,10 +310,14 @@ if __name__ == "__main__":
         try:
             results.append(run(each))
         except Exception:
-            print(f"JOB FAILED: {each}\n{traceback.format_exc()}", flush=True)
+            print(f"{ranks.FAILED}: {each}\n{traceback.format_exc()}", flush=True)
             sys.exit(1)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
+        Path(result_file).write_text(json.dumps(results))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import small_training as small
 
 pytest.importorskip("deepspeed")
 
+import ranks
 from sd_lightning import UsageError
 from sd_lightning.strategies import deepspeed_builds
 
@@ -39,19 +38,7 @@ def torchrun(jobs: dict[str, dict[str, Any]], folder: Path, *, timeout: float = 
     """Run jobs of ``deepspeed_driver`` by name on two gloo processes and return what they recorded."""
     job_file, result_file = folder / "jobs.json", folder / "results.json"
     job_file.write_text(json.dumps([{"name": name, **job} for name, job in jobs.items()]))
-    driver = Path(__file__).with_name("deepspeed_driver.py")
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [*command, str(driver), str(job_file), str(result_file)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    output = done.stdout + done.stderr
-    failure = output[output.find("JOB FAILED") :][:4000] if "JOB FAILED" in output else output[-4000:]
-    assert done.returncode == 0, failure
+    ranks.call("deepspeed_driver:main", job_file, result_file, world_size=2, timeout=timeout)
     return dict(zip(jobs, json.loads(result_file.read_text()), strict=True))
 
 

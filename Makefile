@@ -21,14 +21,14 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-full test-colossalai lint format gpu-check gpu-wheels constraints clean
+.PHONY: help install train test test-slow test-full test-colossalai test-torchao lint format gpu-check gpu-wheels constraints clean
 
 help:
 	@echo "make train [ARGS=\"hydra overrides\"]   set up $(VENV) and train the default model"
 	@echo "make test                              set up $(VENV) and run the default tests (minutes)"
 	@echo "make test-slow                         what must pass before a change lands, beside the default tests"
 	@echo "make test-full PART=matrix             a part of the rest; without PART, the names of the parts"
-	@echo "make test-colossalai                   install ColossalAI into $(VENV), and run its tests"
+	@echo "make test-colossalai | test-torchao    install ColossalAI or torchao into $(VENV), and run its tests"
 	@echo "make gpu-check [WHEELS=folder]         everything that needs one CUDA GPU"
 	@echo "make gpu-wheels WHEELS=folder          only unpack those wheels for gpu-check"
 	@echo "make constraints                       pin what $(VENV) holds now in constraints.txt"
@@ -51,28 +51,29 @@ install: $(STAMP)
 train: $(STAMP)
 	$(RUN) -m sd_lightning.train $(ARGS)
 
-# What measures time, or waits for silence, runs when no other test does.
-define PYTEST
-	@status=0; set -x; \
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(1) and not alone and not gpu" $(2) $(PYTEST_ARGS) || status=$$?; \
-	$(RUN) -m pytest -m "$(1) and alone and not gpu" $(2) $(PYTEST_ARGS) || [ $$? = 5 ] || status=$$?; \
-	exit $$status
-endef
+IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(1) and not alone and not gpu and not torchao"
+ALONE = $(RUN) -m pytest -m "$(1) and alone and not gpu"
 
 test: $(STAMP)
-	$(call PYTEST,not slow,--ignore=tests/test_colossalai.py)
+	$(call IN_WORKERS,not slow) --ignore=tests/test_colossalai.py $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	$(call PYTEST,slow,--ignore=tests/test_colossalai.py)
+	status=0; $(call IN_WORKERS,slow) --ignore=tests/test_colossalai.py $(PYTEST_ARGS) || status=$$?; \
+	$(call ALONE,slow) --ignore=tests/test_colossalai.py $(PYTEST_ARGS) || status=$$?; exit $$status
 
 test-full: $(STAMP)
-	$(call PYTEST,full,--part="$(PART)")
+	status=0; $(call IN_WORKERS,full) --part="$(PART)" $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; \
+	$(call ALONE,full) --part="$(PART)" $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; exit $$status
 
 # With its dependencies it would replace torch, diffusers and transformers by old releases: docs/colossalai.md.
 COLOSSALAI := colossalai==0.5.0 galore-torch==1.0 peft einops
 test-colossalai: $(STAMP)
 	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps $(COLOSSALAI)
 	$(RUN) -m pytest -m "not gpu" tests/test_colossalai.py $(PYTEST_ARGS)
+
+test-torchao: $(STAMP)
+	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torchao]'
+	$(RUN) -m pytest -m torchao tests/test_quantization.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

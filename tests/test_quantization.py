@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ RUNS: dict[str, Callable[[Any], Tensor]] = {
     "text_encoder": lambda text_encoder: text_encoder(IDS)[0],
 }
 EXCLUDED = set(defaults.EXCLUDED)
-LINEARS = ["bitsandbytes", "weight_only", "torchao"]
+NOT_INSTALLED = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao; make test-torchao installs it")
+LINEARS = ["bitsandbytes", "weight_only", pytest.param("torchao", marks=[pytest.mark.torchao, NOT_INSTALLED])]
 LLM_INT8 = Int8(linear="bitsandbytes")
 
 

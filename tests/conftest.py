@@ -90,6 +90,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
+        # A file's tests share its fixtures, and all tests of the trained model one training, so one worker runs them.
+        group = "trained_run" if "trained_run" in getattr(item, "fixturenames", ()) else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
         if any(map(item.get_closest_marker, ("slow", "full"))) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

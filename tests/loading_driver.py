@@ -131,6 +131,7 @@ class Measured(PortableCheckpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.job["save"]:
             return
+        super().on_train_start(trainer, pl_module)
         for group in trainer.optimizers[0].param_groups:
             for parameter in group["params"]:
                 moments = {kind: torch.full_like(parameter, 0.5) for kind in ("exp_avg", "exp_avg_sq")}

@@ -280,7 +280,7 @@ def _missing(extensions: list[deepspeed_builds.Extension]) -> str:
     return ""
 
 
-@slow
+@pytest.mark.full("platform")
 def test_cpu_adam_steps_as_torchs_adamw_does(tmp_path: Path) -> None:
     if _missing(["cpu_adam"]):
         pytest.skip(_missing(["cpu_adam"]))

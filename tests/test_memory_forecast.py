@@ -29,7 +29,7 @@ PRESETS = {
 }
 """Gigabytes in the name, by preset and model."""
 QUICK = ("8gb-sd21",)
-SLOW = ("lora_6gb-sd15", "24gb-sd21", "sdxl_lora_12gb-sdxl")
+SLOW = ("24gb-sd21",)
 LEFT = [preset for preset in PRESETS if preset not in QUICK + SLOW]
 HOST_GB = {"8gb": 16, "12gb": 12, "16gb": 8, "24gb": 4, "lora_6gb": 4, "sdxl_lora_12gb": 8}
 
@@ -52,7 +52,9 @@ def predicted(compose: Compose, tmp_path: Path, name: str, *options: str) -> For
     return found
 
 
-@pytest.mark.parametrize("preset", [*QUICK, *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW), *keep((), LEFT)])
+@pytest.mark.parametrize(
+    "preset", [*QUICK, *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW), *keep((), LEFT, "platform")]
+)
 def test_every_preset_stays_a_gigabyte_below_what_it_is_named_for(
     preset: str,
     compose: Compose,  # noqa: F811
@@ -68,7 +70,7 @@ def test_every_preset_stays_a_gigabyte_below_what_it_is_named_for(
     assert host.startswith(f"host    {found.host / GB:5.2f} GB = the larger of offloaded states")
 
 
-@pytest.mark.slow
+@pytest.mark.full("platform")
 def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: Path) -> None:  # noqa: F811
     base = predicted(compose, tmp_path, "8gb")
     more = predicted(compose, tmp_path, "8gb", "strategy.offload_optim_frac=1.0")

@@ -61,9 +61,11 @@ test-slow: $(STAMP)
 	status=0; $(call IN_WORKERS,slow) --ignore=tests/test_colossalai.py $(PYTEST_ARGS) || status=$$?; \
 	$(call ALONE,slow) --ignore=tests/test_colossalai.py $(PYTEST_ARGS) || status=$$?; exit $$status
 
+# RESULTS=benchmarks/results keeps a line about it.
+TO_RESULTS = $(if $(RESULTS),--results="$(RESULTS)")
 test-full: $(STAMP)
-	status=0; $(call IN_WORKERS,full) --part="$(PART)" $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; \
-	$(call ALONE,full) --part="$(PART)" $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; exit $$status
+	status=0; $(call IN_WORKERS,full) --part="$(PART)" $(TO_RESULTS) $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; \
+	$(call ALONE,full) --part="$(PART)" $(TO_RESULTS) $(PYTEST_ARGS) || [ $$? = 5 ] || status=1; exit $$status
 
 # With its dependencies it would replace torch, diffusers and transformers by old releases: docs/colossalai.md.
 COLOSSALAI := colossalai==0.5.0 galore-torch==1.0 peft einops

@@ -116,17 +116,8 @@ def commit() -> str:
     return (head + ("-dirty" if dirty else "")) or "unknown"
 
 
-def run_case(name: str, results: Path | None, *, check: bool) -> int:
-    """Measure one case in this process, print and append its line; 1 if `check` and a bar is missed.
-
-    A case whose needs are not met is skipped with a line on stderr, and 0.
-    """
-    case = load_case(name)
-    unmet = unmet_needs(case)
-    if unmet:
-        print(f"{name}: skipped; set {' and '.join(unmet)}", file=sys.stderr)
-        return 0
-    metrics = {key: float(f"{value:.6g}") for key, value in case.measure().items()}
+def add_line(name: str, metrics: dict[str, float], results: Path | None) -> None:
+    """Print the line of a case, and append it to the file of this machine."""
     machine = hardware()
     line = json.dumps(
         {
@@ -143,6 +134,20 @@ def run_case(name: str, results: Path | None, *, check: bool) -> int:
         results.mkdir(parents=True, exist_ok=True)
         with (results / f"{hardware_slug(machine)}.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def run_case(name: str, results: Path | None, *, check: bool) -> int:
+    """Measure one case in this process, print and append its line; 1 if `check` and a bar is missed.
+
+    A case whose needs are not met is skipped with a line on stderr, and 0.
+    """
+    case = load_case(name)
+    unmet = unmet_needs(case)
+    if unmet:
+        print(f"{name}: skipped; set {' and '.join(unmet)}", file=sys.stderr)
+        return 0
+    metrics = {key: float(f"{value:.6g}") for key, value in case.measure().items()}
+    add_line(name, metrics, results)
     missed = missed_bars(case.BARS, metrics)
     for text in missed:
         print(f"{name}: bar missed: {text}", file=sys.stderr)

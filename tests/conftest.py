@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+START = time.time()
 REPO = Path(__file__).resolve().parent.parent
 
 # Before torch is imported anywhere, and inherited by the processes that tests start.
@@ -42,6 +44,7 @@ PARTS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=PARTS, help="run this part of the full suite, and nothing else")
+    parser.addoption("--results", type=Path, help="folder that gets a line of benchmarks/run.py's kind about --part")
     parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped: all it needs is installed")
 
 
@@ -74,6 +77,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"{sum(seconds.values()):.0f} s in {len(seconds)} files")
     for file, duration in seconds.most_common(15):
         terminalreporter.write_line(f"{duration:6.0f} s  {file}")
+    part, results = (terminalreporter.config.getoption(name) for name in ("--part", "--results"))
+    counts = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
+    if part and results and any(counts.values()):
+        sys.path.insert(0, str(REPO / "benchmarks"))
+        from run import add_line
+
+        alone = terminalreporter.config.getoption("markexpr").startswith("full and alone")
+        add_line(f"test_full_{part}{'_alone' if alone else ''}", counts | {"seconds": time.time() - START}, results)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

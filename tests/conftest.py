@@ -87,6 +87,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         add_line(f"test_full_{part}{'_alone' if alone else ''}", counts | {"seconds": time.time() - START}, results)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the suite; give long tests their time; skip `gpu` tests where there is no CUDA device."""
     chosen = config.getoption("--part")

@@ -8,6 +8,7 @@ seed of Python's hashes: that ranks do not depend on the order of sets is for te
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -41,19 +42,33 @@ def call(function: str, *arguments: str | Path, world_size: int, timeout: float)
     Raises:
         AssertionError: A rank failed, or they took too long; with the end of what they printed.
     """
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     server = _server()
     assert server.stdin is not None and server.stdout is not None
-    order = {"function": function, "arguments": [str(a) for a in arguments], "world_size": world_size}
-    server.stdin.write(json.dumps(order | {"folder": str(folder)}).encode() + b"\n")
-    pids = json.loads(server.stdout.readline())
-    in_time, _, _ = select.select([server.stdout], [], [], timeout)
-    for pid in pids if not in_time else ():
-        os.kill(pid, signal.SIGKILL)
-    codes = json.loads(server.stdout.readline())
-    if not in_time or any(codes):
-        said = _last_words("\n".join(path.read_text(errors="replace") for path in sorted(folder.iterdir())))
-        raise AssertionError(f"{function}: exit codes {codes}{'' if in_time else f' after {timeout} s'}\n{said}")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        order = {"function": function, "arguments": [str(a) for a in arguments], "world_size": world_size}
+        server.stdin.write(json.dumps(order | {"folder": folder}).encode() + b"\n")
+        answer = server.stdout.readline()
+        assert answer, "the process that ranks are forks of has ended; its standard error says why"
+        pids = json.loads(answer)
+        try:
+            in_time, _, _ = select.select([server.stdout], [], [], timeout)
+        except BaseException:  # the test's own time is over
+            _end(pids)
+            server.kill()
+            _server.cache_clear()
+            raise
+        if not in_time:
+            _end(pids)
+        codes = json.loads(server.stdout.readline())
+        said = "\n".join(path.read_text(errors="replace") for path in sorted(Path(folder).iterdir()))
+    late = "" if in_time else f" after {timeout} s"
+    assert in_time and not any(codes), f"{function}: exit codes {codes}{late}\n{_last_words(said)}"
+
+
+def _end(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def alone(driver: str, *arguments: str | Path, timeout: float) -> None:
@@ -138,8 +153,7 @@ def _wait(pids: list[int]) -> list[int]:
             continue
         if time.monotonic() > killing_at:
             killing_at = float("inf")
-            for each in set(pids) - codes.keys():
-                os.kill(each, signal.SIGKILL)
+            _end([each for each in pids if each not in codes])
         time.sleep(0.02)
     return [codes[pid] for pid in pids]
 

@@ -51,7 +51,7 @@ install: $(STAMP)
 train: $(STAMP)
 	$(RUN) -m sd_lightning.train $(ARGS)
 
-IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadgroup -m "$(1) and not alone and not gpu and not torchao"
+IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(1) and not alone and not gpu and not torchao"
 ALONE = $(RUN) -m pytest -m "$(1) and alone and not gpu"
 
 test: $(STAMP)

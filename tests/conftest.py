@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from filelock import FileLock
 
 START = time.time()
 REPO = Path(__file__).resolve().parent.parent
@@ -87,7 +88,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         add_line(f"test_full_{part}{'_alone' if alone else ''}", counts | {"seconds": time.time() - START}, results)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the suite; give long tests their time; skip `gpu` tests where there is no CUDA device."""
     chosen = config.getoption("--part")
@@ -102,9 +102,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
-        # A file's tests share its fixtures, and all tests of the trained model one training, so one worker runs them.
-        group = "trained_run" if "trained_run" in getattr(item, "fixturenames", ()) else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
         if any(map(item.get_closest_marker, ("slow", "full"))) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
@@ -211,6 +208,11 @@ def trained_run(
     ready = os.environ.get("SD_LIGHTNING_TRAINED_RUN")
     if ready:
         return Path(ready)
-    run_dir = tmp_path_factory.mktemp("trained") / "digits"
-    run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers
+    run_dir = shared / "trained" / "digits"
+    with FileLock(f"{shared}/trained.lock"):
+        if not (run_dir / "summary.json").exists():
+            run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
     return run_dir

@@ -75,7 +75,7 @@ test-colossalai: $(STAMP)
 
 test-torchao: $(STAMP)
 	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torchao]'
-	$(RUN) -m pytest -m torchao tests/test_quantization.py $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "torchao and not gpu" tests/test_quantization.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

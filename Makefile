@@ -4,7 +4,7 @@
 #   make test                                           install, then the default test suite
 # Options: PYTHON=python3.12 (which interpreter), VENV=.venv (where), PIP_ARGS="…" (passed to pip install, for
 # instance --extra-index-url https://download.pytorch.org/whl/cpu for the small CPU build of torch), WORKERS=8 (how many
-# processes run the default tests).
+# tests run at once).
 
 VENV ?= .venv
 ARGS ?=

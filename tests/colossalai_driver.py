@@ -196,7 +196,7 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses.values}
 
 
-def torchrun(
+def run_jobs(
     world_size: int, jobs: dict[str, dict[str, Any]], folder: Path, *, accelerator: str = "cpu", timeout: float = 600
 ) -> dict[str, dict[str, Any]]:
     """Run jobs of this file by name and return what rank 0 found."""

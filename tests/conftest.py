@@ -80,12 +80,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{duration:6.0f} s  {file}")
     part, results = (terminalreporter.config.getoption(name) for name in ("--part", "--results"))
     counts = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
-    if part and results and any(counts.values()):
+    if part and results and any(counts.values()) and "PYTEST_XDIST_WORKER" not in os.environ:
         sys.path.insert(0, str(REPO / "benchmarks"))
         from run import add_line
 
         alone = terminalreporter.config.getoption("markexpr").startswith("full and alone")
-        add_line(f"test_full_{part}{'_alone' if alone else ''}", counts | {"seconds": time.time() - START}, results)
+        add_line(
+            f"test_full_{part}{'_alone' if alone else ''}", counts | {"seconds": round(time.time() - START)}, results
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

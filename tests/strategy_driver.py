@@ -1,4 +1,4 @@
-"""Trains and loads under many strategies in one set of processes; :func:`torchrun` is the call for tests.
+"""Trains and loads under many strategies in one set of processes; :func:`run_jobs` is the call for tests.
 
 A job is ``{"do": "save" | "load" | a function of lightning_jobs.py, …}``; rank 0 tells what it found.
 """
@@ -281,7 +281,7 @@ def data_at(batches: int) -> Any:
     return datamodule
 
 
-def torchrun(
+def run_jobs(
     world_size: int, jobs: list[dict[str, Any]], folder: Path, *, timeout: int = 420, accelerator: str = "cpu"
 ) -> list[dict[str, Any]]:
     """Run jobs of this file on gloo processes, or on nccl ones, and return what they found.

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 import small_training as small
-from colossalai_driver import torchrun
+from colossalai_driver import run_jobs
 from sd_lightning import UsageError
 from sd_lightning.strategies import colossalai_probe as probe
 from sd_lightning.strategies.colossalai import ColossalAIConfig, ColossalAIStrategy, colossalai
@@ -422,7 +422,7 @@ def results(accelerator: str, tmp_path_factory: pytest.TempPathFactory) -> Resul
     """What many small trainings of one process found."""
     folder = tmp_path_factory.mktemp(f"colossalai-{accelerator}")
     small.train(folder / "single", 2)
-    return torchrun(1, jobs_of(folder, accelerator), folder, accelerator=accelerator)
+    return run_jobs(1, jobs_of(folder, accelerator), folder, accelerator=accelerator)
 
 
 slow = pytest.mark.slow
@@ -532,7 +532,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     # The ranks measure different memory, and the device holds about half of the model.
     jobs["uneven"] = {"steps": 6, "trainer": NOT_CLIPPED, "strategy": auto, "memory": [1_500_000, [0, 600_000]]}
     names = ("clipped", "sampled", "half", "resumed", "resumed_from_single", "plain", "uneven", *PLACEMENTS)
-    return torchrun(2, {name: jobs[name] for name in names}, folder)
+    return run_jobs(2, {name: jobs[name] for name in names}, folder)
 
 
 @slow

@@ -34,7 +34,7 @@ CONFIG = {
 }
 
 
-def torchrun(jobs: dict[str, dict[str, Any]], folder: Path, *, timeout: float = 900) -> Results:
+def run_jobs(jobs: dict[str, dict[str, Any]], folder: Path, *, timeout: float = 900) -> Results:
     """Run jobs of ``deepspeed_driver`` by name on two gloo processes and return what they recorded."""
     job_file, result_file = folder / "jobs.json", folder / "results.json"
     job_file.write_text(json.dumps([{"name": name, **job} for name, job in jobs.items()]))
@@ -91,7 +91,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("nvme, resumed", "nvme", {"strategy": nvme, "fake_aio": True, "run_dir": runs["nvme-again"]}),
     ):
         jobs[name] = job | {"resume": f"{runs[source]}/checkpoints/step-00000002"}
-    found = torchrun(jobs, folder)
+    found = run_jobs(jobs, folder)
     found["folder"] = {"path": str(folder)}
     return found
 
@@ -293,7 +293,7 @@ def test_cpu_adam_steps_as_torchs_adamw_does(tmp_path: Path) -> None:
     if compiled:  # compiling it takes minutes
         nvme = {**OFFLOAD3, "cpu_adam": True, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
         jobs["real nvme, cpu adam"] = {"strategy": nvme}
-    found = torchrun(jobs, tmp_path)
+    found = run_jobs(jobs, tmp_path)
     for name, result in found.items():
         assert result["losses"] == pytest.approx(found["zero2"]["losses"], abs=1e-6), name
         if "cpu adam" in name:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from glyph import glyphs, write_photos
 from sd_lightning.data.dreambooth import class_folder
 from sd_lightning.lora import WEIGHTS_NAME
-from strategy_driver import torchrun
+from strategy_driver import run_jobs
 from suites import keep, wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -68,7 +68,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         jobs = {name: job for name, job in jobs.items() if name in wanted(request)}
         common = {"do": "save", "devices": world, "save_at": 0, "dreambooth": data}
         full = [common | {"run_dir": str(folder / name)} | job for name, job in jobs.items()]
-        found |= dict(zip(jobs, torchrun(world, full, folder, timeout=900), strict=True))
+        found |= dict(zip(jobs, run_jobs(world, full, folder, timeout=900), strict=True))
     return found
 
 

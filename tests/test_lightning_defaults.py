@@ -16,7 +16,7 @@ from lightning_jobs import Shape
 from sd_lightning import UsageError
 from sd_lightning.strategies import taking_apart
 from sd_lightning.strategies.processes import leave_process_group
-from strategy_driver import strategy_of, torchrun
+from strategy_driver import run_jobs, strategy_of
 from suites import keep, wanted
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini", "gemini_offload")
@@ -111,7 +111,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert needed <= cases.keys(), needed - cases.keys()
     cases = {name: case for name, case in cases.items() if name in needed}
     jobs_ = [job | {"devices": 2} for job in cases.values()]
-    return dict(zip(cases, torchrun(2, jobs_, folder, timeout=1500), strict=True))
+    return dict(zip(cases, run_jobs(2, jobs_, folder, timeout=1500), strict=True))
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_one_module_is_fitted_under_one_strategy_after_the_other(results: dict[s
 def test_every_pair_of_strategies_fits_one_module(tmp_path: Path) -> None:
     pairs = [(a, b) for a in ENGINES for b in ENGINES]
     cases = [{"do": "fits", "strategies": pair, "folder": str(tmp_path), "devices": 2} for pair in pairs]
-    found = dict(zip(pairs, torchrun(2, cases, tmp_path, timeout=1500), strict=True))
+    found = dict(zip(pairs, run_jobs(2, cases, tmp_path, timeout=1500), strict=True))
     for pair in pairs:
         assert_as_one_strategy(found[pair], found["ddp", "ddp"])
 

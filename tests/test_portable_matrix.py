@@ -9,7 +9,7 @@ import pytest
 
 from sd_lightning import checkpoint
 from sd_lightning.trainer_state import read_trainer_state
-from strategy_driver import OPTIMIZERS, torchrun
+from strategy_driver import OPTIMIZERS, run_jobs
 from test_strategies_common import STRATEGIES as ALL_STRATEGIES
 from test_strategies_common import rms
 
@@ -48,7 +48,7 @@ def test_a_checkpoint_loads_bit_equal_under_another_strategy_and_world_size(
         for name in (n for n, w in loaded if w == world and "load" in do):
             jobs["load", f"{name}-{world}"] = {"strategy": name, "checkpoints": checkpoints, "steps": SAVED_AT}
         full = [{"do": done, "devices": world} | job for (done, _), job in jobs.items()]
-        found |= dict(zip(jobs, torchrun(world, full, tmp_path), strict=True))
+        found |= dict(zip(jobs, run_jobs(world, full, tmp_path), strict=True))
 
     losses = {name: result["losses"] for (do, name), result in found.items() if do == "save"}
     for name, values in losses.items():
@@ -93,7 +93,7 @@ def test_a_run_goes_on_under_another_strategy_and_world_size(
         for strategy, steps in ends.items():
             jobs.append(relay | {"devices": world, "strategy": strategy, "steps": steps, "resume": resume})
             resume = str(checkpoint.checkpoint_path(tmp_path / "relay", steps))
-        found = torchrun(world, jobs, tmp_path)
+        found = run_jobs(world, jobs, tmp_path)
         if world == 1:
             reference = found.pop(0)
         losses += [loss for each in found for loss in each["losses"]]
@@ -130,8 +130,8 @@ def test_every_strategy_goes_on_with_every_other_optimizer_as_one_process_does(t
     first = {"do": "save", "strategy": "single", "devices": 1, "steps": SAVED_AT, "save_at": 0}
     begun = [first | {"optimizer": name, "run_dir": str(tmp_path / name)} for name in OPTIMIZERS]
     alone, together = jobs(1, ["single"]), jobs(2, ALL_STRATEGIES)
-    expected = dict(zip(alone, torchrun(1, begun + list(alone.values()), tmp_path)[len(begun) :], strict=True))
-    found = torchrun(2, list(together.values()), tmp_path, timeout=1800)
+    expected = dict(zip(alone, run_jobs(1, begun + list(alone.values()), tmp_path)[len(begun) :], strict=True))
+    found = run_jobs(2, list(together.values()), tmp_path, timeout=1800)
     for (strategy, old, new), ours in zip(together, found, strict=True):
         theirs = expected["single", old, new]
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-6), f"{strategy}: {old} -> {new}"

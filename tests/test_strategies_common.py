@@ -18,7 +18,7 @@ import torch
 
 from sd_lightning.tensor_store import ShardedTensors
 from sd_lightning.trainer_state import read_trainer_state
-from strategy_driver import torchrun
+from strategy_driver import run_jobs
 from suites import keep, wanted
 
 STRATEGIES = (
@@ -146,7 +146,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             for name, case in cases.items()
         ]
         if jobs:
-            found |= dict(zip(cases, torchrun(world, jobs, folder, timeout=1500), strict=True))
+            found |= dict(zip(cases, run_jobs(world, jobs, folder, timeout=1500), strict=True))
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 import sd_lightning.train
 from sd_lightning import checkpoint
 from sd_lightning.trainer_state import read_trainer_state
-from strategy_driver import run, torchrun
+from strategy_driver import run, run_jobs
 from test_strategies_common import rms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -57,7 +57,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     cases = [(name, variation) for name in ENGINES[request.param] for variation in variations]
     jobs = [job(folder, name, variation, **variations[variation]) for name, variation in cases]
     found: dict[str, Results] = {name: {} for name in ENGINES[request.param]}
-    for (name, variation), result in zip(cases, torchrun(1, jobs, folder, accelerator=ACCELERATOR), strict=True):
+    for (name, variation), result in zip(cases, run_jobs(1, jobs, folder, accelerator=ACCELERATOR), strict=True):
         found[name][variation] = result | {"run_dir": str(folder / f"{name}-{variation}")}
     return found
 

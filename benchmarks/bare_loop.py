@@ -13,7 +13,7 @@ from sd_lightning import LatentDiffusion
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.data.digits import Digits
 from sd_lightning.data.latent_table import encode_source
-from sd_lightning.encoder import LatentEncoder
+from sd_lightning.models.encoder import LatentEncoder
 
 
 class BareLoop:

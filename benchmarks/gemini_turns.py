@@ -29,7 +29,7 @@ import process_memory
 from hand_written import Recipe, Step
 from sd_lightning._console import quiet_libraries
 from sd_lightning.gemini import GeminiEngine
-from sd_lightning.strategies.processes import leave_process_group
+from sd_lightning.strategies.processes.group import leave_process_group
 from unet_35m import build, make_batches, recipe
 
 ALONE = 3  # steps of an engine before the next is built, in the last of which memory is measured

@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader
 import process_memory
 from sd_lightning import SDLightningModule
 from sd_lightning._console import quiet_libraries
-from sd_lightning.precision import precision_options
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed import deepspeed
+from sd_lightning.strategies.deepspeed.strategy import deepspeed
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
-from sd_lightning.strategies.processes import leave_process_group
+from sd_lightning.strategies.processes.group import leave_process_group
+from sd_lightning.training.precision import precision_options
 from unet_35m import build, make_batches
 
 # Buckets are no model state; these are small beside a network of 35 million parameters.

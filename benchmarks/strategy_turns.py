@@ -32,9 +32,9 @@ from hand_written import Batch, Recipe, Step
 from sd_lightning import SDLightningModule
 from sd_lightning._console import quiet_libraries
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed import deepspeed
+from sd_lightning.strategies.deepspeed.strategy import deepspeed
 from sd_lightning.strategies.fsdp import FSDPStrategy
-from sd_lightning.strategies.processes import leave_process_group
+from sd_lightning.strategies.processes.group import leave_process_group
 from unet_35m import CLIP, LR, build, make_batches, recipe
 
 ALONE = 3  # steps of ours before the peer is built, in the last of which memory is measured

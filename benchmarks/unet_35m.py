@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hand_written import Batch, Recipe
 from sd_lightning import LatentDiffusion, SDLightningModule
-from sd_lightning.architectures import ARCHITECTURES, Component
+from sd_lightning.models.architectures import ARCHITECTURES, Component
 
 BATCH_SIZE = 2  # per rank
 LATENTS = (4, 16, 16)

@@ -34,7 +34,7 @@ def train(strategy: str, *, leave: bool) -> None:
     """One rank: train, and end the process group as the entry point does."""
     fit(module(), data(cache_latents=False), 2, strategy=strategy_of(strategy), devices=2)
     if leave:
-        from sd_lightning.strategies.processes import leave_process_group
+        from sd_lightning.strategies.processes.group import leave_process_group
 
         leave_process_group()
 

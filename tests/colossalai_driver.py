@@ -22,13 +22,15 @@ import fake_colossalai
 import ranks
 from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
-from sd_lightning.generation import SamplingOptions
-from sd_lightning.precision import HalfWeights
-from sd_lightning.speed import Speed
-from sd_lightning.state import ParameterShard
-from sd_lightning.strategies import colossalai, colossalai_probe, training_state
-from sd_lightning.strategies.colossalai import ColossalAIPrecision, ColossalAIStrategy
-from sd_lightning.tensor_store import ShardedTensors
+from sd_lightning.models.generation import SamplingOptions
+from sd_lightning.state.shards import ParameterShard
+from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.strategies import training_state
+from sd_lightning.strategies.colossalai import probe as colossalai_probe
+from sd_lightning.strategies.colossalai import strategy as colossalai
+from sd_lightning.strategies.colossalai.strategy import ColossalAIPrecision, ColossalAIStrategy
+from sd_lightning.training.precision import HalfWeights
+from sd_lightning.training.speed import Speed
 from small_training import data, module, trainer_of
 from strategy_driver import Losses
 

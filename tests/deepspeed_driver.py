@@ -23,9 +23,9 @@ import ranks
 import small_training as small
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint
 from sd_lightning.callbacks.ema import inference_weights
-from sd_lightning.speed import Speed
 from sd_lightning.strategies import training_state
-from sd_lightning.strategies.deepspeed import deepspeed
+from sd_lightning.strategies.deepspeed.strategy import deepspeed
+from sd_lightning.training.speed import Speed
 
 
 @dataclass
@@ -193,7 +193,7 @@ def run(job: Job) -> dict[str, Any]:
 @contextlib.contextmanager
 def broken_layout() -> Iterator[None]:
     """Let the engine's lists name two parameters of the same size in the wrong order."""
-    from sd_lightning.strategies.deepspeed import DeepSpeedStrategy
+    from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     original = DeepSpeedStrategy._state_of
 

@@ -21,7 +21,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 
 from sd_lightning.strategies.ddp import DDPStrategy  # noqa: E402
-from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy  # noqa: E402
+from sd_lightning.strategies.deepspeed.strategy import Buckets, DeepSpeedStrategy  # noqa: E402
 from sd_lightning.strategies.fsdp import FSDPStrategy  # noqa: E402
 from sd_lightning.strategies.gemini import GeminiStrategy  # noqa: E402
 from small_training import data, fit, module  # noqa: E402

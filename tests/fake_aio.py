@@ -53,7 +53,8 @@ def install() -> None:
     """Let this process's swappers use the fake, and nobody ask for a compiler."""
     from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper
 
-    from sd_lightning.strategies import deepspeed, deepspeed_settings
+    from sd_lightning.strategies.deepspeed import settings as deepspeed_settings
+    from sd_lightning.strategies.deepspeed import strategy as deepspeed
 
     partitioned_optimizer_swapper.AsyncIOBuilder = FakeBuilder
     deepspeed_settings.check_buildable = lambda *args, **kwargs: None  # type: ignore[assignment]

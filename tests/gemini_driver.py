@@ -240,7 +240,7 @@ def build(job: Job) -> nn.Module:
 def _build(job: Job) -> nn.Module:
     torch.manual_seed(0)
     if job.network == "unet":
-        from sd_lightning.latent_diffusion import LatentDiffusion
+        from sd_lightning.models.latent_diffusion import LatentDiffusion
 
         network: nn.Module = LatentDiffusion.build("tiny", seed=0).unet
         if job.checkpointed:
@@ -398,7 +398,7 @@ class Training:
     def _blocks(self) -> list[nn.Module] | None:
         if self.job.network != "unet":
             return None
-        from sd_lightning.blocks import repeated_blocks
+        from sd_lightning.models.blocks import repeated_blocks
 
         return list(repeated_blocks(self.network).values())
 

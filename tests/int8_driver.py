@@ -18,11 +18,11 @@ from torch import Tensor
 
 from loading_driver import begin_peak, status
 from sd_lightning import LatentDiffusion
-from sd_lightning.inference_memory import weight_bytes
-from sd_lightning.pipeline_folder import file_keys, weights_file
+from sd_lightning.models.pipeline_folder import file_keys, weights_file
+from sd_lightning.planner.inference_memory import weight_bytes
 from sd_lightning.quantization import Int8, quantize_
-from sd_lightning.safetensors_file import SLICE_BYTES
-from sd_lightning.streamed_tensor import StreamedTensor, write_streamed
+from sd_lightning.storage.safetensors_file import SLICE_BYTES
+from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 
 SHARDS = 3
 

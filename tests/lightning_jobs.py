@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import small_training as small
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.lr_schedules import cosine
+from sd_lightning.training.lr_schedules import cosine
 
 STEPS = 2 * small.STEPS_PER_EPOCH
 

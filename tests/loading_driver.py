@@ -26,19 +26,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sd_lightning import LatentDiffusion, SDLightningModule
-from sd_lightning.architectures import ARCHITECTURES, Component
 from sd_lightning.callbacks import PortableCheckpoint
-from sd_lightning.callbacks.checkpoint_pipeline import frozen_weights_file
-from sd_lightning.lora import Lora, plain_names
-from sd_lightning.precision import precision_options
-from sd_lightning.state import SavedParameter
+from sd_lightning.callbacks.checkpoint.pipeline import frozen_weights_file
+from sd_lightning.models.adapters.lora import Lora, plain_names
+from sd_lightning.models.architectures import ARCHITECTURES, Component
+from sd_lightning.state.shards import SavedParameter
+from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
+from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy, Offload
+from sd_lightning.strategies.deepspeed.strategy import Buckets, DeepSpeedStrategy, Offload
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
-from sd_lightning.streamed_tensor import StreamedTensor, write_streamed
-from sd_lightning.tensor_store import ShardedTensors
+from sd_lightning.training.precision import precision_options
 from small_training import adamw, data, fit, trainer_of
 
 # ---------------------------------------------------------------------- a pipeline with known weights

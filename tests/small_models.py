@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sd_lightning.architectures import ARCHITECTURES, Architecture, Component
+from sd_lightning.models.architectures import ARCHITECTURES, Architecture, Component
 
 _TINY = ARCHITECTURES["tiny"]
 _CLIP = {

@@ -11,13 +11,14 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from torch import Tensor
 
-from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule, typed_json
+from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.data.digits import Digits
 from sd_lightning.data.loader import LoaderOptions
 from sd_lightning.data.samples import ImageOptions
 from sd_lightning.data.source import SourceSubset
-from sd_lightning.tensor_store import ShardedTensors
+from sd_lightning.storage import typed_json
+from sd_lightning.storage.tensor_store import ShardedTensors
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 5

@@ -24,21 +24,21 @@ import lightning_jobs
 import ranks
 from sd_lightning import SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
+from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 from sd_lightning.data.datamodule import dreambooth_data
-from sd_lightning.generation import SamplingOptions, generate
-from sd_lightning.learned_token import LearnedToken
-from sd_lightning.lora import Lora
-from sd_lightning.lr_schedules import cosine
-from sd_lightning.precision import precision_options
-from sd_lightning.speed import Speed
-from sd_lightning.state import LazyTensor, SavedParameter
+from sd_lightning.models.adapters.learned_token import LearnedToken
+from sd_lightning.models.adapters.lora import Lora
+from sd_lightning.models.generation import SamplingOptions, generate
+from sd_lightning.state.shards import LazyTensor, SavedParameter
+from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed import Buckets, DeepSpeedStrategy, Offload
+from sd_lightning.strategies.deepspeed.strategy import Buckets, DeepSpeedStrategy, Offload
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
-from sd_lightning.tensor_store import ShardedTensors
-from sd_lightning.trainer_state import read_trainer_state
+from sd_lightning.training.lr_schedules import cosine
+from sd_lightning.training.precision import precision_options
+from sd_lightning.training.speed import Speed
 from small_training import data, fit, module, trainer_of
 
 # Adam divides by the root of small second moments, so rounding grows with the learning rate: at 2e-3 the losses of two
@@ -223,7 +223,7 @@ def module_of(job: dict[str, Any]) -> Any:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job; validations run in inference mode, as with nccl: under gloo Lightning takes ``no_grad`` instead."""
     inference = mock.patch("lightning.pytorch.loops.utilities._distributed_is_initialized", return_value=False)
-    with inference, mock.patch("sd_lightning.module.generate", _draw):
+    with inference, mock.patch("sd_lightning.training.module.generate", _draw):
         return _run(job)
 
 

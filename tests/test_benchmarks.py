@@ -182,7 +182,7 @@ def test_the_bare_loop_trains_the_same_parameters_on_the_same_loss(
     import torch
 
     from sd_lightning import LatentDiffusion, SDLightningModule
-    from sd_lightning.randomness import Purpose, normal
+    from sd_lightning.diffusion.randomness import Purpose, normal
 
     monkeypatch.delitem(sys.modules, "bare_loop", raising=False)
     bare_loop = importlib.import_module("bare_loop")

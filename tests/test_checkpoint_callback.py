@@ -19,9 +19,10 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 
 import small_training as small
-from sd_lightning import UsageError, checkpoint, run_folder, runs, typed_json
+from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.checkpoint import all_checkpoints, checkpoint_path, verify
+from sd_lightning.storage import checkpoint, run_folder, runs, typed_json
+from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, verify
 
 Run = Callable[..., CompletedProcess[str]]
 

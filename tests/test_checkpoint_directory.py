@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from sd_lightning import checkpoint, runs
 from sd_lightning._errors import UsageError
-from sd_lightning.checkpoint import (
+from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.checkpoint import (
     all_checkpoints,
     begin,
     check_free_space,
@@ -263,7 +263,7 @@ def test_a_run_that_goes_back_sets_its_results_aside(tmp_path: Path, caplog: pyt
 _LOCKING = """
 import sys, time
 from pathlib import Path
-from sd_lightning import runs
+from sd_lightning.storage import runs
 runs.lock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
@@ -350,8 +350,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from sd_lightning._errors import UsageError
-from sd_lightning.checkpoint import saving, newest_valid, checkpoint_path
-from sd_lightning.tensor_store import Entry, write_shards
+from sd_lightning.storage.checkpoint import saving, newest_valid, checkpoint_path
+from sd_lightning.storage.tensor_store import Entry, write_shards
 
 run = Path(sys.argv[1])
 
@@ -392,7 +392,7 @@ def test_a_file_size_limit_while_tensors_are_written(tmp_path: Path) -> None:
 DIE_SCRIPT = """
 import os, shutil, sys
 from pathlib import Path
-from sd_lightning import checkpoint, runs
+from sd_lightning.storage import checkpoint, runs
 
 run, step, num_dead = Path(sys.argv[1]), int(sys.argv[2]), 0
 
@@ -448,7 +448,7 @@ def test_death_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path, 
 KILL_SCRIPT = """
 import itertools, sys
 from pathlib import Path
-from sd_lightning import checkpoint, runs
+from sd_lightning.storage import checkpoint, runs
 
 run = Path(sys.argv[1])
 checkpoint.clean(run)

@@ -21,9 +21,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 import small_training as small
 from colossalai_driver import run_jobs
 from sd_lightning import UsageError
-from sd_lightning.strategies import colossalai_probe as probe
-from sd_lightning.strategies.colossalai import ColossalAIConfig, ColossalAIStrategy, colossalai
-from sd_lightning.strategies.colossalai_settings import check_optimizers, check_run, config_of
+from sd_lightning.strategies.colossalai import probe
+from sd_lightning.strategies.colossalai.settings import check_optimizers, check_run, config_of
+from sd_lightning.strategies.colossalai.strategy import ColossalAIConfig, ColossalAIStrategy, colossalai
 
 REPO = Path(__file__).resolve().parent.parent
 IS_INSTALLED = importlib.util.find_spec("colossalai") is not None

@@ -23,9 +23,9 @@ from sd_lightning import export as export_program
 from sd_lightning import generate as generate_program
 from sd_lightning import train as train_program
 from sd_lightning.data.digits import Digits
-from sd_lightning.generation import SamplingOptions
+from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.quantization import Int8
-from sd_lightning.speed import Speed
+from sd_lightning.training.speed import Speed
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 PROGRAMS = {file.stem for file in CONF.glob("*.yaml")}

@@ -11,15 +11,16 @@ import pytest
 from PIL import Image
 
 import small_training as small
-from sd_lightning import SDDataModule, UsageError, typed_json
+from sd_lightning import SDDataModule, UsageError
 from sd_lightning.callbacks import PortableCheckpoint
-from sd_lightning.checkpoint import checkpoint_path
 from sd_lightning.data import fingerprint as fingerprints
 from sd_lightning.data.datamodule import dreambooth_data, image_folder_data
 from sd_lightning.data.digits import Digits
 from sd_lightning.data.fingerprint import Change, change, fingerprint
 from sd_lightning.data.images import HuggingFaceImages, ImageFolder
 from sd_lightning.data.source import Source, SourceSubset
+from sd_lightning.storage import typed_json
+from sd_lightning.storage.checkpoint import checkpoint_path
 
 NUM = 9
 
@@ -282,7 +283,7 @@ def test_between_epochs_and_where_samples_stay_what_they_are_changes_are_only_sa
 def test_a_checkpoint_that_tells_nothing_of_its_data_is_resumed_with_one_line(
     started: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd_lightning.callbacks import checkpoint as callback
+    from sd_lightning.callbacks.checkpoint import callback
 
     def of_before(path: Path) -> dict[str, Any]:
         return {k: v for k, v in read(path).items() if k not in ("data", "bad_samples", "optimizers")}

@@ -460,7 +460,7 @@ DDP = """
 import sys, torch, lightning.pytorch as pl
 sys.path.insert(0, sys.argv[1])
 from test_data_datamodule import *
-from sd_lightning.strategies.processes import leave_process_group
+from sd_lightning.strategies.processes.group import leave_process_group
 images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
 module, data = Recorder(), datamodule(images=images, cache_latents=True, val=Squares(7), source=Squares(70, (4, 33)),
                                       max_bad_fraction=0.1)

@@ -15,12 +15,14 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from sd_lightning import UsageError, preflight
-from sd_lightning.strategies import deepspeed_builds, deepspeed_keys
-from sd_lightning.strategies import deepspeed_precedence as precedence
-from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, Offload, deepspeed
-from sd_lightning.strategies.deepspeed_config import AUTO, get, known_keys, load, put
-from sd_lightning.strategies.deepspeed_nvme import SwapFolder, check_swap_path
+from sd_lightning import UsageError
+from sd_lightning.apps import preflight
+from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
+from sd_lightning.strategies.deepspeed import keys as deepspeed_keys
+from sd_lightning.strategies.deepspeed import precedence
+from sd_lightning.strategies.deepspeed.config import AUTO, get, known_keys, load, put
+from sd_lightning.strategies.deepspeed.nvme import SwapFolder, check_swap_path
+from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy, Offload, deepspeed
 
 EXAMPLE = Path(__file__).parent / "fixtures" / "ds_config_zero2.json"
 """The ZeRO-2 example that most tutorials copy, as they copy it."""

@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 
 import ranks
 from sd_lightning import UsageError
-from sd_lightning.strategies import deepspeed_builds
+from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
 
 Results = dict[str, dict[str, Any]]
 
@@ -107,7 +107,7 @@ def test_offloading_and_checkpointing_change_where_and_not_what(results: Results
         assert results[name]["engine"]["optimizer"] == "torch.optim.adamw.AdamW"
     for name in ("zero2 on host", "zero3 on host"):
         functions = results[name]["engine"]["checkpoint_functions"]
-        assert functions == ["sd_lightning.strategies.host_checkpointing.checkpoint_on_host"]
+        assert functions == ["sd_lightning.strategies.deepspeed.host_checkpointing.checkpoint_on_host"]
 
 
 @slow

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, _conf, train
 from sd_lightning._errors import UsageError
-from sd_lightning.architectures import Architecture
-from sd_lightning.deferred_weights import DeferredWeights
+from sd_lightning.models.architectures import Architecture
+from sd_lightning.storage.deferred_weights import DeferredWeights
 from small_models import SMALL_SDXL
 
 PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")

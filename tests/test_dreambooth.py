@@ -16,9 +16,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from glyph import write_photos
-from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, checkpoint, dreambooth
-from sd_lightning.generation import SamplingOptions, generate
-from sd_lightning.lora import WEIGHTS_NAME
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, dreambooth
+from sd_lightning.models.adapters.lora import WEIGHTS_NAME
+from sd_lightning.models.generation import SamplingOptions, generate
+from sd_lightning.storage import checkpoint
 from small_training import assert_bitwise_equal
 from test_bad_input import call, contents, refuse
 

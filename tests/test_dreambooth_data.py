@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from sd_lightning import UsageError, class_images
-from sd_lightning.class_images import missing_pictures
+from sd_lightning import UsageError
+from sd_lightning.apps import class_images
+from sd_lightning.apps.class_images import missing_pictures
 from sd_lightning.data.datamodule import dreambooth_data
 from sd_lightning.data.dreambooth import (
     Picture,

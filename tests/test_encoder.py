@@ -13,8 +13,8 @@ from torch import Tensor
 
 import small_training
 from sd_lightning import LatentDiffusion, SDLightningModule
-from sd_lightning.encoder import LatentEncoder
-from sd_lightning.randomness import Purpose, normal
+from sd_lightning.diffusion.randomness import Purpose, normal
+from sd_lightning.models.encoder import LatentEncoder
 from small_models import SMALL_SDXL
 
 ARCHITECTURES = {"sd": "tiny", "sdxl": SMALL_SDXL}
@@ -229,7 +229,7 @@ def test_moments_do_not_depend_on_how_many_images_are_encoded_at_a_time(
 ) -> None:
     pixels = digits()["pixel_values"]
     together = LatentEncoder(tiny).encode_moments(pixels)
-    monkeypatch.setattr("sd_lightning.encoder._PIXELS_PER_CALL", 4 * 32 * 32)
+    monkeypatch.setattr("sd_lightning.models.encoder._PIXELS_PER_CALL", 4 * 32 * 32)
     torch.testing.assert_close(LatentEncoder(tiny).encode_moments(pixels), together, rtol=1e-4, atol=1e-5)
 
 

@@ -11,7 +11,7 @@ from sd_lightning.callbacks import EngineMemory
 from sd_lightning.report import read_metrics, write_report
 from sd_lightning.report.memory import TIMELINE_NAME, memory_section
 from sd_lightning.strategies.gemini import GeminiStrategy
-from sd_lightning.strategies.processes import leave_process_group
+from sd_lightning.strategies.processes.group import leave_process_group
 from small_training import data, fit, module
 
 

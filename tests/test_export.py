@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import small_training
-from sd_lightning import LatentDiffusion, checkpoint, export, runs
-from sd_lightning.architectures import Architecture
+from sd_lightning import LatentDiffusion, export
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.learned_token import WEIGHTS_NAME
-from sd_lightning.tensor_store import Entry, merge_index, write_shards
+from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME
+from sd_lightning.models.architectures import Architecture
+from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.tensor_store import Entry, merge_index, write_shards
 from small_models import SMALL_SD2, SMALL_SDXL
 
 UNET = "unet/diffusion_pytorch_model.safetensors"

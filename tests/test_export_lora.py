@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import small_training as small
-from sd_lightning import LatentDiffusion, checkpoint, export, runs
+from sd_lightning import LatentDiffusion, export
 from sd_lightning.callbacks import EMA
-from sd_lightning.lora import WEIGHTS_NAME, Lora
+from sd_lightning.models.adapters.lora import WEIGHTS_NAME, Lora
+from sd_lightning.storage import checkpoint, runs
 from small_models import SMALL_SDXL
 
 RANK, ALPHA = 2, 3.0

@@ -16,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gemini_driver import BATCH, Blocks, Job, _Fails, inputs, loss_of
 from sd_lightning._errors import UsageError
-from sd_lightning.blocks import execution_position, repeated_blocks
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, SavedStates
 from sd_lightning.gemini.accumulation import spare_bytes
 from sd_lightning.gemini.auto import Call
@@ -24,7 +23,8 @@ from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.probe import AllocatorProbe, peak_allocated
 from sd_lightning.gemini.tiers import Kind, Memory, Tier
-from sd_lightning.latent_diffusion import LatentDiffusion
+from sd_lightning.models.blocks import execution_position, repeated_blocks
+from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.strategies.gemini import gemini
 
 SLOW = {"offload_param_frac": 1.0, "chunk_numel": 1500}

@@ -15,11 +15,11 @@ from gemini_driver import Blocks, Findings, Job, inputs, loss_of, train
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.layout import ALIGNMENT
-from sd_lightning.state import ReplicatedState, SavedParameter
+from sd_lightning.state.shards import ReplicatedState, SavedParameter
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.gemini_state import GeminiState
-from sd_lightning.strategies.processes import leave_process_group
+from sd_lightning.strategies.processes.group import leave_process_group
 from test_gemini_training import BUDGETED, OPTIMIZERS, PLACEMENTS, distance
 
 PLACES = [name for name in PLACEMENTS if "gathered" not in name and name != "sharded"]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import small_training
 from sd_lightning.callbacks import EMA
 from sd_lightning.strategies.gemini import GeminiStrategy
-from sd_lightning.strategies.processes import leave_process_group
+from sd_lightning.strategies.processes.group import leave_process_group
 
 OFFLOADED = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "gathered_budget": 0}
 

@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 
 import small_training
-from sd_lightning import LatentDiffusion, generate, runs
+from sd_lightning import LatentDiffusion, generate
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.generate import file_name
+from sd_lightning.storage import runs
 
 QUICK = ["num_inference_steps=3", "guidance_scale=3"]
 

@@ -12,12 +12,13 @@ import torch
 from PIL import Image
 
 import small_training
-from sd_lightning import LatentDiffusion, SamplingOptions, SDLightningModule, sampling_schedulers
+from sd_lightning import LatentDiffusion, SamplingOptions, SDLightningModule
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
-from sd_lightning.encoder import LatentEncoder
-from sd_lightning.generation import generate
-from sd_lightning.sampling_schedulers import scheduler_class
+from sd_lightning.models import sampling_schedulers
+from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.models.generation import generate
+from sd_lightning.models.sampling_schedulers import scheduler_class
 from small_models import SMALL_SDXL
 
 PROMPTS = ["a handwritten three", "a handwritten one", "the digit 7"]

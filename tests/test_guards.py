@@ -23,10 +23,10 @@ from torch import Tensor
 import small_training as small
 from sd_lightning import SDLightningModule, UsageError
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
-from sd_lightning.callbacks import checkpoint as checkpoint_callback
-from sd_lightning.checkpoint import all_checkpoints, checkpoint_path, step_of
-from sd_lightning.generation import SamplingOptions
-from sd_lightning.tensor_store import Entry
+from sd_lightning.callbacks.checkpoint import callback as checkpoint_callback
+from sd_lightning.models.generation import SamplingOptions
+from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, step_of
+from sd_lightning.storage.tensor_store import Entry
 
 Run = Callable[..., CompletedProcess[str]]
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

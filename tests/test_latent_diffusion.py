@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sd_lightning import LatentDiffusion, architectures, assets
+from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
-from sd_lightning.architectures import Architecture, Component
-from sd_lightning.blocks import repeated_blocks
-from sd_lightning.latent_diffusion import check_pretrained, load_model
-from sd_lightning.pipeline_folder import load_network
-from sd_lightning.sampling_schedulers import scheduler_class
+from sd_lightning.models import architectures, assets
+from sd_lightning.models.architectures import Architecture, Component
+from sd_lightning.models.blocks import repeated_blocks
+from sd_lightning.models.latent_diffusion import check_pretrained, load_model
+from sd_lightning.models.pipeline_folder import load_network
+from sd_lightning.models.sampling_schedulers import scheduler_class
 from small_models import SMALL_SDXL
 
 ARCHITECTURES = {"sd": "tiny", "sdxl": SMALL_SDXL}

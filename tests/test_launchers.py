@@ -22,10 +22,10 @@ from launched_training import BIN, TRAIN, Launched, losses
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 from sd_lightning.strategies.fsdp import FSDPStrategy
-from sd_lightning.strategies.rank_health import RankHealth, behind, failure_of, main_thread_position, silent
-from sd_lightning.strategies.rank_link import Link
-from sd_lightning.strategies.watchdog import Spoke
-from sd_lightning.strategies.watchdog_hub import Hub
+from sd_lightning.strategies.processes.rank_health import RankHealth, behind, failure_of, main_thread_position, silent
+from sd_lightning.strategies.processes.rank_link import Link
+from sd_lightning.strategies.processes.watchdog import Spoke
+from sd_lightning.strategies.processes.watchdog_hub import Hub
 from suites import keep, wanted
 
 TESTS = Path(__file__).resolve().parent

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import small_training
-from sd_lightning import UsageError, checkpoint, runs, train
+from sd_lightning import UsageError, train
+from sd_lightning.storage import checkpoint, runs
 
 
 @pytest.fixture(scope="module")

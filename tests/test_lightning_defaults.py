@@ -15,7 +15,7 @@ import lightning_jobs as jobs
 from lightning_jobs import Shape
 from sd_lightning import UsageError
 from sd_lightning.strategies import taking_apart
-from sd_lightning.strategies.processes import leave_process_group
+from sd_lightning.strategies.processes.group import leave_process_group
 from strategy_driver import run_jobs, strategy_of
 from suites import keep, wanted
 

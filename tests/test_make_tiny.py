@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from sd_lightning.assets import make_tiny
 from sd_lightning.data.digits import Digits
 from sd_lightning.data.transform import place, to_model_range
+from sd_lightning.models.assets import make_tiny
 
 SHIPPED = Path(make_tiny.__file__).parent / "tiny"
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from sd_lightning import LatentDiffusion, dreambooth
-from sd_lightning.architectures import ARCHITECTURES, Architecture
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.inference_memory import inference_bytes
-from sd_lightning.memory_forecast import DEVICE_ALLOWANCE, GB, Forecast, Training, forecast
-from sd_lightning.memory_trace import peak_bytes
+from sd_lightning.models.architectures import ARCHITECTURES, Architecture
+from sd_lightning.planner.inference_memory import inference_bytes
+from sd_lightning.planner.memory_forecast import DEVICE_ALLOWANCE, GB, Forecast, Training, forecast
+from sd_lightning.planner.memory_trace import peak_bytes
 from small_models import SMALL_SDXL
 from suites import keep
 from test_configs import Compose, compose  # noqa: F401
@@ -121,7 +121,7 @@ def test_settings_of_a_run_reach_the_forecast(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sd_lightning.memory_forecast.forecast", lambda model, training, config: training)
+    monkeypatch.setattr("sd_lightning.planner.memory_forecast.forecast", lambda model, training, config: training)
 
     def read(*options: str) -> Any:
         return predicted(compose, tmp_path, "8gb", *options)
@@ -168,7 +168,7 @@ def test_the_forecast_is_of_the_pipeline_that_is_loaded(
         noted[:] = training, gemini
         return forecast(model, training, gemini)
 
-    monkeypatch.setattr("sd_lightning.memory_forecast.forecast", note)
+    monkeypatch.setattr("sd_lightning.planner.memory_forecast.forecast", note)
     found = predicted(compose, tmp_path, "8gb", f"model={model}", f"model.pretrained={folder}", "resolution=32")
     training, gemini = noted
     assert found == forecast(LatentDiffusion.build(built, device="meta"), training, gemini)

@@ -20,7 +20,7 @@ from torch import Tensor
 import small_training
 from sd_lightning import LatentDiffusion, Objective, SamplingOptions, SDDataModule, SDLightningModule
 from sd_lightning._errors import UsageError
-from sd_lightning.randomness import Purpose, normal, uniform
+from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 from sd_lightning.report import read_metrics
 from sd_lightning.strategies import registry
 from small_models import SMALL_SDXL

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sd_lightning._conf import config_dir, instantiate
 from sd_lightning._errors import UsageError
-from sd_lightning.noise_schedule import NoiseSchedule, rescale_zero_terminal_snr
-from sd_lightning.objective import (
+from sd_lightning.diffusion.noise_schedule import NoiseSchedule, rescale_zero_terminal_snr
+from sd_lightning.diffusion.objective import (
     NoisyBatch,
     Objective,
     add_noise,
@@ -26,7 +26,7 @@ from sd_lightning.objective import (
     snr,
     velocity,
 )
-from sd_lightning.randomness import Purpose, normal
+from sd_lightning.diffusion.randomness import Purpose, normal
 
 STABLE_DIFFUSION: dict[str, Any] = {
     "num_train_timesteps": 1000,

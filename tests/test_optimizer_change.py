@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import small_training as small
-from sd_lightning import typed_json
-from sd_lightning.optimizer_change import keep_states, optimizer_name
-from sd_lightning.state import ReplicatedState, SavedParameter
-from sd_lightning.tensor_store import ShardedTensors, merge_index, write_shards
-from sd_lightning.trainer_state import adopt_settings, configured_groups
+from sd_lightning.callbacks.checkpoint.trainer_state import adopt_settings, configured_groups
+from sd_lightning.state.optimizer_change import keep_states, optimizer_name
+from sd_lightning.state.shards import ReplicatedState, SavedParameter
+from sd_lightning.storage import typed_json
+from sd_lightning.storage.tensor_store import ShardedTensors, merge_index, write_shards
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 CLASSES: dict[str, Factory] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sd_lightning import checkpoint
-from sd_lightning.trainer_state import read_trainer_state
+from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
+from sd_lightning.storage import checkpoint
 from strategy_driver import OPTIMIZERS, run_jobs
 from test_strategies_common import STRATEGIES as ALL_STRATEGIES
 from test_strategies_common import rms

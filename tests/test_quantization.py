@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.export import main as export_main
-from sd_lightning.generation import SamplingOptions, decoding_in_tiles, generate
-from sd_lightning.inference_memory import inference_bytes, weight_bytes
-from sd_lightning.latent_diffusion import load_model
+from sd_lightning.models.generation import SamplingOptions, decoding_in_tiles, generate
+from sd_lightning.models.latent_diffusion import load_model
+from sd_lightning.planner.inference_memory import inference_bytes, weight_bytes
 from sd_lightning.quantization import Int8, dequantize_, quantize_, replace_module
 from sd_lightning.quantization import config as defaults
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Embedding, Int8Linear, int8_layers, quantize_rows

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from sd_lightning import randomness
 from sd_lightning._errors import UsageError
-from sd_lightning.randomness import (
+from sd_lightning.diffusion import randomness
+from sd_lightning.diffusion.randomness import (
     Purpose,
     _sqrt_minus_two_log,
     _square_root,
@@ -192,7 +192,7 @@ def test_the_extreme_words_give_finite_normals(monkeypatch: pytest.MonkeyPatch) 
     extreme = [0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
     pairs = torch.cartesian_prod(torch.tensor(extreme), torch.tensor(extreme)).view(-1, 1, 2)
     words = (pairs[..., 0], pairs[..., 1], pairs[..., 0], pairs[..., 1])
-    monkeypatch.setattr("sd_lightning.randomness._words", lambda *_: words)
+    monkeypatch.setattr("sd_lightning.diffusion.randomness._words", lambda *_: words)
     numbers = normal(0, 0, torch.arange(len(pairs)), Purpose.NOISE, (4,))
     assert torch.isfinite(numbers).all()
     assert 6.65 < float(numbers.abs().max()) < 6.67

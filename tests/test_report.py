@@ -18,7 +18,7 @@ from PIL import Image
 import small_training as small
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import SampleGrid
-from sd_lightning.generation import SamplingOptions
+from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.report import image_grid, read_metrics, write_report
 from sd_lightning.report.charts import tick_labels
 from sd_lightning.report.metrics import smooth, wants_log_axis

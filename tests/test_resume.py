@@ -25,10 +25,11 @@ from torch.optim import swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
 import small_training as small
-from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, checkpoint, runs, train
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, train
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.checkpoint import all_checkpoints, checkpoint_path
-from sd_lightning.trainer_state import adopt_settings
+from sd_lightning.callbacks.checkpoint.trainer_state import adopt_settings
+from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path
 from suites import keep
 
 E = small.STEPS_PER_EPOCH

@@ -13,10 +13,11 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
-from sd_lightning import UsageError, checkpoint, run_folder, runs
+from sd_lightning import UsageError
 from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.data.images import ImageFolder
-from sd_lightning.new_folder import check_new_folder
+from sd_lightning.storage import checkpoint, run_folder, runs
+from sd_lightning.storage.new_folder import check_new_folder
 
 CONFIG = "\n".join(f"{key}: 1" for key in ("name", *sorted(run_folder._CONFIG_KEYS)))
 

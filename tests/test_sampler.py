@@ -4,7 +4,7 @@ import pytest
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.sampler import GlobalBatchSampler, micro_batch_size
-from sd_lightning.randomness import permutation
+from sd_lightning.diffusion.randomness import permutation
 
 DIVISIONS = [(world, accumulate) for world in (1, 2, 4) for accumulate in (1, 2, 3)]
 

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sd_lightning import LatentDiffusion, UsageError
-from sd_lightning.pipeline_folder import file_keys
-from sd_lightning.safetensors_file import SLICE_BYTES
-from sd_lightning.single_file import Origin, family_of, model_spec, original_names
-from sd_lightning.streamed_tensor import StreamedTensor, file_tensors, joined, write_streamed
+from sd_lightning.models.pipeline_folder import file_keys
+from sd_lightning.models.single_file import Origin, family_of, model_spec, original_names
+from sd_lightning.storage.safetensors_file import SLICE_BYTES
+from sd_lightning.storage.streamed_tensor import StreamedTensor, file_tensors, joined, write_streamed
 
 
 def files_of(model: LatentDiffusion) -> dict[str, dict[str, Tensor]]:

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, _conf
 from sd_lightning import train as cli
-from sd_lightning.blocks import repeated_blocks
+from sd_lightning.apps.preflight import check_trainer
 from sd_lightning.callbacks import EMA
-from sd_lightning.checkpoint import checkpoint_path
-from sd_lightning.preflight import check_trainer
-from sd_lightning.speed import Speed, use_attention_kernel
+from sd_lightning.models.blocks import repeated_blocks
+from sd_lightning.storage.checkpoint import checkpoint_path
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.training.speed import Speed, use_attention_kernel
 from suites import keep
 
 

@@ -12,11 +12,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 import small_training as small
-from sd_lightning import SamplingOptions, UsageError, typed_json
+from sd_lightning import SamplingOptions, UsageError
 from sd_lightning.callbacks import EMA, SampleGrid
-from sd_lightning.state import ReplicatedState, SavedParameter
+from sd_lightning.state.shards import ReplicatedState, SavedParameter
+from sd_lightning.storage import typed_json
+from sd_lightning.storage.tensor_store import ShardedTensors, merge_index, write_shards
 from sd_lightning.strategies import training_state
-from sd_lightning.tensor_store import ShardedTensors, merge_index, write_shards
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state_bytes import FORMS, state_bytes
+from sd_lightning.planner.state_bytes import FORMS, state_bytes
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 PARAMETERS = {"sd21": 865_910_724, "sdxl": 2_567_463_684}  # pinned by test_latent_diffusion

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from sd_lightning.tensor_store import ShardedTensors
-from sd_lightning.trainer_state import read_trainer_state
+from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
+from sd_lightning.storage.tensor_store import ShardedTensors
 from strategy_driver import run_jobs
 from suites import keep, wanted
 

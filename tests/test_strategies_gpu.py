@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import sd_lightning.train
-from sd_lightning import checkpoint
-from sd_lightning.trainer_state import read_trainer_state
+from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
+from sd_lightning.storage import checkpoint
 from strategy_driver import run, run_jobs
 from test_strategies_common import rms
 

@@ -19,9 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd_lightning import safetensors_file, tensor_store
 from sd_lightning._errors import UsageError
-from sd_lightning.tensor_store import (
+from sd_lightning.storage import safetensors_file, tensor_store
+from sd_lightning.storage.tensor_store import (
     Entry,
     PieceSpec,
     PieceWriter,
@@ -302,7 +302,7 @@ def test_streamed_network_equals_the_one_safetensors_writes(
 MEMORY_SCRIPT = """
 import resource, sys
 import torch
-from sd_lightning.tensor_store import Entry, ShardedTensors, merge_index, stream_network, write_shards
+from sd_lightning.storage.tensor_store import Entry, ShardedTensors, merge_index, stream_network, write_shards
 
 torch.set_num_threads(1)
 path, mib, strided = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "strided"

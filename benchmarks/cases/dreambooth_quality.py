@@ -50,7 +50,7 @@ def _teach(folder: Path, trained: Path, judge: Any, *options: str) -> dict[str, 
     from glyph import GLYPH
     from sd_lightning import LatentDiffusion, SamplingOptions
     from sd_lightning.data.digits import GENERIC_CAPTION, PROMPTS
-    from sd_lightning.generation import generate
+    from sd_lightning.models.generation import generate
 
     run_dir = folder / options[0].replace("=", "-")
     preset = ("experiment=dreambooth_tiny", f"init_from={trained}", "instance_data_dir=photos")

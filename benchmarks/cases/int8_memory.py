@@ -8,8 +8,8 @@ def measure() -> dict[str, float]:
     import torch
 
     from sd_lightning import LatentDiffusion
-    from sd_lightning.generation import decoding_in_tiles
-    from sd_lightning.inference_memory import inference_bytes
+    from sd_lightning.models.generation import decoding_in_tiles
+    from sd_lightning.planner.inference_memory import inference_bytes
     from sd_lightning.quantization import Int8, quantize_
 
     model = quantize_(LatentDiffusion.build("sd21", device="meta"), Int8(dtype="float16"))

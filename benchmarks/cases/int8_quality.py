@@ -52,7 +52,7 @@ def _unet(linear: Any, *, gaussian: bool = False) -> float:
 def _digits(pipeline: Path) -> dict[str, float]:
     from sd_lightning import LatentDiffusion, SamplingOptions
     from sd_lightning.data.digits import Digits
-    from sd_lightning.generation import generate
+    from sd_lightning.models.generation import generate
     from sd_lightning.quantization import quantize_
 
     judge = Digits("val").judge
@@ -75,7 +75,7 @@ def _batches(pipeline: Path) -> dict[str, float]:
     import numpy as np
 
     from sd_lightning import LatentDiffusion, SamplingOptions
-    from sd_lightning.generation import generate
+    from sd_lightning.models.generation import generate
     from sd_lightning.quantization import Int8, quantize_
 
     prompts = [f"a handwritten {word}" for word in ("three", "nine", "zero")] * (PICTURES // 3)

@@ -45,7 +45,7 @@ def _train(
     from sd_lightning.data.digits import Digits
     from sd_lightning.data.samples import ImageOptions
     from sd_lightning.data.source import SourceSubset
-    from sd_lightning.speed import Speed
+    from sd_lightning.training.speed import Speed
 
     model = LatentDiffusion.build(architecture)
     module = SDLightningModule(model, optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))

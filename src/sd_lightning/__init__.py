@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sd_lightning._errors import UsageError
     from sd_lightning.data.datamodule import SDDataModule
-    from sd_lightning.generation import SamplingOptions
-    from sd_lightning.latent_diffusion import LatentDiffusion
-    from sd_lightning.module import SDLightningModule
-    from sd_lightning.objective import Objective
+    from sd_lightning.diffusion.objective import Objective
+    from sd_lightning.models.generation import SamplingOptions
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.training.module import SDLightningModule
 
 __all__ = ["LatentDiffusion", "Objective", "SDDataModule", "SDLightningModule", "SamplingOptions", "UsageError"]
 

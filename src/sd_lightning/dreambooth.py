@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sd_lightning import _conf, class_images, runs, train
+from sd_lightning import _conf, train
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
+from sd_lightning.apps import class_images
+from sd_lightning.apps.dreambooth_checks import base_of, check_base, check_folders, check_used, load_base
+from sd_lightning.apps.preflight import LOAD_MODEL, adopt_base, check_model, num_processes
 from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
-from sd_lightning.dreambooth_checks import base_of, check_base, check_folders, check_used, load_base
-from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.preflight import LOAD_MODEL, adopt_base, check_model, num_processes
+from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.storage import runs
 
 if TYPE_CHECKING:
     import torch
     from omegaconf import DictConfig
 
-    from sd_lightning.latent_diffusion import LatentDiffusion
-    from sd_lightning.memory_forecast import Forecast
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.planner.memory_forecast import Forecast
 
 log = logging.getLogger("sd_lightning.dreambooth")  # __name__ is "__main__" under python -m
 
@@ -112,8 +114,8 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
     """
     import torch
 
-    from sd_lightning import memory_forecast
-    from sd_lightning.latent_diffusion import LatentDiffusion
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.planner import memory_forecast
     from sd_lightning.strategies.gemini import GeminiStrategy
 
     strategy: Any = _conf.instantiate(cfg.strategy)
@@ -254,7 +256,7 @@ def learn_token(cfg: DictConfig, captions: Sequence[str]) -> None:
     """
     from omegaconf import OmegaConf
 
-    from sd_lightning.learned_token import LearnedToken
+    from sd_lightning.models.adapters.learned_token import LearnedToken
 
     token = cfg.placeholder_token
     LearnedToken(token)  # which says what is no word
@@ -265,7 +267,7 @@ def learn_token(cfg: DictConfig, captions: Sequence[str]) -> None:
                 f"'instance_prompt={_with_token(caption, token)}', or placeholder_token=<the word>"
             )
     settings = {"placeholder_token": token, "initializer_token": cfg.initializer_token}
-    node = {"_target_": "sd_lightning.learned_token.LearnedToken", **settings}
+    node = {"_target_": "sd_lightning.models.adapters.learned_token.LearnedToken", **settings}
     OmegaConf.update(cfg, "learned_token", node, force_add=True)
 
 
@@ -309,7 +311,7 @@ def use_8bit_adam(cfg: DictConfig) -> None:
 
 def complete_class_images(cfg: DictConfig) -> None:
     """Draw the class images that are missing, on the first process; the others wait for them."""
-    from sd_lightning.generation import SamplingOptions
+    from sd_lightning.models.generation import SamplingOptions
 
     prompts: Sequence[str] = list(cfg.data.class_prompts)
     if not prompts:

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sd_lightning import _conf, checkpoint, runs
+from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.architectures import Component
-from sd_lightning.learned_token import WEIGHTS_NAME as WORD_NAME
-from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.lora import is_adapter, plain_names
-from sd_lightning.lora_file import LoraFile
-from sd_lightning.new_folder import check_new_folder, complete_or_absent
-from sd_lightning.pipeline_folder import (
+from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
+from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.adapters.lora import is_adapter, plain_names
+from sd_lightning.models.adapters.lora_file import LoraFile
+from sd_lightning.models.architectures import Component
+from sd_lightning.models.pipeline_folder import (
     class_of,
     config_file,
     file_keys,
@@ -37,10 +36,18 @@ from sd_lightning.pipeline_folder import (
     weights_file,
     write_json,
 )
+from sd_lightning.models.single_file import family_of, model_spec, original_tensors
 from sd_lightning.quantization.config import read_record
-from sd_lightning.single_file import family_of, model_spec, original_tensors
-from sd_lightning.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, stored_tensor, write_streamed
-from sd_lightning.tensor_store import ShardedTensors
+from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
+from sd_lightning.storage.streamed_tensor import (
+    StreamedTensor,
+    converted_dtype,
+    file_tensors,
+    stored_tensor,
+    write_streamed,
+)
+from sd_lightning.storage.tensor_store import ShardedTensors
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

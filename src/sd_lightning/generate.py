@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sd_lightning import _conf, run_folder, runs
+from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.generation import SamplingOptions, decoding_in_tiles, generate
-from sd_lightning.inference_memory import inference_bytes
-from sd_lightning.latent_diffusion import LatentDiffusion
-from sd_lightning.new_folder import check_new_folder, complete_or_absent
-from sd_lightning.pipeline_folder import find_folder, read_json
+from sd_lightning.models.generation import SamplingOptions, decoding_in_tiles, generate
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.pipeline_folder import find_folder, read_json
+from sd_lightning.planner.inference_memory import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
+from sd_lightning.storage import run_folder, runs
+from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -9,18 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sd_lightning import _conf, checkpoint, runs
+from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
-from sd_lightning.preflight import LOAD_MODEL, check_model, is_lightning_checkpoint, parts_of, preflight
+from sd_lightning.apps.preflight import LOAD_MODEL, check_model, is_lightning_checkpoint, parts_of, preflight
+from sd_lightning.storage import checkpoint, runs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from omegaconf import DictConfig
 
-    from sd_lightning.latent_diffusion import LatentDiffusion
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger("sd_lightning.train")  # __name__ is "__main__" under python -m
 
@@ -73,7 +74,7 @@ def train(cfg: DictConfig, *, prepare: Callable[[DictConfig], None] | None = Non
     module = build_module(cfg)
     check_parts(trainer, module, datamodule)
     open_run(cfg, run_dir, trainer)
-    from sd_lightning.strategies.processes import parting
+    from sd_lightning.strategies.processes.group import parting
 
     with parting(trainer):
         trainer.fit(module, datamodule)
@@ -103,7 +104,7 @@ def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
         "default_root_dir": cfg.output_dir,
     }
     strategy = _conf.instantiate(cfg.strategy)
-    from sd_lightning.precision import precision_options
+    from sd_lightning.training.precision import precision_options
 
     return _conf.instantiate(
         cfg.trainer,
@@ -284,7 +285,7 @@ def write_results(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _print_results(summary: Mapping[str, Any], run_dir: Path) -> None:
-    from sd_lightning.lora import WEIGHTS_NAME as LORA_NAME
+    from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 
     lines = [f"steps              {summary['steps']} in {summary['train_seconds']:.0f} s"]
     if summary["images_per_second"]:

@@ -1,6 +1,6 @@
 """Lightning callbacks: EMA, portable checkpoints, samples, throughput, progress, guards."""
 
-from sd_lightning.callbacks.checkpoint import PortableCheckpoint
+from sd_lightning.callbacks.checkpoint.callback import PortableCheckpoint
 from sd_lightning.callbacks.ema import EMA
 from sd_lightning.callbacks.engine_memory import EngineMemory
 from sd_lightning.callbacks.guards import NonFiniteLossGuard, StopOnSignal

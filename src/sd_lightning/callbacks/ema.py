@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state import LazyTensor, ParameterShard, ReplicatedState, TrainingState
+from sd_lightning.state.shards import LazyTensor, ParameterShard, ReplicatedState, TrainingState
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.plain import PlainState
 from sd_lightning.strategies.whole import whole

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sd_lightning import checkpoint
 from sd_lightning._errors import UsageError
+from sd_lightning.storage import checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.data.source import BadSample, Source
-from sd_lightning.generation import SamplingOptions
+from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.report import image_grid
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from sd_lightning._imports import require
 from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample, caption_evidence
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size, to_rgb
-from sd_lightning.run_folder import is_run
+from sd_lightning.storage.run_folder import is_run
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from torch import Tensor, arange
 from torch.utils.data import Sampler
 
-from sd_lightning import randomness
 from sd_lightning._errors import UsageError
+from sd_lightning.diffusion import randomness
 
 Key = tuple[int, int]
 """``(epoch, index)`` of a sample: all its randomness is derived from these two and the seed."""

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sd_lightning import randomness
 from sd_lightning._errors import UsageError
 from sd_lightning.data.latent_table import LatentTable
 from sd_lightning.data.sampler import Key
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, read_placed, to_model_range
-from sd_lightning.randomness import Purpose
+from sd_lightning.diffusion import randomness
+from sd_lightning.diffusion.randomness import Purpose
 
 Tokenize = Callable[[list[str]], Tensor]
 """Captions to token ids ``(B, num_text_encoders, length)`` int64."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.architectures import Component
-from sd_lightning.pipeline_folder import QUANTIZATION, defer_network, read_json
+from sd_lightning.models.architectures import Component
+from sd_lightning.models.pipeline_folder import QUANTIZATION, defer_network, read_json
 from sd_lightning.quantization.config import NUM_LAYERS, Int8, read_record
 from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
 from sd_lightning.quantization.linear import load_kernels
 from sd_lightning.quantization.model import cast_rest, describe, read_rest, set_structure
-from sd_lightning.tensor_store import ShardedTensors
+from sd_lightning.storage.tensor_store import ShardedTensors
 
 
 def stored_int8(folder: Path) -> Int8 | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.pipeline_folder import QUANTIZATION
+from sd_lightning.models.pipeline_folder import QUANTIZATION
 from sd_lightning.quantization.config import FORMAT, Int8
 from sd_lightning.quantization.layers import (
     Int8Layer,
@@ -24,7 +24,7 @@ from sd_lightning.quantization.layers import (
 from sd_lightning.quantization.linear import load_kernels
 
 if TYPE_CHECKING:
-    from sd_lightning.deferred_weights import DeferredWeights
+    from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
 class Networks(Protocol):

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state import ReplicatedState, TrainingState
+from sd_lightning.state.shards import ReplicatedState, TrainingState
 
 
 def training_state(trainer: pl.Trainer) -> TrainingState:

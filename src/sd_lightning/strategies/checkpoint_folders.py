@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from sd_lightning import checkpoint
+from sd_lightning.storage import checkpoint
 
 
 class TakesCheckpointFolders(Strategy):

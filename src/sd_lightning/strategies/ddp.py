@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.processes import WatchedProcesses
+from sd_lightning.strategies.processes.group import WatchedProcesses
 from sd_lightning.strategies.taking_apart import put_together
 
 Compression = Literal["none", "fp16", "bf16"]

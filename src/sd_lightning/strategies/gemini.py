@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.blocks import execution_position
-from sd_lightning.deferred_weights import DeferredWeights
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.chunked import Reader
+from sd_lightning.models.blocks import execution_position
+from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.gemini_precision import GeminiPrecision
 from sd_lightning.strategies.gemini_state import GeminiState
 from sd_lightning.strategies.networks import (
@@ -35,7 +35,7 @@ from sd_lightning.strategies.networks import (
     take_deferred,
     trained_networks,
 )
-from sd_lightning.strategies.processes import WatchedProcesses
+from sd_lightning.strategies.processes.group import WatchedProcesses
 from sd_lightning.strategies.taking_apart import TakesWeightsApart
 from sd_lightning.strategies.whole import load_torch_optimizer_states, torch_optimizer_state
 

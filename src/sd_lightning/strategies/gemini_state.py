@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from sd_lightning.gemini import GeminiEngine, SavedStates
-from sd_lightning.optimizer_change import optimizer_name
-from sd_lightning.state import ParameterShard, Read, SavedParameter, check_same_groups, hyper_parameters
+from sd_lightning.state.optimizer_change import optimizer_name
+from sd_lightning.state.shards import ParameterShard, Read, SavedParameter, check_same_groups, hyper_parameters
 
 
 class GeminiState:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.blocks import repeated_blocks
-from sd_lightning.deferred_weights import DeferredWeights
+from sd_lightning.models.blocks import repeated_blocks
+from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
 class TrainingProtocol(Protocol):
@@ -28,7 +28,7 @@ class TrainingProtocol(Protocol):
         ...
 
     def repeated_blocks(self) -> Mapping[str, nn.Module]:
-        """Return the units to gather one after the other; by default those that :mod:`sd_lightning.blocks` finds."""
+        """Return the units to gather one after the other; by default those that :mod:`sd_lightning.models.blocks` finds."""
         ...
 
     def take_deferred(self, name: str) -> DeferredWeights | None:

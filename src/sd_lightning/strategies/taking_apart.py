@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state import TrainingState
+from sd_lightning.state.shards import TrainingState
 from sd_lightning.strategies.networks import trained_networks
 from sd_lightning.strategies.plain import PlainModule, PlainState
 

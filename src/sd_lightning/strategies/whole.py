@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state import ParameterShard, SavedParameter, TrainingState, hyper_parameters
+from sd_lightning.state.shards import ParameterShard, SavedParameter, TrainingState, hyper_parameters
 
 
 def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, Tensor]]) -> Tensor:

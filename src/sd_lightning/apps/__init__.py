@@ -1,0 +1,1 @@
+"""What each program does, callable without Hydra's command line."""

@@ -1,0 +1,195 @@
+"""Pictures of a subject's class, drawn by the model itself before it is taught the subject: DreamBooth's prior.
+
+They are kept and topped up: a run draws only what is missing. Each is complete or absent, and says in its metadata
+what it was drawn with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
+from sd_lightning.models.generation import SamplingOptions, generate
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 1800.0
+"""How long other processes wait for a picture: loading a model, or some pictures on a CPU, takes minutes."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A picture that is still to be drawn."""
+
+    prompt: str
+    path: Path
+    seed: int
+
+
+def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, seed: int) -> list[Missing]:
+    """Return what is missing of ``count`` pictures of the class, divided among the prompts.
+
+    Args:
+        folder: ``class_data_dir``.
+        prompts: Class prompts.
+        count: ``num_class_images``.
+        seed: Seed of the first picture of each prompt; the following count up, past those of pictures that are there.
+
+    Raises:
+        UsageError: Pictures that are there were drawn for another prompt.
+    """
+    missing = []
+    for prompt, wanted in num_per_prompt(prompts, count).items():
+        own = class_folder(folder, prompt, prompts)
+        present = images_in(own)
+        _check_prompt(present[:1], prompt, folder)
+        if len(present) >= wanted:
+            continue
+        names, number = {path.name for path in present}, 0
+        drawn_with = [settings for settings in map(_settings, present) if settings.get("prompt") == prompt]
+        seeds = {settings.get("seed") for settings in drawn_with}
+        for _ in range(wanted - len(present)):
+            while (name := f"class-{number:05d}.png") in names:
+                number += 1
+            free = next(i for i in itertools.count(seed + number) if i not in seeds)
+            names.add(name)
+            seeds.add(free)
+            missing.append(Missing(prompt, own / name, free))
+    return missing
+
+
+def warn_of_other_models(folder: str | Path, prompts: Sequence[str], count: int, *, source: str) -> None:
+    """Warn of pictures that are used, and say themselves that another model than ``source`` has drawn them."""
+    pictures = find_class_pictures(folder, prompts, count)
+    drawn_by = Counter(_settings(Path(picture.path)).get("model") for picture in pictures)
+    for name, number in drawn_by.items():
+        if isinstance(name, str) and Path(name).resolve() != Path(source).resolve():
+            log.warning(
+                "class images: %d of those in %s were drawn by %s, and this run starts from %s, whose class they do "
+                "not keep; choose another class_data_dir=<folder> to have them drawn anew",
+                *(number, folder, name, source),
+            )
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return what a picture of this package says that it was drawn with; nothing of another, or a broken one."""
+    try:
+        with Image.open(path) as image:
+            settings = json.loads(image.info["sd_lightning"])
+    except (OSError, SyntaxError, ValueError, KeyError, TypeError, Image.DecompressionBombError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def draw(
+    model: LatentDiffusion, missing: Sequence[Missing], *, options: SamplingOptions, device: torch.device, source: str
+) -> None:
+    """Draw pictures, in batches, behind a progress bar.
+
+    Args:
+        model: Draws them.
+        missing: What to draw.
+        options: How; ``batch_size`` pictures at a time.
+        device: Where.
+        source: What the pictures say of the model that drew them.
+
+    Raises:
+        UsageError: A folder cannot be written.
+    """
+    options.check(model)
+    with _progress(len(missing)) as advance:
+        for begin in range(0, len(missing), options.batch_size):
+            batch = missing[begin : begin + options.batch_size]
+            prompts, seeds = [each.prompt for each in batch], [each.seed for each in batch]
+            images = generate(model, prompts, seeds=seeds, options=options, device=device)
+            for image, each in zip(images, batch, strict=True):
+                _write(image, each, {"model": source, "prompt": each.prompt, "seed": each.seed})
+            advance(len(batch))
+
+
+def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
+    """Wait until another process has drawn what was missing.
+
+    Raises:
+        UsageError: It has drawn nothing for ``PATIENCE_SECONDS``, or pictures were drawn for another prompt.
+    """
+    told = came = time.monotonic()
+    last = None
+    missing_pictures(folder, prompts, count, seed=0)  # refuses those of another prompt
+    while missing := _num_missing(folder, prompts, count):
+        now = time.monotonic()
+        if missing != last:
+            last, came = missing, now
+        if now - came > PATIENCE_SECONDS:
+            raise UsageError(
+                f"dreambooth: {missing} class images are missing in {folder}, and rank 0, which draws them, has added "
+                f"none for {PATIENCE_SECONDS:.0f} s; see what rank 0 says, and check that {folder} is on a file system "
+                "that all nodes share; or draw them first, in a run with trainer.devices=1 trainer.num_nodes=1"
+            )
+        if now - told > 60:
+            told = now
+            log.warning("waiting for %d class images of rank 0, the last of which came %.0f s ago", missing, now - came)
+        time.sleep(1)
+
+
+def _num_missing(folder: str | Path, prompts: Sequence[str], count: int) -> int:
+    shares = num_per_prompt(prompts, count).items()
+    return sum(max(wanted - len(images_in(class_folder(folder, prompt, prompts))), 0) for prompt, wanted in shares)
+
+
+def _check_prompt(pictures: Sequence[Path], prompt: str, folder: str | Path) -> None:
+    """Refuse a picture that says itself that it was drawn for another prompt."""
+    for path in pictures:
+        drawn_for = _settings(path).get("prompt")
+        if drawn_for is not None and drawn_for != prompt:
+            raise UsageError(
+                f"dreambooth got class_data_dir={folder} with pictures of {drawn_for!r}, but the class prompt is "
+                f"{prompt!r}; write class_prompt='{drawn_for}', or choose another class_data_dir=<folder>"
+            )
+
+
+def _write(image: Image.Image, picture: Missing, settings: dict[str, Any]) -> None:
+    """Write a PNG under a temporary name, and rename it."""
+    info = PngInfo()
+    info.add_text("sd_lightning", json.dumps(settings))
+    for key in ("prompt", "seed"):
+        info.add_text(key, str(settings[key]))
+    tmp = picture.path.with_name(f".tmp-{secrets.token_hex(4)}.png")
+    try:
+        tmp.parent.mkdir(parents=True, exist_ok=True)
+        image.save(tmp, pnginfo=info)
+        tmp.rename(picture.path)
+    except OSError as error:
+        with suppress(OSError):
+            tmp.unlink(missing_ok=True)
+        raise UsageError(
+            f"dreambooth cannot write {picture.path} ({error.strerror or error}); free space, or choose another "
+            "class_data_dir=<folder>; the pictures drawn so far are kept"
+        ) from error
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("class images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)

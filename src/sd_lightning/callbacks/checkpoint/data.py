@@ -1,0 +1,87 @@
+"""What a checkpoint knows of the data: whether they have changed since, and which samples could not be used."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint.position import RunPosition
+from sd_lightning.data.fingerprint import Change
+
+log = logging.getLogger(__name__)
+
+# Datamodules of one's own need none of what is asked for here.
+
+
+def data_fingerprint(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """Return what tells whether the training set is still the same."""
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule.fingerprint() if hasattr(datamodule, "fingerprint") else None
+
+
+def gather_bad_samples(trainer: pl.Trainer) -> dict[str, str]:
+    """Return the samples that any rank could not use; a collective call."""
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return dict(datamodule.gather_bad_samples()) if hasattr(datamodule, "gather_bad_samples") else {}
+
+
+def compare_data(datamodule: Any, saved: dict[str, Any], path: Path) -> Change | None:
+    """Return what has become of the training set since a checkpoint; it looks at files.
+
+    Args:
+        datamodule: Of the run that resumes.
+        saved: The checkpoint's ``trainer.json``.
+        path: The checkpoint.
+
+    Raises:
+        UsageError: The epoch that the checkpoint is in the middle of holds other samples by now.
+    """
+    if saved.get("data") is None or not hasattr(datamodule, "change_since"):
+        return None
+    change: Change | None = datamodule.change_since(saved["data"])
+    position = RunPosition(**saved["position"])
+    if change is not None and change.moves and position.steps_in_epoch and datamodule.changed != "accept":
+        then = f"a new epoch begins, without the rest of epoch {position.epoch}"
+        raise UsageError(
+            f"resume={path}: the training set has changed in the middle of epoch {position.epoch}, whose rest it is to "
+            f"give: {change.told}; bring it back as it was, or write data.changed=accept: "
+            f"{then if change.is_resized else 'the epoch goes on with the samples that are there'}"
+        )
+    return change
+
+
+def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> RunPosition:
+    """Say what has become of the data, count the bad samples of before, and return where the run goes on.
+
+    A collective call; rank 0 looks at the files.
+
+    Raises:
+        UsageError: The epoch holds other samples by now, or too many samples cannot be used.
+    """
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    change, refused, bad = None, None, {}
+    if trainer.is_global_zero:
+        try:
+            change = compare_data(datamodule, saved, path)
+            if hasattr(datamodule, "still_bad"):
+                bad = datamodule.still_bad(saved.get("bad_samples", {}))
+        except UsageError as error:
+            refused = str(error)
+    change, refused, bad = trainer.strategy.broadcast((change, refused, bad))
+    if refused is not None:
+        raise UsageError(refused)
+    if saved.get("data") is None:
+        log.warning("resume=%s: it does not say what data it was trained on; they are taken as they are", path)
+    if change is not None:
+        log.warning("resume=%s: the training set has changed since: %s", path, change.told)
+    if bad:
+        datamodule.recall_bad(bad)
+    position = RunPosition(**saved["position"])
+    if change is not None and change.is_resized and position.steps_in_epoch:
+        return replace(position, epoch=position.epoch + 1, steps_in_epoch=0)  # every order is another
+    return position

@@ -1,0 +1,108 @@
+"""``trainer.fit``, ``validate`` and ``test`` with ``ckpt_path=<one of our checkpoints>``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint.trainer_state import check_same_model, read_trainer_state
+from sd_lightning.state.shards import ReplicatedState, SavedParameter
+from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.tensor_store import ShardedTensors
+
+
+class Resumes(Protocol):
+    """The part of ``PortableCheckpoint`` that is asked here."""
+
+    run_dir: Path
+    resume: Path | None
+
+    def restore(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Continue from ``resume``."""
+        ...
+
+
+class CheckpointFolders(CheckpointIO):
+    """Take our checkpoint folders beside the files that Lightning writes.
+
+    Lightning asks a strategy's ``CheckpointIO`` for a dictionary and distributes what is in it. Ours restores by
+    itself, into whatever the engine has made of the parameters, and returns a dictionary with nothing left to do.
+
+    Args:
+        callback: Who restores a run.
+        files: Who reads and writes everything else.
+    """
+
+    def __init__(self, callback: Resumes, trainer: pl.Trainer, files: CheckpointIO) -> None:
+        self._callback = callback
+        self._trainer = trainer
+        self._files = files
+
+    @override
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Restore from a folder, or let Lightning read a file.
+
+        Raises:
+            UsageError: The folder holds no valid checkpoint, or one of another model.
+        """
+        if not checkpoint.is_portable(path):
+            return self._files.load_checkpoint(path, map_location, weights_only)
+        found = runs.find_checkpoint(str(path), self._callback.run_dir, who="ckpt_path")
+        assert found is not None
+        trainer = self._trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._callback.resume = found
+            if trainer.strategy.restore_checkpoint_after_setup:  # else on_fit_start is yet to come
+                self._callback.restore(trainer, trainer.lightning_module)
+        else:
+            load_weights(found, trainer.lightning_module)
+        unchanged = trainer.lightning_module.state_dict() if trainer.strategy.lightning_restore_optimizer else {}
+        return {
+            "pytorch-lightning_version": pl.__version__,
+            "state_dict": unchanged,
+            "optimizer_states": [],
+            "lr_schedulers": [],
+        }
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self._files.save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        self._files.remove_checkpoint(path)
+
+    @override
+    def teardown(self) -> None:
+        self._files.teardown()
+
+
+def load_weights(path: Path, module: Any) -> None:
+    """Fill a module's trained parameters with what a checkpoint exports: its average, or its weights without one.
+
+    Raises:
+        UsageError: It is of another model, or an engine has taken the parameters apart.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if any(hasattr(p, mark) for p in parameters.values() for mark in ("device_mesh", "ds_shape", "taken_apart")):
+        raise UsageError(
+            f"ckpt_path={path}: the weights are already sharded; load them before, with LatentDiffusion.from_pretrained"
+            f"('{path}/pipeline')"
+        )
+    saved = read_trainer_state(path)["parameters"]
+    check_same_model(saved, {name: tuple(p.shape) for name, p in parameters.items()}, path)
+    with ShardedTensors(path / "state") as store:
+
+        def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
+            averaged = f"ema/{name}"
+            store.read_into(averaged if averaged in store else f"{kind}/{name}", out, begin, end)
+
+        known = {name: SavedParameter(**entry) for name, entry in saved.items()}
+        ReplicatedState(parameters, ()).load(known, None, read)

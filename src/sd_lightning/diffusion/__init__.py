@@ -1,0 +1,1 @@
+"""Noise schedules, objectives and randomness: pure functions of tensors and numbers."""

@@ -1,0 +1,417 @@
+"""The training objective: noisy latents, targets and loss weights.
+
+One function per equation, the paper named in its docstring; :class:`Objective` puts them
+together. The field names are those of diffusers' training scripts.
+
+Notation: ``alphas_cumprod`` is the DDPM paper's alpha-bar; a noisy latent is
+``sqrt(alphas_cumprod) * latents + sqrt(1 - alphas_cumprod) * noise``. For flow matching it is
+``(1 - sigma) * latents + sigma * noise``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.diffusion.noise_schedule import NoiseSchedule
+from sd_lightning.diffusion.randomness import Purpose, normal, uniform
+
+PredictionType = Literal["epsilon", "v_prediction", "sample", "flow"]
+TimestepSampling = Literal["uniform", "logit_normal"]
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """View (B,) as (B, 1, ..., 1) to multiply a tensor (B, ...)."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def add_noise(latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
+    """Ho et al. 2020 (2006.11239) eq. 4: sample q(x_t | x_0) with the given noise.
+
+    Args:
+        latents: Clean latents (B, C, H, W).
+        noise: Standard normal, (B, C, H, W).
+        timesteps: int64 (B,) in [0, T).
+        schedule: Its tables on the device of ``timesteps``.
+    """
+    signal = _per_sample(schedule.sqrt_alphas_cumprod[timesteps], latents)
+    return signal * latents + _per_sample(schedule.sqrt_one_minus_alphas_cumprod[timesteps], latents) * noise
+
+
+def velocity(latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
+    """Salimans & Ho 2022 (2202.00512) section 4: v = alpha * noise - sigma * latents.
+
+    Args:
+        latents: Clean latents (B, C, H, W).
+        noise: Standard normal, (B, C, H, W).
+        timesteps: int64 (B,) in [0, T).
+        schedule: Its tables on the device of ``timesteps``.
+    """
+    signal = _per_sample(schedule.sqrt_alphas_cumprod[timesteps], latents)
+    return signal * noise - _per_sample(schedule.sqrt_one_minus_alphas_cumprod[timesteps], latents) * latents
+
+
+def snr(timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
+    """Kingma et al. 2021 (2107.00630) eq. 2: signal-to-noise ratio alpha**2 / sigma**2, (B,)."""
+    return schedule.snr[timesteps]
+
+
+def min_snr_weights(snr: Tensor, gamma: float, prediction_type: PredictionType) -> Tensor:
+    """Hang et al. 2023 (2303.09556) section 3.4: loss weights min(SNR, gamma), for latents.
+
+    For a network that predicts noise or velocity the same loss on the latents is that weight
+    divided by SNR or by SNR + 1 (section 4.2; diffusers' ``train_text_to_image.py``).
+
+    Args:
+        snr: (B,).
+        gamma: Upper bound of the weight; the paper's value is 5.
+        prediction_type: Any but ``"flow"``.
+
+    Raises:
+        UsageError: For flow matching, which has no such weight.
+    """
+    weights = snr.clamp(max=gamma)
+    if prediction_type == "sample":
+        return weights
+    if prediction_type == "epsilon":
+        return weights / snr
+    if prediction_type == "v_prediction":
+        return weights / (snr + 1.0)
+    raise UsageError(
+        f"min_snr_weights got prediction_type={prediction_type!r}; expected epsilon, v_prediction or "
+        "sample. Set objective.snr_gamma=null."
+    )
+
+
+def offset_noise(noise: Tensor, channel_noise: Tensor, strength: float) -> Tensor:
+    """Guttenberg 2023 (crosslabs.org, "Diffusion with Offset Noise"): shift each channel's mean.
+
+    Args:
+        noise: Standard normal, (B, C, H, W).
+        channel_noise: Standard normal, (B, C).
+        strength: diffusers' ``noise_offset``; 0.1 in the source.
+    """
+    return noise + strength * channel_noise.view(*channel_noise.shape, *[1] * (noise.dim() - 2))
+
+
+def input_perturbation(noise: Tensor, extra_noise: Tensor, strength: float) -> Tensor:
+    """Ning et al. 2023 (2301.11706) algorithm 1: noise for the input only, not for the target.
+
+    Args:
+        noise: Standard normal, (B, C, H, W).
+        extra_noise: Standard normal, (B, C, H, W), independent of ``noise``.
+        strength: The paper's gamma, 0.1 there.
+    """
+    return noise + strength * extra_noise
+
+
+def flow_interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
+    """Liu et al. 2022 (2209.03003) eq. 1 in the direction of SD3 (2403.03206) eq. 13.
+
+    Args:
+        latents: Clean latents (B, C, H, W).
+        noise: Standard normal, (B, C, H, W).
+        sigmas: (B,) in [0, 1]; 1 is pure noise.
+    """
+    sigmas = _per_sample(sigmas, latents)
+    return (1.0 - sigmas) * latents + sigmas * noise
+
+
+def flow_target(latents: Tensor, noise: Tensor) -> Tensor:
+    """Liu et al. 2022 (2209.03003) eq. 1: the straight path's velocity, noise - latents here."""
+    return noise - latents
+
+
+def logit_normal(normals: Tensor, mean: float, std: float) -> Tensor:
+    """Esser et al. 2024, SD3 (2403.03206) eq. 19: sigmoid of a normal, in [0, 1].
+
+    Args:
+        normals: Standard normal draws (B,).
+        mean: Location; below 0 favours little noise.
+        std: Scale, above 0.
+
+    Returns:
+        float64 (B,): a sigmoid in float32 differs in the last bit between devices and batch
+        sizes, and that bit can decide a timestep.
+    """
+    return torch.sigmoid(normals.double() * std + mean)
+
+
+@dataclass(frozen=True)
+class NoisyBatch:
+    """What the denoising network sees and what it should answer."""
+
+    noisy_latents: Tensor
+    """(B, C, H, W) in the dtype of the clean latents."""
+    timesteps: Tensor
+    """int64 (B,)."""
+    target: Tensor
+    """float32 (B, C, H, W)."""
+    weights: Tensor
+    """float32 (B,), one factor per sample of the loss."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the network predicts and how its error is weighted.
+
+    Raises:
+        UsageError: For values out of range and combinations without a meaning.
+    """
+
+    prediction_type: PredictionType | None = None
+    """The target: the noise, the velocity, the clean latents, or the flow noise - latents; None
+    for what the model predicts already, which :meth:`resolve` looks up."""
+    snr_gamma: float | None = None
+    """Min-SNR weighting with this gamma (the paper uses 5); None for equal weights."""
+    noise_offset: float = 0.0
+    """Strength of offset noise."""
+    input_perturbation: float = 0.0
+    """Strength of input perturbation."""
+    rescale_betas_zero_snr: bool = False
+    """Rescale the noise schedule to zero terminal SNR."""
+    timestep_sampling: TimestepSampling = "uniform"
+    """Distribution of the timesteps."""
+    logit_mean: float = 0.0
+    """Location of the logit-normal distribution."""
+    logit_std: float = 1.0
+    """Scale of the logit-normal distribution."""
+
+    def __post_init__(self) -> None:
+        """Check values and combinations."""
+        if self.prediction_type is not None:
+            self._check_choice("prediction_type", get_args(PredictionType))
+        self._check_choice("timestep_sampling", get_args(TimestepSampling))
+        for name in ("noise_offset", "input_perturbation"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise _invalid(name, value, "a number >= 0", f"objective.{name}=0 (off) or 0.1")
+        if self.snr_gamma is not None and not (math.isfinite(self.snr_gamma) and self.snr_gamma > 0):
+            raise _invalid("snr_gamma", self.snr_gamma, "a number > 0 or null", "objective.snr_gamma=5")
+        if not (math.isfinite(self.logit_std) and self.logit_std > 0):
+            raise _invalid("logit_std", self.logit_std, "a number > 0", "objective.logit_std=1")
+        if not math.isfinite(self.logit_mean):
+            raise _invalid("logit_mean", self.logit_mean, "a finite number", "objective.logit_mean=0")
+        if self.timestep_sampling == "uniform" and (self.logit_mean, self.logit_std) != (0.0, 1.0):
+            raise UsageError(
+                f"Objective got logit_mean={self.logit_mean}, logit_std={self.logit_std} with "
+                "timestep_sampling=uniform, which does not use them. "
+                "Set objective.timestep_sampling=logit_normal, or leave them at 0 and 1."
+            )
+        if self.prediction_type == "flow" and self.snr_gamma is not None:
+            raise UsageError(
+                f"Objective got snr_gamma={self.snr_gamma} with prediction_type=flow; min-SNR weights exist for "
+                "epsilon, v_prediction and sample. Set objective.snr_gamma=null."
+            )
+        if self.rescale_betas_zero_snr and self.prediction_type in ("epsilon", "flow"):
+            raise UsageError(
+                f"Objective got rescale_betas_zero_snr=true with prediction_type={self.prediction_type}; expected "
+                "v_prediction or sample: at zero SNR the noise says nothing about the image, and flow has no betas. "
+                "Set objective.prediction_type=v_prediction, or objective.rescale_betas_zero_snr=false."
+            )
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise _invalid(name, value, f"one of {', '.join(choices)}", f"objective.{name}={choices[0]}")
+
+    def resolve(self, scheduler_config: Mapping[str, Any]) -> Objective:
+        """Return the objective with the model's own prediction type where none was chosen.
+
+        Args:
+            scheduler_config: The model's diffusers scheduler config.
+
+        Raises:
+            UsageError: If the model predicts something unknown, or something that the other
+                fields do not go with.
+        """
+        if self.prediction_type is not None:
+            return self
+        own: Any = "flow" if _is_flow(scheduler_config) else scheduler_config.get("prediction_type", "epsilon")
+        return replace(self, prediction_type=own)
+
+    def _resolved(self) -> PredictionType:
+        if self.prediction_type is None:
+            raise ValueError("this Objective has no prediction_type; expected one from resolve(scheduler_config)")
+        return self.prediction_type
+
+    def noise_schedule(self, scheduler_config: Mapping[str, Any]) -> NoiseSchedule:
+        """Make the schedule to train with.
+
+        Args:
+            scheduler_config: The model's diffusers scheduler config. A schedule that is already
+                rescaled to zero terminal SNR stays so.
+
+        Raises:
+            UsageError: If the model's schedule cannot be trained with this prediction type.
+        """
+        config = dict(scheduler_config)
+        if self._resolved() == "flow":
+            # Only the number of timesteps is used; a flow model's config has no betas.
+            num_train_timesteps = int(config.get("num_train_timesteps", 1000))
+            return NoiseSchedule.from_config({"num_train_timesteps": num_train_timesteps})
+        if _is_flow(config):
+            raise UsageError(
+                f"Objective got prediction_type={self.prediction_type} for a flow-matching model (scheduler "
+                f"{config.get('_class_name', 'with use_flow_sigmas')}); expected flow. Set objective=flow."
+            )
+        if self.rescale_betas_zero_snr:
+            config["rescale_betas_zero_snr"] = True
+        schedule = NoiseSchedule.from_config(config)
+        if self.prediction_type == "epsilon" and float(schedule.alphas_cumprod[-1]) <= 0:
+            raise UsageError(
+                "Objective got prediction_type=epsilon for a model whose noise schedule ends at zero SNR, where the "
+                "noise says nothing about the image. Set objective=v_prediction."
+            )
+        return schedule
+
+    def prepare(
+        self,
+        latents: Tensor,
+        *,
+        seed: int,
+        epoch: Tensor | int,
+        index: Tensor,
+        schedule: NoiseSchedule,
+        min_timestep: int = 0,
+    ) -> NoisyBatch:
+        """Add noise to clean latents and compute what the network should predict.
+
+        All randomness belongs to the sample: see :mod:`sd_lightning.diffusion.randomness`. The arithmetic
+        is done in float32; all of it is elementwise, so autocast leaves it so.
+
+        Args:
+            latents: Clean, scaled latents (B, C, H, W), float.
+            seed: Seed of the run.
+            epoch: Epoch of each sample, int or (B,).
+            index: Global sample index (B,).
+            schedule: From :meth:`noise_schedule`, on the device of ``latents``.
+            min_timestep: Timesteps are drawn from [min_timestep, T).
+
+        Raises:
+            UsageError: If ``min_timestep`` is not in [0, T).
+            ValueError: If ``index`` does not name one sample per latent.
+        """
+        prediction_type = self._resolved()
+        num_timesteps = schedule.num_train_timesteps
+        if not 0 <= min_timestep < num_timesteps:
+            raise UsageError(
+                f"Objective.prepare got min_timestep={min_timestep}; expected 0 <= min_timestep < {num_timesteps}, "
+                "the model's num_train_timesteps."
+            )
+        if index.shape != latents.shape[:1]:
+            raise ValueError(f"index has shape {tuple(index.shape)}; expected {tuple(latents.shape[:1])}")
+        index = index.to(latents.device)
+        clean = latents.float()
+        noise, input_noise = self._noises(clean, seed, epoch, index)
+        positions = self._positions(seed, epoch, index, num_timesteps, min_timestep)
+        # Rounding can reach T itself.
+        timesteps = positions.long().clamp_(max=num_timesteps - 1)
+        weights = torch.ones_like(timesteps, dtype=torch.float32)
+        if prediction_type == "flow":
+            # The network is told the whole timestep below sigma * T: that is what diffusers'
+            # DPMSolverMultistepScheduler gives it when it samples.
+            sigmas = (positions / num_timesteps).float()
+            noisy_latents = flow_interpolate(clean, input_noise, sigmas)
+            target = flow_target(clean, noise)
+        else:
+            noisy_latents = add_noise(clean, input_noise, timesteps, schedule)
+            if prediction_type == "epsilon":
+                target = noise
+            elif prediction_type == "v_prediction":
+                target = velocity(clean, noise, timesteps, schedule)
+            else:
+                target = clean
+            if self.snr_gamma is not None:
+                weights = min_snr_weights(snr(timesteps, schedule), self.snr_gamma, prediction_type)
+        return NoisyBatch(noisy_latents.to(latents.dtype), timesteps, target, weights)
+
+    def _noises(self, latents: Tensor, seed: int, epoch: Tensor | int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the noise of the target and the noise of the input, both (B, C, H, W)."""
+        shape = tuple(latents.shape[1:])
+        noise = normal(seed, epoch, index, Purpose.NOISE, shape)
+        if self.noise_offset:
+            channel_noise = normal(seed, epoch, index, Purpose.OFFSET_NOISE, shape[:1])
+            noise = offset_noise(noise, channel_noise, self.noise_offset)
+        if not self.input_perturbation:
+            return noise, noise
+        extra_noise = normal(seed, epoch, index, Purpose.INPUT_PERTURBATION, shape)
+        return noise, input_perturbation(noise, extra_noise, self.input_perturbation)
+
+    def _positions(
+        self, seed: int, epoch: Tensor | int, index: Tensor, num_timesteps: int, min_timestep: int
+    ) -> Tensor:
+        """Draw each sample's position in time, a real number in [min_timestep, T], (B,)."""
+        if self.timestep_sampling == "uniform":
+            fractions = uniform(seed, epoch, index, Purpose.TIMESTEP)
+        else:
+            normals = normal(seed, epoch, index, Purpose.TIMESTEP)
+            fractions = logit_normal(normals, self.logit_mean, self.logit_std)
+        return fractions * (num_timesteps - min_timestep) + min_timestep
+
+    def loss(self, prediction: Tensor, batch: NoisyBatch) -> Tensor:
+        """Return the weighted mean squared error of each sample, float32 (B,).
+
+        Args:
+            prediction: The network's output (B, C, H, W), any float dtype.
+            batch: From :meth:`prepare`.
+
+        Raises:
+            UsageError: If the network's output has another shape than its target.
+        """
+        if prediction.shape != batch.target.shape:
+            raise UsageError(
+                f"Objective.loss got a prediction of shape {tuple(prediction.shape)}; expected "
+                f"{tuple(batch.target.shape)}. Use a network whose out_channels equals its in_channels."
+            )
+        error = F.mse_loss(prediction.float(), batch.target, reduction="none")
+        return error.flatten(1).mean(dim=1) * batch.weights
+
+    def scheduler_overrides(self) -> dict[str, Any]:
+        """Return what the exported sampling scheduler's config must say.
+
+        Where ``_class_name`` is among the keys, the scheduler must be of that diffusers class:
+        not every scheduler can sample such a model (PNDM, the usual one of SD 1.5, knows neither
+        sample prediction nor zero terminal SNR, and ignores the keys silently).
+        """
+        prediction_type = self._resolved()
+        if prediction_type == "flow":
+            return {
+                "_class_name": "DPMSolverMultistepScheduler",
+                "prediction_type": "flow_prediction",
+                "use_flow_sigmas": True,
+                "flow_shift": 1.0,
+                # A model's own scheduler may have set these, and one of them would win.
+                "use_karras_sigmas": False,
+                "use_exponential_sigmas": False,
+                "use_beta_sigmas": False,
+                "use_lu_lambdas": False,
+                "final_sigmas_type": "zero",
+            }
+        overrides: dict[str, Any] = {"prediction_type": prediction_type}
+        if prediction_type == "sample" or self.rescale_betas_zero_snr:
+            overrides["_class_name"] = "DPMSolverMultistepScheduler"
+        if self.rescale_betas_zero_snr:
+            # Leading spacing would never visit the last timestep, the one that was added.
+            overrides |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        return overrides
+
+
+def _is_flow(scheduler_config: Mapping[str, Any]) -> bool:
+    """Tell whether the model behind a diffusers scheduler config was trained by flow matching."""
+    return bool(
+        str(scheduler_config.get("_class_name", "")).startswith("FlowMatch")
+        or scheduler_config.get("use_flow_sigmas")
+        or scheduler_config.get("prediction_type") == "flow_prediction"
+    )
+
+
+def _invalid(name: str, value: object, expected: str, remedy: str) -> UsageError:
+    return UsageError(f"Objective got {name}={value!r}; expected {expected}. Set {remedy}.")

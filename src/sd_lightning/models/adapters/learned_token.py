@@ -1,0 +1,138 @@
+"""A new word for a subject: one row of each text encoder's embedding that is trained (arXiv 2208.01618)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.storage.safetensors_file import write_tensors
+
+WEIGHTS_NAME = "learned_embeds.safetensors"
+"""What diffusers calls the file."""
+
+
+class LearnedEmbedding(nn.Embedding):
+    """An embedding of which only the last row is trained: the others never have a gradient other than zero.
+
+    Its weight keeps name and shape, so that engines and files know nothing of it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        fixed = F.embedding(input, self.weight.detach())
+        is_new = (input == self.num_embeddings - 1).unsqueeze(-1)
+        return torch.where(is_new, F.embedding(input, self.weight), fixed)
+
+
+@dataclass(frozen=True)
+class LearnedToken:
+    """The word, and what it means at first."""
+
+    placeholder_token: str = "S*"
+    """A word that the tokenizer does not have."""
+    initializer_token: str | None = None
+    """A word whose meaning it begins with; the mean of all words if not given."""
+
+    def __post_init__(self) -> None:
+        if self.placeholder_token.split() != [self.placeholder_token]:
+            raise UsageError(
+                f"placeholder_token={self.placeholder_token!r}: expected one word without blanks, such as S*; write "
+                f"placeholder_token={'-'.join(self.placeholder_token.split()) or 'S*'}"
+            )
+
+    def apply_(self, model: LatentDiffusion) -> None:
+        """Add the word to the tokenizers and to the text encoders of a model, each of which learns its own meaning.
+
+        Raises:
+            UsageError: A tokenizer has the word, does not know what it begins as, or is not its text encoder's.
+        """
+        tokenizers = {name.replace("tokenizer", "text_encoder"): t for name, t in model.tokenizers.items()}
+        starts = {name: self._check(name, tokenizer, model) for name, tokenizer in tokenizers.items()}
+        for name, tokenizer in tokenizers.items():
+            tokenizer.add_tokens([self.placeholder_token])
+            encoder: Any = model.networks[name]
+            old: Tensor = encoder.get_input_embeddings().weight.detach()
+            start = starts[name]
+            row = old.mean(0) if start is None else old[start]
+            embedding = LearnedEmbedding(len(old) + 1, old.shape[1], _weight=torch.cat([old, row[None]]))
+            encoder.set_input_embeddings(embedding)
+            # Published configurations say 2 where captions end, by which transformers means their largest token: that
+            # would now be the new one, and SDXL's pooled embedding would know nothing of what comes after it.
+            settings = {"vocab_size": len(old) + 1, "eos_token_id": tokenizer.eos_token_id}
+            for holder in [encoder.config, *(m for m in encoder.modules() if "eos_token_id" in vars(m))]:
+                holder.eos_token_id = tokenizer.eos_token_id
+            encoder.config.vocab_size = len(old) + 1
+            component = model.components[name]
+            model.components[name] = replace(component, config={**component.config, **settings})
+        model.forget_tokens()
+
+    def _check(self, name: str, tokenizer: Any, model: LatentDiffusion) -> int | None:
+        """Return the token that the word begins as, of one text encoder."""
+        if name in model.deferred:
+            raise UsageError(
+                f"SDLightningModule got learned_token= and a model with deferred weights of {name}, which get a row "
+                "more; leave it out of deferred="
+            )
+        if _is_known(self.placeholder_token, tokenizer):
+            free = next(word for word in map("S{}*".format, ("", *range(1, 1000))) if not _is_known(word, tokenizer))
+            raise UsageError(
+                f"placeholder_token={self.placeholder_token}: the tokenizer has this word; expected a new one; write "
+                f"placeholder_token={free}, or learn_token=false to go on with what the word means"
+            )
+        rows = model.networks[name].get_input_embeddings().num_embeddings  # type: ignore[operator]
+        if rows != len(tokenizer):
+            raise UsageError(
+                f"learn_token=true: {name} knows {rows} tokens, but its tokenizer {len(tokenizer)}; expected as many, "
+                "so that a new one is the last of both; give the tokenizer that belongs to the text encoder"
+            )
+        return None if self.initializer_token is None else self._id_of(self.initializer_token, tokenizer)
+
+    def write(self, file: Path, rows: Mapping[str, Tensor]) -> str:
+        """Write what the word means, for ``pipeline.load_textual_inversion`` of the model that it was learned with.
+
+        Args:
+            file: Path of the file.
+            rows: By text encoder, (1, D). Of several, the first is CLIP ViT-L and the second OpenCLIP ViT-bigG.
+
+        Returns:
+            The SHA-256 of the file.
+        """
+        keys = (self.placeholder_token,) if len(rows) == 1 else ("clip_l", "clip_g")
+        return write_tensors(file, dict(zip(keys, rows.values(), strict=True)))
+
+    @staticmethod
+    def names(networks: Mapping[str, nn.Module]) -> dict[str, str]:
+        """Return, by network, the name of the embedding's weight."""
+        return {
+            name: f"{key}.weight"
+            for name, network in networks.items()
+            for key, module in network.named_modules()
+            if isinstance(module, LearnedEmbedding)
+        }
+
+    @staticmethod
+    def parameters(networks: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+        """Return the embeddings that hold the word."""
+        modules = (module for network in networks.values() for module in network.modules())
+        return [p for module in modules if isinstance(module, LearnedEmbedding) for p in module.parameters()]
+
+    @staticmethod
+    def _id_of(word: str, tokenizer: Any) -> int:
+        ids = tokenizer(word, add_special_tokens=False).input_ids
+        if len(ids) != 1:
+            raise UsageError(
+                f"initializer_token={word}: the tokenizer takes it for {len(ids)} tokens; expected a single, common "
+                "word, e.g. initializer_token=dog, or null"
+            )
+        return int(ids[0])
+
+
+def _is_known(word: str, tokenizer: Any) -> bool:
+    return len(tokenizer(word, add_special_tokens=False).input_ids) == 1

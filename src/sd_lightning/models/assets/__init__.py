@@ -1,0 +1,9 @@
+"""Files that ship with the package: the trained VAE and the tokenizer of the ``tiny`` model.
+
+``python -m sd_lightning.models.assets.make_tiny`` makes them again.
+"""
+
+from pathlib import Path
+
+TINY_VAE = Path(__file__).parent / "tiny" / "vae"
+TINY_TOKENIZER = Path(__file__).parent / "tiny" / "tokenizer"

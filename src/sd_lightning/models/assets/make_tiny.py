@@ -1,0 +1,86 @@
+"""Make the files of the ``tiny`` model again: a tokenizer for its captions and a VAE trained on the digits.
+
+    python -m sd_lightning.models.assets.make_tiny FOLDER
+
+Takes about half a minute on one CPU core.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sd_lightning.models.architectures import ARCHITECTURES
+
+_STEPS, _BATCH_SIZE, _LEARNING_RATE, _KL_WEIGHT = 400, 64, 3e-3, 1e-4
+
+
+def make_tokenizer(corpus: list[str], *, max_length: int) -> Any:
+    """Return a CLIP tokenizer that covers every byte, with merges learnt from a few captions."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import CLIPTokenizer
+
+    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), bytes_])
+    bpe.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=4096, min_frequency=0, end_of_word_suffix="</w>", show_progress=False)
+    )
+    merges = [tuple(merge) for merge in json.loads(bpe.to_str())["model"]["merges"]]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(letter + "</w>" for letter in alphabet), *(a + b for a, b in merges)]
+    words += ["<|startoftext|>", "<|endoftext|>"]
+    vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)  # type: ignore[arg-type]
+
+
+def train_vae(images: Tensor, *, seed: int = 0) -> Any:
+    """Train the tiny VAE on images (N, 3, H, W) in [-1, 1]; latents get unit variance through ``scaling_factor``."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    vae = AutoencoderKL.from_config(ARCHITECTURES["tiny"].networks["vae"].config)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=_STEPS, pct_start=0.1)
+    for step in range(_STEPS):
+        batch = images[torch.randint(len(images), (_BATCH_SIZE,), generator=generator)]
+        posterior = vae.encode(batch).latent_dist
+        reconstruction = vae.decode(posterior.sample(generator=generator)).sample
+        loss = F.mse_loss(reconstruction, batch) + _KL_WEIGHT * posterior.kl().mean() / posterior.mean[0, 0].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1}: loss {loss.item():.5f}")
+    with torch.no_grad():
+        posterior = vae.encode(images[:512]).latent_dist
+        rms = (posterior.mean.square().mean() + posterior.var.mean()).sqrt()
+    vae.register_to_config(scaling_factor=float(1 / rms))
+    return vae
+
+
+def main(folder: Path) -> None:
+    from sd_lightning.data import digits
+    from sd_lightning.data.transform import place, to_model_range
+
+    source = digits.Digits("train")
+    corpus = sorted({caption for index in range(len(source)) for caption in source.captions(index)})
+    corpus += ["a handwritten sks digit", "sks", "glyph", "symbol", "a handwritten glyph"]
+    tokenizer = make_tokenizer(corpus, max_length=ARCHITECTURES["tiny"].max_length)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    pixels = [torch.from_numpy(place(source.image(i), 32).pixels.copy()) for i in range(len(source))]
+    vae = train_vae(to_model_range(torch.stack(pixels)))
+    vae.save_pretrained(folder / "vae")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

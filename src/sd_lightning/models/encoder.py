@@ -1,0 +1,171 @@
+"""Frozen encoders: from images and captions to latents and conditioning, outside the trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.diffusion.randomness import Purpose, normal
+from sd_lightning.models.conditioning import join_conditioning, map_conditioning
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+_CONDITIONS = ("input_ids", "original_size", "crop_top_left", "target_size")
+_MOST_CAPTIONS = 10_000
+"""Captions whose encoding is kept; beyond, all are encoded anew."""
+_PIXELS_PER_CALL = 4 * 512 * 512
+"""What the VAE encodes at a time: its activations of a single image of 1024 x 1024 take gigabytes."""
+
+
+def images_per_call(height: int, width: int) -> int:
+    """Return how many images of a size, in pixels, the VAE encodes at a time."""
+    return max(_PIXELS_PER_CALL // (height * width), 1)
+
+
+class LatentEncoder:
+    """VAE and frozen text encoder(s) of a model.
+
+    It is not an ``nn.Module``, so nothing can shard, checkpoint or step what it holds; it owns its device, dtype,
+    ``no_grad`` and autocast itself. The same object serves training on the fly and caching in advance.
+
+    Args:
+        latent_diffusion: The model whose encoders to use.
+        train_text_encoder: True leaves the text encoder(s) to the trainer; batches then keep their token ids.
+        dtype: What the encoders compute in. A VAE that overflows in half precision (``force_upcast``) stays in
+            float32.
+        offload: Keep the encoders in host memory: each comes to the device when it has something to encode, images
+            one at a time, and leaves again. What has been encoded of a caption is kept.
+    """
+
+    def __init__(
+        self,
+        latent_diffusion: LatentDiffusion,
+        *,
+        train_text_encoder: bool = False,
+        dtype: Dtype = "float32",
+        offload: bool = False,
+    ) -> None:
+        self._model = latent_diffusion
+        self.train_text_encoder = train_text_encoder
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = torch.device("cpu")
+        self.offload = offload
+        self._captions: dict[bytes, dict[str, Any]] = {}
+        for network in self.networks:
+            network.requires_grad_(False).eval()
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The frozen networks."""
+        frozen = [] if self.train_text_encoder else list(self._model.text_encoders.values())
+        return [self._model.vae, *frozen]
+
+    def to(self, device: torch.device) -> LatentEncoder:
+        """Encode on a device, in the encoder's dtype: the frozen networks move there, or wait in host memory."""
+        if device != self.device:
+            self._captions.clear()
+        self.device = device
+        home = torch.device("cpu") if self.offload else device
+        overflows = self.dtype == torch.float16 and self._model.vae.config.force_upcast
+        for network in self.networks:
+            dtype = torch.float32 if overflows and network is self._model.vae else self.dtype
+            network.to(home)
+            if next(network.parameters()).dtype != dtype:  # diffusers warns at every cast
+                network.to(dtype)
+        return self
+
+    @contextmanager
+    def _at_work(self, networks: Sequence[nn.Module]) -> Iterator[None]:
+        """Bring networks that wait in host memory to the device."""
+        for network in networks if self.offload else ():
+            network.to(self.device)
+        try:
+            yield
+        finally:
+            for network in networks if self.offload else ():
+                network.to("cpu")
+
+    @torch.no_grad()
+    def encode_moments(self, pixel_values: Tensor) -> Tensor:
+        """Encode images to the moments of the VAE's posterior, a few at a time.
+
+        Args:
+            pixel_values: (B, 3, H, W) in [-1, 1].
+
+        Returns:
+            Mean and log-variance (B, 2C, h, w), float32, unscaled.
+        """
+        vae = self._model.vae
+        count = 1 if self.offload else images_per_call(*pixel_values.shape[-2:])
+        with self._at_work([vae]), torch.autocast(self.device.type, enabled=False):
+            parameter = next(vae.parameters())
+            parts = [
+                vae.encode(pixels.to(parameter.device, parameter.dtype)).latent_dist.parameters.float()
+                for pixels in pixel_values.split(count)
+            ]
+        return torch.cat(parts)
+
+    def latents(self, moments: Tensor, *, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
+        """Draw latents from the posterior; the draw belongs to the sample, not to the process.
+
+        Args:
+            moments: (B, 2C, h, w) from :meth:`encode_moments`.
+            seed: Seed of the run.
+            epoch: (B,) int64.
+            index: (B,) int64, global sample index.
+
+        Returns:
+            (B, C, h, w), float32, scaled to unit variance by the VAE's ``scaling_factor``.
+        """
+        mean, log_variance = moments.chunk(2, dim=1)
+        noise = normal(seed, epoch, index, Purpose.VAE_SAMPLE, tuple(mean.shape[1:]))
+        config = self._model.components["vae"].config
+        shift = config.get("shift_factor") or 0.0
+        sample = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise
+        return (sample - shift) * float(self._model.vae.config.scaling_factor)
+
+    @torch.no_grad()
+    def conditioning(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Encode token ids to the UNet's keyword arguments, float32; see :mod:`sd_lightning.models.conditioning`."""
+        if not self.offload:
+            return self._encode_captions(batch)
+        names = [name for name in _CONDITIONS if name in batch]
+        # Whatever the conditioning depends on, as one row of numbers for each sample.
+        numbers = torch.cat([batch[name].flatten(1) for name in names], dim=1).cpu().numpy()
+        keys = [row.tobytes() for row in numbers]
+        unknown = [i for i, key in enumerate(keys) if key not in self._captions and keys.index(key) == i]
+        if len(self._captions) + len(unknown) > _MOST_CAPTIONS:
+            self._captions.clear()
+            unknown = [i for i, key in enumerate(keys) if keys.index(key) == i]
+        if unknown:
+            with self._at_work(list(self._model.text_encoders.values())):
+                made = self._encode_captions({name: batch[name][unknown] for name in names})
+            for row, i in enumerate(unknown):
+                self._captions[keys[i]] = map_conditioning(made, lambda t, row=row: t[row : row + 1].clone())
+        return join_conditioning([self._captions[key] for key in keys])
+
+    def _encode_captions(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        encoders = list(self._model.text_encoders.values())
+        with torch.autocast(self.device.type, enabled=False):
+            return map_conditioning(self._model.condition(encoders, batch), lambda t: t.float())
+
+    def __call__(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:
+        """Replace pixels (or cached moments) by ``latents`` and, if the text encoder is frozen, add ``conditioning``.
+
+        A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``.
+        """
+        batch = dict(batch)
+        pixels, moments = batch.pop("pixel_values", None), batch.pop("latent_moments", None)
+        if moments is None:
+            moments = self.encode_moments(pixels)
+        batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
+        if not self.train_text_encoder:
+            batch["conditioning"] = self.conditioning(batch)
+            if "wrong_input_ids" in batch:
+                batch["wrong_conditioning"] = self.conditioning({**batch, "input_ids": batch["wrong_input_ids"]})
+        return batch

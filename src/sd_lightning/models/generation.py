@@ -1,0 +1,207 @@
+"""From prompts to pictures: the one place that calls a pipeline, for training samples and `generate` alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.sampling_schedulers import said_once, scheduler_class
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+TILE = 256
+"""Side of the tiles that pictures are decoded in, pixels. diffusers takes the size that the VAE was made for, 512 or
+more, with which a picture of 512 x 512 is one tile."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How pictures are drawn; names as in diffusers' pipelines."""
+
+    num_inference_steps: int = 25
+    guidance_scale: float = 7.5
+    scheduler: str | None = None
+    """Another scheduler than the model's: "ddim", "euler", "dpmsolver++", … or a class name of diffusers."""
+    batch_size: int = 16
+    """Pictures per network call (twice that with guidance); the pictures do not depend on it."""
+    height: int | None = None
+    width: int | None = None
+    """Size in pixels; the model's own if not given."""
+    vae_tiling: bool = False
+    """Decode pictures that are larger than a tile in overlapping tiles: less memory, slightly other pictures."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_inference_steps", "batch_size"):
+            value = getattr(self, name)
+            if value < 1:
+                raise UsageError(f"sampling got {name}={value}; expected at least 1, e.g. {name}=16")
+        for name in ("height", "width"):
+            size = getattr(self, name)
+            if size is not None and (size < 8 or size % 8):
+                nearest = max(8, size // 8 * 8)
+                raise UsageError(f"sampling got {name}={size}; expected a multiple of 8 pixels, e.g. {name}={nearest}")
+        if self.scheduler is not None:
+            scheduler_class(self.scheduler)
+        if self.guidance_scale < 0:
+            raise UsageError(
+                f"sampling got guidance_scale={self.guidance_scale}; expected at least 0, e.g. guidance_scale=7.5 "
+                "(1 is none)"
+            )
+
+    def check(self, latent_diffusion: LatentDiffusion) -> None:
+        """Find out before any picture is drawn whether a model can be sampled so.
+
+        Raises:
+            UsageError: The scheduler is not for this model, or cannot do with that few or many steps.
+        """
+        scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
+        self.check_steps(scheduler.config)
+        try:
+            with said_once():
+                scheduler.set_timesteps(self.num_inference_steps)
+                _ = scheduler.timesteps
+        except (ValueError, IndexError) as error:
+            raise UsageError(
+                f"sampling got num_inference_steps={self.num_inference_steps}, with which {type(scheduler).__name__} "
+                f"cannot work ({error}); give another number or scheduler, e.g. num_inference_steps=25"
+            ) from error
+
+    def check_steps(self, scheduler_config: Mapping[str, Any]) -> None:
+        """Refuse more steps than a model was trained with: some would be drawn twice, or between two of them.
+
+        Raises:
+            UsageError: There are more.
+        """
+        most = scheduler_config.get("num_train_timesteps", 1000)  # as in diffusers
+        if self.num_inference_steps > most:
+            raise UsageError(
+                f"sampling got num_inference_steps={self.num_inference_steps}, more than the {most} steps that the "
+                f"model was trained with; expected 1 to {most}, e.g. num_inference_steps={min(most, 25)}"
+            )
+
+
+def generate(
+    latent_diffusion: LatentDiffusion,
+    prompts: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    options: SamplingOptions | None = None,
+    negative_prompt: str = "",
+    device: torch.device | None = None,
+) -> list[Image.Image]:
+    """Draw one picture per prompt.
+
+    Every picture has its own generator, so that it depends on its prompt and seed but not on the batch it was drawn
+    in (up to the rounding of batched kernels, below 1/255).
+
+    Args:
+        latent_diffusion: The model.
+        prompts: One caption per picture.
+        seeds: One seed per picture.
+        options: Steps, guidance, scheduler, batch size, picture size.
+        negative_prompt: What guidance leads away from.
+        device: Where to compute; where the UNet is, if not given.
+
+    Raises:
+        UsageError: The number of seeds differs, or the model cannot be sampled with these options.
+    """
+    from torch.distributed.tensor import DTensor
+
+    options = options or SamplingOptions()
+    if len(seeds) != len(prompts):
+        raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
+    options.check(latent_diffusion)
+    device = device or next(latent_diffusion.unet.parameters()).device
+    with said_once():
+        pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
+    networks = list(latent_diffusion.networks.values())
+    for network in networks:
+        if not any(isinstance(p, DTensor) for p in network.parameters()):  # FSDP places them itself
+            network.to(device)
+    images: list[Image.Image] = []
+    vae = latent_diffusion.vae
+    with (
+        said_once(),
+        torch.no_grad(),
+        _evaluation_mode(networks),
+        _common_dtype(networks, device),
+        _decoding_as_is(vae, device),
+        decoding_in_tiles(vae, options.vae_tiling),
+    ):
+        for begin in range(0, len(prompts), options.batch_size):
+            batch = slice(begin, begin + options.batch_size)
+            images += pipeline(
+                list(prompts[batch]),
+                # None, not "": some pipelines have a special embedding for no negative prompt.
+                negative_prompt=[negative_prompt] * len(prompts[batch]) if negative_prompt else None,
+                num_inference_steps=options.num_inference_steps,
+                guidance_scale=options.guidance_scale,
+                height=options.height,
+                width=options.width,
+                generator=[torch.Generator().manual_seed(seed) for seed in seeds[batch]],
+            ).images
+    return images
+
+
+@contextlib.contextmanager
+def decoding_in_tiles(vae: Any, tiling: bool) -> Iterator[None]:
+    """Let the VAE decode in tiles of at most ``TILE`` pixels."""
+    names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
+    before = {name: getattr(vae, name) for name in names}
+    if tiling:
+        scale = 2 ** (len(vae.config.block_out_channels) - 1)
+        vae.enable_tiling()
+        vae.tile_sample_min_size = min(TILE, vae.tile_sample_min_size)
+        vae.tile_latent_min_size = vae.tile_sample_min_size // scale
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vae, name, value)
+
+
+@contextlib.contextmanager
+def _evaluation_mode(networks: Sequence[nn.Module]) -> Iterator[None]:
+    training = [network.training for network in networks]
+    for network in networks:
+        network.eval()
+    try:
+        yield
+    finally:
+        for network, mode in zip(networks, training, strict=True):
+            network.train(mode)
+
+
+@contextlib.contextmanager
+def _decoding_as_is(vae: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let the VAE decode in its own dtype under autocast too: some overflow in half precision (``force_upcast``)."""
+    decode: Callable[..., Any] = vae.decode  # type: ignore[assignment]
+    dtype = next(vae.parameters()).dtype
+
+    def as_is(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, enabled=False):
+            return decode(latents.to(dtype), *args, **kwargs)
+
+    vae.decode = as_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del vae.decode
+
+
+def _common_dtype(networks: Sequence[nn.Module], device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast where networks differ in dtype (encoders in half precision beside a float32 UNet)."""
+    dtypes = {next(network.parameters()).dtype for network in networks}
+    if len(dtypes) == 1:
+        return contextlib.nullcontext()
+    half = next(dtype for dtype in dtypes if dtype != torch.float32)
+    return torch.autocast(device.type, dtype=half)

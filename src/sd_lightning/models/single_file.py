@@ -1,0 +1,308 @@
+"""The original layout of Stable Diffusion: one file for all networks, under the names of the first releases.
+
+Stable Diffusion 1.x, 2.x and XL were published as one file each, with the names that the modules have in
+CompVis' ``latent-diffusion`` (UNet and VAE, prefixes ``model.diffusion_model.`` and ``first_stage_model.``), in
+transformers (CLIP of 1.x and the first of XL) and in ``open_clip`` (2.x and the second of XL). Most programs that are
+not diffusers read this layout. diffusers converts from it, not to it, so the names are made here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from sd_lightning._errors import UsageError
+from sd_lightning.storage.streamed_tensor import StreamedTensor, joined
+
+Family = Literal["v1", "v2", "xl"]
+
+_UNET_PREFIX, _VAE_PREFIX = "model.diffusion_model.", "first_stage_model."
+_ENCODER_PREFIXES = {
+    "v1": {"text_encoder": "cond_stage_model.transformer."},
+    "v2": {"text_encoder": "cond_stage_model.model."},
+    "xl": {"text_encoder": "conditioner.embedders.0.transformer.", "text_encoder_2": "conditioner.embedders.1.model."},
+}
+_OPEN_CLIP_LAYERS = 23
+"""Encoder layers of Stable Diffusion 2: readers of the layout drop a further one, which its UNet never saw."""
+
+# Module names without indices, diffusers -> original.
+_UNET_ENDS = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+_UNET_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_VAE_RESNET = {name: name for name in ("norm1", "conv1", "norm2", "conv2")} | {"conv_shortcut": "nin_shortcut"}
+_VAE_ENDS = {"conv_in": "conv_in", "conv_norm_out": "norm_out", "conv_out": "conv_out"}
+_VAE_ATTENTION = {
+    "group_norm": "norm",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+    # In files from before diffusers 0.12, such as those of Stable Diffusion 1.5 on the hub.
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "proj_attn": "proj_out",
+}
+_OPEN_CLIP_ENDS = {
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "final_layer_norm.weight": "ln_final.weight",
+    "final_layer_norm.bias": "ln_final.bias",
+}
+_OPEN_CLIP_LAYER = {
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+    "self_attn.out_proj": "attn.out_proj",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a tensor of the original layout is made from those of a diffusers pipeline."""
+
+    network: str
+    """unet, vae, text_encoder or text_encoder_2."""
+    names: tuple[str, ...]
+    """Tensors in the network's weight file, joined along the first axis."""
+    change: Literal["none", "to_conv", "transpose"] = "none"
+    """``to_conv``: a linear layer's matrix becomes the kernel of a 1x1 convolution."""
+
+
+def family_of(pipeline_class: str, text_encoder_config: Mapping[str, Any], *, who: str) -> Family:
+    """Return whose names a pipeline's file has; 1.x and 2.x differ in their text encoder, CLIP or OpenCLIP.
+
+    Raises:
+        UsageError: The original layout has no names for such a pipeline.
+    """
+    if pipeline_class == "StableDiffusionXLPipeline":
+        return "xl"
+    activation = text_encoder_config.get("hidden_act", "quick_gelu")
+    families: dict[str, Family] = {"quick_gelu": "v1", "gelu": "v2"}
+    if pipeline_class != "StableDiffusionPipeline" or activation not in families:
+        raise UsageError(
+            f"{who}: a {pipeline_class} whose text encoder has hidden_act={activation} cannot be one file; expected "
+            "Stable Diffusion 1.x (quick_gelu), 2.x (gelu) or XL; write format=diffusers"
+        )
+    return families[activation]
+
+
+def original_names(networks: Mapping[str, Iterable[str]], family: Family, *, who: str) -> dict[str, Origin]:
+    """Name all tensors of a pipeline as in the original layout.
+
+    Args:
+        networks: By network, the names of the tensors in its weight file.
+        family: See :func:`family_of`.
+        who: Begins the message.
+
+    Raises:
+        UsageError: The layout has no name for a tensor: the network is none of the original ones.
+    """
+    result: dict[str, Origin] = {}
+    for network, given in networks.items():
+        names = [name for name in given if not name.endswith("position_ids")]  # counted, not learnt
+        naming = _naming(network, names, family)
+        sources: dict[str, list[str]] = {}
+        for name in names:
+            original = naming(name)
+            if original is None:
+                raise UsageError(
+                    f"{who}: the one-file layout has no name for {name} of the {network}; write format=diffusers"
+                )
+            sources.setdefault(original, []).append(name)
+        for original, parts in sources.items():
+            result[original] = Origin(network, tuple(sorted(parts, key=_qkv_order)), _change(original))
+            if len(parts) != (3 if ".in_proj_" in original else 1):
+                raise UsageError(
+                    f"{who}: {', '.join(parts)} of the {network} would be {original} of the one-file layout; write "
+                    "format=diffusers"
+                )
+    return result
+
+
+def original_tensors(
+    networks: Mapping[str, Mapping[str, StreamedTensor]], family: Family, *, who: str
+) -> dict[str, StreamedTensor]:
+    """Return the tensors of a pipeline under the names and in the shapes of the original layout."""
+    return {
+        original: _made(origin, [networks[origin.network][name] for name in origin.names])
+        for original, origin in original_names(networks, family, who=who).items()
+    }
+
+
+def model_spec(family: Family, *, title: str, prediction_type: str, side: int) -> dict[str, str]:
+    """Describe the file as Stability AI's model metadata specification 1.0.0 asks for.
+
+    Args:
+        family: See :func:`family_of`.
+        title: Name of the model.
+        prediction_type: As in a scheduler's configuration.
+        side: Side of the images it was made for, pixels.
+    """
+    is_v = prediction_type == "v_prediction"
+    architectures = {
+        "v1": "stable-diffusion-v1",
+        "v2": "stable-diffusion-v2-768-v" if is_v else "stable-diffusion-v2-512",
+        "xl": "stable-diffusion-xl-v1-base",
+    }
+    entries = {
+        "sai_model_spec": "1.0.0",
+        "architecture": architectures[family],
+        "implementation": "https://github.com/Stability-AI/generative-models",
+        "title": title,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "resolution": f"{side}x{side}",
+        "prediction_type": "v" if is_v else prediction_type,
+    }
+    return {f"modelspec.{key}": value for key, value in entries.items()}
+
+
+def _made(origin: Origin, parts: list[StreamedTensor]) -> StreamedTensor:
+    tensor = parts[0] if len(parts) == 1 else joined(parts)
+    if origin.change == "transpose":
+        return tensor.transposed()
+    if origin.change == "to_conv":
+        return tensor.reshaped((*tensor.shape[:2], 1, 1))
+    return tensor
+
+
+def _change(original: str) -> Literal["none", "to_conv", "transpose"]:
+    if original.endswith(".text_projection"):
+        return "transpose"
+    in_attention = re.fullmatch(r"first_stage_model\..*\.mid\.attn_1\.(q|k|v|proj_out)\.weight", original)
+    return "to_conv" if in_attention else "none"
+
+
+def _qkv_order(name: str) -> int:
+    return next((i for i, part in enumerate(("q_proj", "k_proj", "v_proj")) if part in name), 0)
+
+
+def _naming(network: str, names: list[str], family: Family) -> Callable[[str], str | None]:
+    """Return the function that renames the tensors of a network, None for those without a name."""
+    if network == "unet":
+        return _unet_naming(names)
+    if network == "vae":
+        return _vae_naming(names)
+    prefix = _ENCODER_PREFIXES[family][network]
+    is_open_clip = prefix.endswith(".model.")
+    return lambda name: _open_clip_name(name, prefix, family) if is_open_clip else _clip_name(name, prefix)
+
+
+# ---------------------------------------------------------------------- UNet
+
+
+def _unet_naming(names: list[str]) -> Callable[[str], str | None]:
+    """The original numbers all layers of one side in a row, a change of resolution counting as one more."""
+    pattern = re.compile(r"(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.")
+    resnets = {match.groups() for name in names if (match := pattern.match(name))}
+    num_resnets = Counter((side, block) for side, block, _ in resnets)
+    layers = num_resnets["down", "0"]
+    is_regular = all(count == layers + (side == "up") for (side, _), count in num_resnets.items())
+    attended = {m[1] for n in names if (m := re.match(r"up_blocks\.(\d+)\.attentions\.", n))}
+
+    def rename(name: str) -> str | None:
+        module, _, kind = name.rpartition(".")
+        original = _UNET_ENDS.get(module)
+        mid = re.fullmatch(r"mid_block\.(?:resnets\.([01])|attentions\.(0))\.(.+)", module)
+        side = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(.+)", module)
+        if mid and mid[2]:
+            original = f"middle_block.1.{mid[3]}"
+        elif mid and mid[3] in _UNET_RESNET:
+            original = f"middle_block.{2 * int(mid[1])}.{_UNET_RESNET[mid[3]]}"
+        elif side and is_regular:
+            original = _unet_side(side[1], int(side[2]), side[3], int(side[4]), side[5], layers, side[2] in attended)
+        return None if original is None else f"{_UNET_PREFIX}{original}.{kind}"
+
+    return rename
+
+
+def _unet_side(side: str, block: int, part: str, layer: int, rest: str, layers: int, attended: bool) -> str | None:
+    """Name a module of the descending or ascending half; ``layers`` is what the configuration calls so."""
+    first = block * (layers + 1) + (side == "down")  # input_blocks.0 is conv_in
+    blocks = "input_blocks" if side == "down" else "output_blocks"
+    if part == "resnets" and rest in _UNET_RESNET:
+        return f"{blocks}.{first + layer}.0.{_UNET_RESNET[rest]}"
+    if part == "attentions":
+        return f"{blocks}.{first + layer}.1.{rest}"
+    if part == "downsamplers" and rest == "conv":
+        return f"{blocks}.{first + layers}.0.op"
+    if part == "upsamplers" and rest == "conv":
+        return f"{blocks}.{first + layers}.{2 if attended else 1}.conv"
+    return None
+
+
+# ---------------------------------------------------------------------- VAE
+
+
+def _vae_naming(names: list[str]) -> Callable[[str], str | None]:
+    """The original counts the decoder's blocks from the largest resolution down."""
+    last = max((int(m[1]) for n in names if (m := re.match(r"decoder\.up_blocks\.(\d+)\.", n))), default=0)
+
+    def rename(name: str) -> str | None:
+        module, _, kind = name.rpartition(".")
+        half, _, inner = module.partition(".")
+        block = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(resnets|downsamplers|upsamplers)\.(\d+)\.(.+)", inner)
+        mid = re.fullmatch(r"mid_block\.(?:resnets\.([01])|attentions\.(0))\.(.+)", inner)
+        original = None
+        if module in ("quant_conv", "post_quant_conv"):
+            return f"{_VAE_PREFIX}{name}"
+        if inner in _VAE_ENDS:
+            original = _VAE_ENDS[inner]
+        elif mid and mid[2] and mid[3] in _VAE_ATTENTION:
+            original = f"mid.attn_1.{_VAE_ATTENTION[mid[3]]}"
+        elif mid and mid[1] and mid[3] in _VAE_RESNET:
+            original = f"mid.block_{int(mid[1]) + 1}.{_VAE_RESNET[mid[3]]}"
+        elif block:
+            number = int(block[2]) if block[1] == "down" else last - int(block[2])
+            if block[3] == "resnets" and block[5] in _VAE_RESNET:
+                original = f"{block[1]}.{number}.block.{block[4]}.{_VAE_RESNET[block[5]]}"
+            elif block[5] == "conv":
+                original = f"{block[1]}.{number}.{block[3].removesuffix('rs')}.conv"
+        is_known = original is not None and half in ("encoder", "decoder")
+        return f"{_VAE_PREFIX}{half}.{original}.{kind}" if is_known else None
+
+    return rename
+
+
+# ---------------------------------------------------------------------- text encoders
+
+
+def _clip_name(name: str, prefix: str) -> str:
+    # transformers 5 writes CLIPTextModel without the prefix that the original file has.
+    return f"{prefix}text_model.{name.removeprefix('text_model.')}"
+
+
+def _open_clip_name(name: str, prefix: str, family: Family) -> str | None:
+    if name == "text_projection.weight":
+        return f"{prefix}text_projection"
+    name = name.removeprefix("text_model.")
+    if name in _OPEN_CLIP_ENDS:
+        return prefix + _OPEN_CLIP_ENDS[name]
+    layer = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    if layer is None or (family == "v2" and int(layer[1]) >= _OPEN_CLIP_LAYERS):
+        return None
+    number, module, kind = layer.groups()
+    if re.fullmatch(r"self_attn\.[qkv]_proj", module):
+        return f"{prefix}transformer.resblocks.{number}.attn.in_proj_{kind}"
+    if module not in _OPEN_CLIP_LAYER:
+        return None
+    return f"{prefix}transformer.resblocks.{number}.{_OPEN_CLIP_LAYER[module]}.{kind}"

@@ -1,0 +1,1 @@
+"""Memory of training and inference, foretold without a GPU."""

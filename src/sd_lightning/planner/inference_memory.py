@@ -1,0 +1,87 @@
+"""How much memory drawing pictures takes: weights counted, the peak computed by a trace without any storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.memory_trace import peak_bytes
+from sd_lightning.quantization.layers import Int8Layer, Int8Linear, int8_layers, to_int8
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """Return the bytes of a network's parameters and buffers."""
+    return sum(t.nbytes for t in {id(t): t for t in [*network.parameters(), *network.buffers()]}.values())
+
+
+def inference_bytes(
+    model: LatentDiffusion, *, height: int, width: int, batch_size: int = 1, dtype: torch.dtype | None = None
+) -> tuple[int, int]:
+    """Compute what a model needs to draw a batch of pictures with guidance: all its weights, and the peak over that.
+
+    Text encoders, UNet and VAE decoder are run once on the meta device. Counted are the weights and every tensor while
+    it is alive, dequantised weights among them; not the libraries' own workspaces. Attention is taken to be a fused
+    kernel, that never holds the matrix of scores.
+
+    Args:
+        model: The model; it is not touched.
+        height: Of a picture, pixels.
+        width: Of a picture, pixels.
+        batch_size: Pictures that are drawn at a time.
+        dtype: Count the model as if it were in this dtype, and nothing of it in int8; as it is if not given.
+
+    Returns:
+        Bytes of the weights, and bytes of the peak with them.
+    """
+    twins = {name: _twin(model, name, dtype) for name in model.networks}
+    weights = sum(weight_bytes(twin) for twin in twins.values())
+    if dtype is None:  # LoRA's weights are on the live networks alone
+        weights = sum(weight_bytes(network) for network in model.networks.values())
+    return weights, weights + max(map(peak_bytes, _calls(model, twins, height, width, batch_size)))
+
+
+def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Module:
+    """Return a network of the same structure on the meta device."""
+    twin = model.meta_networks([name])[name].requires_grad_(False)
+    network = model.networks[name]
+    if name == "vae" and model.vae.use_tiling:
+        twin.use_tiling = True  # type: ignore[assignment]
+        for setting in ("tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor"):
+            setattr(twin, setting, getattr(network, setting))
+    if dtype is not None:
+        return nn.Module.to(twin, dtype)
+    nn.Module.to(twin, next(network.parameters()).dtype)
+    for key, live in int8_layers(network):
+        _as_int8(twin.get_submodule(key.replace(".base_layer", "")), live)  # LoRA is not on the twin
+    return twin
+
+
+def _as_int8(layer: nn.Module, live: Int8Layer) -> None:
+    weight, scale = torch.empty_like(live.weight, device="meta"), torch.empty_like(live.weight_scale, device="meta")
+    kernel, threshold = (live.kernel, live.threshold) if isinstance(live, Int8Linear) else ("", 0.0)
+    to_int8(layer, weight, scale, kernel=kernel, threshold=threshold)
+
+
+def _calls(
+    model: LatentDiffusion, twins: Mapping[str, nn.Module], height: int, width: int, batch_size: int
+) -> Iterator[Callable[[], Any]]:
+    """Yield what a pipeline does with each network, as it would hold its inputs."""
+    encoders = [twins[name] for name in model.text_encoders]
+    unet, vae = twins["unet"], twins["vae"]
+    rows, dtype = 2 * batch_size, next(unet.parameters()).dtype  # guidance: with the caption and without
+    length = next(iter(model.tokenizers.values())).model_max_length
+    batch = {"input_ids": torch.empty(rows, len(encoders), length, dtype=torch.int64, device="meta")}
+    batch |= {k: torch.empty(rows, 2, device="meta") for k in ("original_size", "crop_top_left", "target_size")}
+    yield torch.no_grad()(lambda: model.condition(encoders, batch))
+    with torch.no_grad():
+        conditioning = model.condition(encoders, batch)
+    side = model.vae_scale_factor
+    channels = model.components["vae"].config.get("latent_channels", 4)
+    latents = torch.empty(rows, channels, height // side, width // side, dtype=dtype, device="meta")
+    yield torch.no_grad()(lambda: unet(latents, torch.empty((), device="meta"), **conditioning))
+    decoded = latents[:batch_size].to(next(vae.parameters()).dtype)
+    yield torch.no_grad()(lambda: vae.decode(decoded))  # type: ignore[operator]

@@ -1,0 +1,322 @@
+"""What a training run will take of the GPU's and the host's memory, before anything is spent.
+
+Weights, gradients and optimizer states in closed form, from the plan that the Gemini engine will make; activations
+traced on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.layout import ParameterSpec, Shard, default_search, pack, search_chunk_numel
+from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
+from sd_lightning.gemini.tiers import Tier
+from sd_lightning.gemini.updates import update_of
+from sd_lightning.models.adapters.lora import Lora
+from sd_lightning.models.conditioning import map_conditioning
+from sd_lightning.models.encoder import images_per_call
+from sd_lightning.models.generation import decoding_in_tiles
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.memory_trace import peak_bytes
+from sd_lightning.training.speed import enable_gradient_checkpointing
+
+GB = 1e9
+DEVICE_ALLOWANCE = int(0.6 * GB)
+"""CUDA's context, workspaces of cuBLAS and cuDNN, fragmentation. Not measured here: an allowance."""
+HOST_ALLOWANCE = int(2.0 * GB)
+"""Python, torch and CUDA's libraries in host memory. Not measured here: an allowance."""
+_TRACE_MARGIN = 1.1
+"""Traces of checkpointed passes came out 6 % below torch's own memory tracker."""
+_FLOAT_BYTES = 4
+_SLICE_BYTES = 3 * 16 * 2**20
+"""Buffers through which a checkpoint is streamed to disk."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the memory of a run depends on."""
+
+    batch_size: int
+    """Samples of one forward pass of one process."""
+    resolution: int
+    """Side of the images, pixels."""
+    train_text_encoder: bool = False
+    lora: Lora | None = None
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-5)
+    """Makes the optimizer of some parameters; one that Gemini can step."""
+    gradient_checkpointing: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    """What trained networks compute in, throughout."""
+    encoder_dtype: torch.dtype = torch.bfloat16
+    averages: bool = False
+    """Whether there is an EMA."""
+    offload_averages: bool = False
+    """Whether it is in host memory, and not on the device."""
+    offload_encoders: bool = True
+    """Whether frozen encoders wait in host memory, from where each comes to the device for one image at a time."""
+    cache_latents: bool = True
+    """Whether images are encoded before training, and not in each step."""
+    drawn_size: tuple[int, int] | None = None
+    """Height and width of pictures that are drawn, pixels; as those of the images if not given."""
+    vae_tiling: bool = False
+    """Whether they are decoded in tiles."""
+    sample_batch_size: int = 1
+    """Pictures that are drawn at a time in the course of training and at its end; 0: none are."""
+    num_images: int = 100
+    """Images whose latents are kept in host memory, if they are."""
+    world_size: int = 1
+    prior_batch_size: int = 0
+    """Class images that are drawn at a time, before training; 0: none are."""
+    prior_dtype: torch.dtype = torch.bfloat16
+    """What they are drawn in."""
+    from_files: bool = True
+    """Whether weights are read from a pipeline's files, tensor by tensor, and not made as a whole."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of one process."""
+
+    weights_and_states: int
+    """Of the trained networks, on the device: all that the engine keeps there, gradients included; the average, and
+    encoders that are not offloaded."""
+    activations: int
+    """At the peak of a training step."""
+    drawing: int
+    """Encoders that come for it, and the activations of the UNet or the VAE, while pictures are drawn or encoded."""
+    class_images: int
+    """The whole model, and the activations of the UNet or the VAE, while class images are drawn."""
+    host_states: int
+    """Master weights, moments, gradients and weights that are offloaded."""
+    host_others: int
+    """Frozen encoders and the average, if they are offloaded, latents, and a checkpoint on its way to the disk."""
+    host_loading: int
+    """When the engine has just been set up: offloaded states, encoders in float32, and a tensor on its way to the
+    device; or the whole model in float32 before that, if it is not read from files."""
+
+    @property
+    def device(self) -> int:
+        """The peak of the device's memory."""
+        training = self.weights_and_states + max(self.activations, self.drawing)
+        return max(training, self.class_images) + DEVICE_ALLOWANCE
+
+    @property
+    def host(self) -> int:
+        """The peak of host memory."""
+        return max(self.host_states + self.host_others, self.host_loading) + HOST_ALLOWANCE
+
+    def lines(self) -> list[str]:
+        """Return a table for people."""
+        return [
+            f"device  {self.device / GB:5.2f} GB = weights and states {self.weights_and_states / GB:.2f} + the larger "
+            f"of a step's activations {self.activations / GB:.2f} and drawing {self.drawing / GB:.2f}, or before that "
+            f"class images {self.class_images / GB:.2f}, + allowance {DEVICE_ALLOWANCE / GB:.1f}",
+            f"host    {self.host / GB:5.2f} GB = the larger of offloaded states {self.host_states / GB:.2f} with "
+            f"encoders, latents and buffers {self.host_others / GB:.2f}, and all while the model is loaded "
+            f"{self.host_loading / GB:.2f} + allowance {HOST_ALLOWANCE / GB:.1f}",
+        ]
+
+
+def forecast(model: LatentDiffusion, training: Training, gemini: GeminiConfig) -> Forecast:
+    """Predict the memory of a run with ``strategy=gemini``.
+
+    Args:
+        model: On the meta device, in float32 (``LatentDiffusion.describe`` or ``build``); it is changed, and of no use
+            afterwards.
+        training: What is trained, and how.
+        gemini: Static settings of the engine.
+    """
+    whole = sum(_bytes(network) for network in model.networks.values())
+    names = ["unet", *(model.text_encoders if training.train_text_encoder else ())]
+    trained = {name: model.networks[name] for name in names}
+    loading = whole - sum(_bytes(network) for network in trained.values())
+    loading += max(_FLOAT_BYTES * p.numel() for network in trained.values() for p in network.parameters())
+    for network in trained.values():
+        _cast(network, training.dtype).requires_grad_(True).train()
+    if training.lora is not None:
+        with torch.device("meta"):
+            training.lora.apply_(trained)
+        for network in trained.values():
+            _cast(network, training.dtype)
+    if training.gradient_checkpointing:
+        for network in trained.values():
+            enable_gradient_checkpointing(network)
+    device, host = _states(trained, training, gemini)
+    numel = sum(p.numel() for network in trained.values() for p in network.parameters() if p.requires_grad)
+    loading += host + (_FLOAT_BYTES * numel if training.lora is not None else 0)  # adapters begin in host memory
+    average = _FLOAT_BYTES * numel // training.world_size if training.averages else 0
+    average_on_host = average if training.offload_averages else 0
+    encoders = [network for name, network in model.networks.items() if name not in trained]
+    for network in encoders:
+        _cast(network, training.encoder_dtype).requires_grad_(False).eval()
+    encoder_bytes = sum(_bytes(network) for network in encoders)
+    waiting = encoder_bytes if training.offload_encoders else 0
+    side = training.resolution // model.vae_scale_factor
+    channels = _latent_channels(model)
+    moments = training.num_images * 2 * channels * side * side * _FLOAT_BYTES if training.cache_latents else 0
+    drawing = max(_drawing_peak(model, training, training.sample_batch_size), _encoding_peak(model, training))
+    return Forecast(
+        weights_and_states=device + average - average_on_host + encoder_bytes - waiting,
+        activations=int(_TRACE_MARGIN * _step_peak(model, trained, training)),
+        drawing=waiting + int(_TRACE_MARGIN * drawing),
+        class_images=_class_images(model, training, whole) if training.prior_batch_size else 0,
+        host_states=host,
+        host_others=waiting + average_on_host + moments + _SLICE_BYTES,
+        host_loading=loading if training.from_files else max(loading, whole),
+    )
+
+
+def _states(trained: Mapping[str, nn.Module], training: Training, gemini: GeminiConfig) -> tuple[int, int]:
+    """Return the bytes of weights, gradients and states on device and host, as the engine will place them."""
+    specs = [
+        ParameterSpec(f"{name}.{key}", parameter.numel(), training.dtype, parameter.requires_grad)
+        for name, network in trained.items()
+        for key, parameter in network.named_parameters()
+    ]
+    world_size = training.world_size
+    size = gemini.chunk_numel
+    if size is None:
+        size = search_chunk_numel(specs, gemini.chunk_search or default_search(specs), world_size)
+    layouts = pack(specs, size, world_size)
+    plan = plan_static(layouts, gemini)
+    shards = [Shard(layout, 0, world_size) for layout in layouts]
+    states = _state_bytes(shards, training)
+    units = tuple((layout.index,) for layout in layouts)
+    sent_dtype = gemini.reduce_dtype if world_size > 1 else None
+    device = fast_bytes(layouts, plan.chunks, Demand(0, 0, states, units, world_size, sent_dtype=sent_dtype))
+    if gemini.offload_param_frac or world_size > 1:
+        whole = sum(layout.numel for layout in layouts) * training.dtype.itemsize
+        device += whole if gemini.gathered_budget is None else min(gemini.gathered_budget, whole)
+    host = 0
+    for shard, place, moments in zip(shards, plan.chunks, states):
+        if place.param_tier is Tier.SLOW:
+            host += shard.numel * training.dtype.itemsize
+        if shard.layout.is_trained and place.optim_tier is Tier.SLOW:
+            host += 2 * _FLOAT_BYTES * shard.numel + moments  # master weights and gradients
+        if shard.layout.is_trained and place.optim_tier is Tier.DISK:
+            host += _FLOAT_BYTES * shard.numel  # gradients wait for the step here
+    return device, host
+
+
+def _state_bytes(shards: Sequence[Shard], training: Training) -> tuple[int, ...]:
+    """Return the bytes of the optimizer's states of each shard."""
+    optimizer = training.optimizer([nn.Parameter(torch.empty(1))])
+    update, (group,) = update_of(optimizer), optimizer.param_groups
+    count = len(update.states(group))
+    sizes = [update.size(shard) if shard.layout.is_trained else (0, torch.uint8) for shard in shards]
+    return tuple(count * numel * dtype.itemsize for numel, dtype in sizes)
+
+
+def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], training: Training) -> int:
+    """Trace a forward and backward pass; gradients are the engine's, which takes each as soon as it is there."""
+
+    def step() -> None:
+        inputs = _inputs(model, training.batch_size, (training.resolution, training.resolution))
+        if training.train_text_encoder:
+            encoders = [trained[name] for name in model.text_encoders]
+            conditioning = model.condition(encoders, inputs)
+        else:
+            conditioning = _conditioning(model, inputs, training.dtype)
+        conditioning = map_conditioning(conditioning, lambda t: t.to(training.dtype))
+        latents = inputs["latents"].to(training.dtype)
+        prediction = trained["unet"](latents, inputs["timesteps"], **conditioning).sample
+        (prediction.float() - inputs["latents"]).square().mean((1, 2, 3)).mean().backward()
+
+    parameters = [p for network in trained.values() for p in network.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in parameters]
+    try:
+        return peak_bytes(step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int:
+    """Return what class images take, with a model of so many bytes in float32; they are drawn in a type of their own.
+
+    The networks are left in that type.
+    """
+    dtype = training.prior_dtype
+    upcast = dtype == torch.float16 and model.vae.config.force_upcast
+    for network in (model.unet, model.vae):
+        _cast(network, torch.float32 if upcast and network is model.vae else dtype)
+    weights = whole * dtype.itemsize // _FLOAT_BYTES + (_bytes(model.vae) // 2 if upcast else 0)
+    return weights + int(_TRACE_MARGIN * _drawing_peak(model, training, training.prior_batch_size))
+
+
+def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int:
+    """Trace what drawing some pictures takes, in the networks' types: the UNet with guidance, then the VAE."""
+    if count == 0:
+        return 0
+    unet, vae = model.unet, model.vae
+    dtype, decoded = (next(network.parameters()).dtype for network in (unet, vae))
+    size = training.drawn_size or (training.resolution, training.resolution)
+
+    def denoise() -> None:
+        inputs = _inputs(model, 2 * count, size)
+        conditioning = map_conditioning(_conditioning(model, inputs, dtype), lambda t: t.to(dtype))
+        unet(inputs["latents"].to(dtype), inputs["timesteps"], **conditioning)
+
+    def decode() -> None:
+        vae.decode(_inputs(model, count, size)["latents"].to(decoded))
+
+    unet.eval()
+    with torch.no_grad(), decoding_in_tiles(vae, training.vae_tiling):
+        peaks = [peak_bytes(compute) for compute in (denoise, decode)]
+    unet.train()
+    return max(peaks)
+
+
+def _encoding_peak(model: LatentDiffusion, training: Training) -> int:
+    """Trace what encoding images takes, as many as are encoded at a time."""
+    size = training.resolution
+    num_images = training.num_images if training.cache_latents else training.batch_size
+    count = 1 if training.offload_encoders else min(num_images, images_per_call(size, size))
+
+    def encode() -> None:
+        model.vae.encode(torch.empty(count, 3, size, size, dtype=training.encoder_dtype, device="meta"))
+
+    with torch.no_grad():
+        return peak_bytes(encode)
+
+
+def _latent_channels(model: LatentDiffusion) -> int:
+    return int(model.vae.config.latent_channels)
+
+
+def _inputs(model: LatentDiffusion, count: int, size: tuple[int, int]) -> dict[str, Tensor]:
+    height, width = (side // model.vae_scale_factor for side in size)
+    length = next(iter(model.tokenizers.values())).model_max_length
+    with torch.device("meta"):
+        return {
+            "latents": torch.empty(count, _latent_channels(model), height, width),
+            "timesteps": torch.empty(count, dtype=torch.int64),
+            "input_ids": torch.empty(count, len(model.text_encoders), length, dtype=torch.int64),
+            **{name: torch.empty(count, 2) for name in ("original_size", "crop_top_left", "target_size")},
+        }
+
+
+def _conditioning(model: LatentDiffusion, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    """Return conditioning that has been made before: the same shapes, without a graph."""
+    with torch.no_grad():
+        made = model.condition(list(model.text_encoders.values()), inputs)
+    return map_conditioning(made, lambda tensor: torch.empty_like(tensor, dtype=dtype))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _bytes(network: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in network.parameters())
+
+
+def _cast(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return nn.Module.to(network, dtype=dtype)  # diffusers' own method warns

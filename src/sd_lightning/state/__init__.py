@@ -1,0 +1,1 @@
+"""What a rank owns of every trained parameter, and the optimizer states with it, whatever the engine."""

@@ -1,0 +1,1 @@
+"""Files: safetensors, tensor stores, checkpoint directories and the run's directory."""

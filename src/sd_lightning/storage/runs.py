@@ -1,0 +1,371 @@
+"""A run lives in one directory; this is its layout, and how other programs find things in it.
+
+``<run>/`` holds ``.sd_lightning`` (the mark of a run: see :mod:`sd_lightning.storage.run_folder`), ``config.yaml``,
+``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint),
+``frozen-weights/`` (weights within trained networks that are not trained, if there are any), ``pipeline/`` (the
+result, linked from the last checkpoint), ``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, where an
+engine's bytes are counted, ``memory_timeline.json``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+from sd_lightning._errors import UsageError
+from sd_lightning.storage import checkpoint, run_folder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+LIGHTNING_SUFFIX = ".ckpt"
+"""Ending of plain Lightning checkpoints, from which only weights are taken."""
+
+
+def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume") -> Path | None:
+    """Return the checkpoint that ``resume=`` means.
+
+    Args:
+        resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory.
+        run_dir: The run's own directory.
+        who: The setting it was given by, for the message.
+
+    Raises:
+        UsageError: The path holds no valid checkpoint.
+    """
+    if resume == "auto":
+        return checkpoint.newest_valid(run_dir)
+    path = Path(resume)
+    if not path.exists():
+        raise UsageError(f"{who}={resume}: no such folder; expected auto, a run or one of its checkpoints")
+    if (path / checkpoint.MANIFEST_NAME).exists():
+        problems = checkpoint.verify(path)
+        if problems:
+            raise UsageError(
+                f"{who}={resume}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run's folder"
+            )
+        return path
+    if path.suffix == LIGHTNING_SUFFIX:
+        raise UsageError(
+            f"{who}={resume}: a Lightning checkpoint, from which only weights can be taken; write init_from={resume}"
+        )
+    found = checkpoint.newest_valid(path)
+    if found is None:
+        raise UsageError(f"{who}={resume}: no valid checkpoint in it; expected a run or one of its checkpoints")
+    return found
+
+
+def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
+    """Return the pipeline folder of a run, a checkpoint or a pipeline folder.
+
+    Args:
+        path: Any of the three; of a run that is unfinished, or was trained on, the newest valid checkpoint's.
+        who: The setting it was given by, for the message.
+
+    Raises:
+        UsageError: There is none.
+    """
+    root = Path(path)
+    for candidate in (root, root / "pipeline"):
+        if (candidate / "model_index.json").is_file():
+            later = _newest_after(root, _finished_step(root)) if candidate != root else None
+            return candidate if later is None else later / "pipeline"
+    if not root.exists():
+        raise UsageError(f"{who}={path}: no such folder; expected a run, a checkpoint or a pipeline folder")
+    newest = checkpoint.newest_valid(root)
+    if newest is None:
+        raise UsageError(
+            f"{who}={path}: neither a finished pipeline nor a valid checkpoint in it; expected a run, a checkpoint or "
+            "a folder with model_index.json"
+        )
+    return newest / "pipeline"
+
+
+def holds(run_dir: Path, path: Path) -> bool:
+    """Return whether a path is in a run's directory, links followed; parts of the run may lie behind links."""
+    place = path.resolve()
+    return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in run_folder.NAMES)))
+
+
+def _newest_after(run_dir: Path, step: int) -> Path | None:
+    """Return the newest valid checkpoint of a run if it is of a later step; reads none where names tell enough."""
+    if not any(checkpoint.step_of(path) > step for path in checkpoint.all_checkpoints(run_dir)):
+        return None
+    newest = checkpoint.newest_valid(run_dir)
+    return newest if newest is not None and checkpoint.step_of(newest) > step else None
+
+
+def check_lightning_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Check that ``init_from=`` names a file, which is read later.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if not Path(path).is_file():
+        given = "a folder" if Path(path).is_dir() else "no such file"
+        raise UsageError(
+            f"init_from={path}: {given}; expected the file that Lightning's trainer.save_checkpoint writes in one "
+            "process, or a run, checkpoint or pipeline folder of sd_lightning"
+        )
+
+
+def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -> None:
+    """Fill a module with the weights of a plain Lightning checkpoint of the same module; the rest of it is not used.
+
+    Raises:
+        UsageError: The file cannot be read without running code from it, or is of another model.
+    """
+    import torch
+
+    remedy = "expected a checkpoint that Lightning saved of SDLightningModule; save it again, or give a pipeline folder"
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+        theirs = {str(name): tuple(value.shape) for name, value in weights.items()}
+    except Exception as error:  # damaged files and refused pickles raise many types
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(f"init_from={path}: cannot be read ({type(error).__name__}: {reason}); {remedy}") from error
+    ours = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    differing = checkpoint.shape_differences(theirs, ours)
+    if differing:
+        raise UsageError(
+            f"init_from={path}: the checkpoint is of another model; {len(differing)} of {len(ours)} tensors differ: "
+            f"{'; '.join(differing[:3])}{'; …' if len(differing) > 3 else ''}. Give the model= and "
+            "module.train_text_encoder of the run that saved it"
+        )
+    module.load_state_dict(weights)
+
+
+def check_output_dir(
+    run_dir: Path, *, resuming: bool, overwrite: bool, reads: Mapping[str, str | os.PathLike[str]]
+) -> None:
+    """Refuse a directory that is not a run's or holds another run, and one that cannot be written; touch nothing.
+
+    Args:
+        run_dir: The run's directory.
+        resuming: Whether a run in it is continued.
+        overwrite: Whether an earlier run in it is deleted.
+        reads: What the run will read: setting -> path.
+
+    Raises:
+        UsageError: It holds another run or anything else, is not a directory, or cannot be written; or the run reads
+            what lies in it.
+    """
+    try:
+        _check_apart(run_dir, reads)
+        run_folder.check_ours(run_dir)
+        if not resuming and not overwrite:
+            check_unused(run_dir)
+        check_writable(run_dir)
+    except OSError as error:
+        raise UsageError(
+            f"output_dir={run_dir} cannot be written ({error.strerror}); choose another output_dir=<folder>"
+        ) from error
+
+
+def _check_apart(run_dir: Path, reads: Mapping[str, str | os.PathLike[str]]) -> None:
+    for setting, path in reads.items():
+        if holds(run_dir, Path(path)):
+            same = Path(path).resolve() == run_dir.resolve()
+            raise UsageError(
+                f"{setting}={path} {'is' if same else 'lies in'} output_dir={run_dir}, where the run would write over "
+                f"what it reads; expected two folders apart; write output_dir={run_folder.unused(f'{run_dir}-2')}"
+            )
+
+
+def check_unused(run_dir: Path) -> None:
+    """Refuse to start a run where another has left checkpoints or its results.
+
+    Raises:
+        UsageError: It has.
+    """
+    if checkpoint.all_checkpoints(run_dir):
+        raise UsageError(
+            f"output_dir={run_dir} already holds a run; continue it with resume=auto, choose another output_dir=, "
+            "or delete it with overwrite=true"
+        )
+    if any((run_dir / name).exists() for name in ("pipeline/model_index.json", "summary.json")):
+        raise UsageError(
+            f"output_dir={run_dir} already holds the results of a run, whose checkpoints are gone; choose another "
+            "output_dir=, or delete them with overwrite=true"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Try whether a folder can be written, or made if it does not exist; nothing is left behind.
+
+    Raises:
+        OSError: It cannot.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    # As root, os.access says yes to everything.
+    probe = folder / f"{run_folder.TEMPORARY}{secrets.token_hex(4)}"
+    probe.mkdir()
+    probe.rmdir()
+
+
+def prepare(run_dir: Path, *, overwrite: bool = False, key: str = "output_dir", others: Collection[str] = ()) -> None:
+    """Make a run's directory, lock it and mark it as one; the last step before training.
+
+    Args:
+        run_dir: The run's directory.
+        overwrite: Delete what an earlier run left in it.
+        key: What the user gave it as, for messages.
+        others: Names in it that others write beside the run.
+
+    Raises:
+        UsageError: Another process runs there, or it holds what no run has written: neither is touched.
+    """
+    run_folder.check_ours(run_dir, key=key, others=others)  # before there is a lock file
+    held = run_dir.resolve() in _locks
+    lock(run_dir)
+    try:
+        run_folder.check_ours(run_dir, key=key, others=others)  # again, now that nobody else can begin a run
+        run_folder.mark(run_dir)
+        if overwrite:
+            run_folder.delete_written(run_dir)
+    except BaseException:
+        if not held:
+            unlock(run_dir)
+        raise
+
+
+_locks: dict[Path, int] = {}
+"""Folders that this process, or the one it was forked from, has locked, with the open files."""
+
+
+def lock(run_dir: Path) -> None:
+    """Keep other processes from running in a directory, which is made; the system unlocks it when the process dies.
+
+    A process may lock a directory again. Only rank 0 locks; one that the holder has started counts as the holder.
+
+    Raises:
+        UsageError: Another process runs there.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    folder = run_dir.resolve()
+    if folder in _locks:
+        return
+    while True:
+        handle = os.open(folder / run_folder.LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # groups share runs
+        try:
+            _lock_file(handle)
+        except OSError as error:
+            _refuse_locked(run_dir, handle, error)
+            return
+        if _is_file(handle, folder / run_folder.LOCK):
+            break
+        os.close(handle)  # its holder was just removing it
+    os.truncate(handle, 0)
+    os.write(handle, f"{os.getpid()} {socket.gethostname()}".encode())
+    _locks[folder] = handle
+
+
+def _refuse_locked(run_dir: Path, handle: int, error: OSError) -> None:
+    """Say whose the lock is that could not be had, unless it is that of the process which started this one."""
+    os.lseek(handle, 0, os.SEEK_SET)
+    holder = os.read(handle, 1000).decode(errors="replace").split()
+    os.close(handle)
+    if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+        log.warning("%s cannot be locked (%s); start no second run in it", run_dir, error.strerror)
+        return
+    parent = multiprocessing.parent_process()
+    if parent is not None and holder == [str(parent.pid), socket.gethostname()]:
+        return
+    who = f"process {holder[0]} on {holder[1]}" if len(holder) == 2 else "another process"
+    raise UsageError(
+        f"output_dir={run_dir}: a run is at work in it ({who}); wait for its end, or choose another output_dir=<folder>"
+    ) from None
+
+
+def unlock(run_dir: Path) -> None:
+    """Let other processes run in a directory that this one has locked, if it has."""
+    folder = run_dir.resolve()
+    handle = _locks.pop(folder, None)
+    if handle is None:
+        return
+    if sys.platform != "win32" and _is_file(handle, folder / run_folder.LOCK):  # Windows removes no open file
+        (folder / run_folder.LOCK).unlink()
+    os.close(handle)
+
+
+def _is_file(handle: int, path: Path) -> bool:
+    """Whether an open file is the one that a path names."""
+    return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+
+
+def _lock_file(handle: int) -> None:
+    """Lock an open file, or raise OSError at once; forked processes do not share in the lock."""
+    if sys.platform == "win32":
+        os.lseek(handle, 2**20, os.SEEK_SET)  # away from what is read by others: the lock is mandatory
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        os.lseek(handle, 0, os.SEEK_SET)
+    else:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_finished(run_dir: Path, step: int) -> bool:
+    """Return whether a run has ended at a step and written its results."""
+    return _finished_step(run_dir) == step
+
+
+def _finished_step(run_dir: Path) -> int:
+    """Return the step that a run's results are of, -1 if they do not say it."""
+    try:
+        return int(json.loads((run_dir / "summary.json").read_text())["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
+def go_back(run_dir: Path, step: int) -> None:
+    """Set aside what a run that continues at an earlier step has left: later checkpoints, and the results of them."""
+    moved = checkpoint.set_aside(run_dir, step)
+    if _finished_step(run_dir) > step or step == 0:  # no result is of a run that has made no step
+        for name in ("pipeline", "report.html", "summary.json"):  # the last one tells what the others are of
+            if (run_dir / name).is_file() or (run_dir / name / "model_index.json").is_file():
+                new = run_dir / "checkpoints" / f"set-aside-{secrets.token_hex(4)}-{name}"
+                new.parent.mkdir(exist_ok=True)
+                moved.append((run_dir / name).rename(new))
+    if not moved:
+        return
+    names = ", ".join(path.name for path in moved)
+    log.warning("%s goes on from step %d; what is of later steps is set aside: %s", run_dir, step, names)
+
+
+def publish_pipeline(run_dir: Path, newest: Path) -> Path:
+    """Make ``<run>/pipeline`` the pipeline of a checkpoint, by hard links; it is never half of one.
+
+    What others have put into that folder, such as a model card, stays in it.
+    """
+    final, tmp, old = run_dir / "pipeline", run_dir / ".tmp-pipeline", run_dir / ".old-pipeline"
+    if old.is_dir() and not final.exists():
+        old.rename(final)  # a run was killed between the two renames below
+    for leftover in (tmp, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    checkpoint.hard_link_tree(newest / "pipeline", tmp)
+    for path in run_folder.added_to(final) if final.is_dir() else ():
+        if not (tmp / path.name).exists():
+            link = checkpoint.hard_link_tree if path.is_dir() else checkpoint.hard_link
+            link(path, tmp / path.name)
+    if final.exists():
+        final.rename(old)
+    tmp.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    return final

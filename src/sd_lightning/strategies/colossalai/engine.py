@@ -1,0 +1,259 @@
+"""ColossalAI's GeminiDDP and GeminiOptimizer around the trained networks, and what they leave to their caller."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sd_lightning._errors import UsageError
+from sd_lightning.strategies.colossalai.settings import OURS, WHO, ColossalAIConfig
+
+log = logging.getLogger(__name__)
+
+
+class ColossalAIEngine:
+    """The trained networks in ColossalAI's chunks. Their parameters hold data only while they are computed with.
+
+    ``GeminiDDP.forward`` is not used: it would round what a step is given to 16 bits. What it does besides, setting
+    the hooks that gather weights, is done by :meth:`training` and :meth:`evaluating`.
+
+    Args:
+        networks: Trained networks by name, in host memory, float32.
+        config: What ``GeminiDDP`` and ``GeminiOptimizer`` are told.
+        dtype: What is computed in: bfloat16 or float16.
+    """
+
+    def __init__(self, networks: Mapping[str, nn.Module], config: ColossalAIConfig, dtype: torch.dtype) -> None:
+        warnings.filterwarnings("ignore", module=r"colossalai\.")  # of apex, and of names that torch has deprecated
+        from colossalai.zero import GeminiDDP
+        from colossalai.zero.gemini.chunk import TensorState
+
+        self._hold = TensorState.HOLD
+        self.dtype = dtype
+        self.is_usable = True
+        """False once an exception has left a step half done."""
+        self.skips_step = False
+        """Whether the next :meth:`step` is to leave the weights as they are."""
+        container = nn.ModuleDict(dict(networks))
+        named = dict(container.named_parameters())
+        GeminiDDP.set_params_to_ignore(p for p in named.values() if not p.requires_grad)  # or chunk sizes count them
+        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        exact = {name: p.data for name, p in self.parameters.items()}  # GeminiDDP makes its masters of rounded weights
+        self.config = config
+        self.ddp = GeminiDDP(
+            container, chunk_init_device=torch.device("cpu"), mixed_precision=dtype, **config.of_engine()
+        )
+        self.manager = self.ddp.gemini_manager
+        self.chunks = self.manager.chunk_manager
+        self.optimizer: Any = None
+        self.group_names: list[list[str]] = []
+        for parameter in named.values():
+            parameter.taken_apart = True  # type: ignore[attr-defined]
+        for name, parameter in self.parameters.items():
+            local, begin, end = self.master_range(parameter)
+            local.copy_(exact[name].reshape(-1)[begin:end])
+        self._log_layout()
+
+    def _log_layout(self) -> None:
+        weights = self.chunks.get_chunks(self.parameters.values())
+        if all(chunk.keep_gathered for chunk in weights):
+            log.warning(
+                "ColossalAI replicates models below min_chunk_size_m, and this one is: nothing is sharded; lower "
+                "strategy.min_chunk_size_m to shard it"
+            )
+        log.info(
+            "ColossalAI packs the weights into %d chunks of %d elements on average; %d of them have their optimizer in "
+            "host memory",
+            len(weights),
+            sum(chunk.chunk_size for chunk in weights) // len(weights),
+            sum(chunk.paired_chunk.device_type == "cpu" for chunk in weights),
+        )
+
+    def attach(self, optimizer: Optimizer, *, max_norm: float) -> Optimizer:
+        """Let ColossalAI's Adam step the chunks in the place of torch's.
+
+        It shares the groups with the optimizer that it replaces, so learning-rate schedulers of that one work on.
+
+        Returns:
+            ColossalAI's Adam, for Lightning's hooks.
+        """
+        from colossalai.nn.optimizer import HybridAdam
+        from colossalai.zero import GeminiOptimizer
+
+        names = {id(p): name for name, p in self.parameters.items()}
+        self.group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        defaults: Any = optimizer.defaults
+        adam = HybridAdam(
+            optimizer.param_groups,
+            lr=float(defaults["lr"]),
+            betas=defaults["betas"],
+            eps=defaults["eps"],
+            weight_decay=defaults["weight_decay"],
+            adamw_mode=isinstance(optimizer, torch.optim.AdamW),
+        )
+        self.optimizer = GeminiOptimizer(adam, self.ddp, max_norm=max_norm, **self.config.of_loss_scale())
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns that nobody steps it
+        return adam
+
+    # ------------------------------------------------------------------ layout
+
+    def master_range(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
+        """Return this rank's float32 weights of a parameter, flat, and the flat range that they are."""
+        return self._range(self.chunks.get_chunk(parameter).paired_chunk, parameter)
+
+    def compute_range(self, parameter: nn.Parameter) -> Tensor:
+        """Return what this rank keeps of a parameter to compute with, flat; while nothing is gathered."""
+        return self._range(self.chunks.get_chunk(parameter), parameter)[0]
+
+    def _range(self, chunk: Any, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
+        info = self.chunks.get_chunk(parameter).tensors_info[parameter]
+        start, size = (0, chunk.chunk_size) if chunk.keep_gathered else (chunk.shard_begin, chunk.shard_size)
+        start, size = int(start), int(size)  # NumPy's, from the search of the chunk size
+        begin = min(max(info.offset - start, 0), size)
+        end = max(min(info.end - start, size), begin)
+        first = begin + start - info.offset if begin < end else 0
+        return chunk.payload[begin:end], first, first + end - begin
+
+    def is_replicated(self, parameter: nn.Parameter) -> bool:
+        """Whether every rank holds the whole parameter."""
+        return bool(self.chunks.get_chunk(parameter).keep_gathered)
+
+    def refresh(self) -> None:
+        """Compute with what the float32 weights say; between steps."""
+        for chunk in self.chunks.get_chunks(self.parameters.values()):
+            chunk.payload.copy_(chunk.paired_chunk.payload)
+        self.written()
+
+    def written(self) -> None:
+        """Tell the engine that the weights it computes with were written from outside."""
+        for chunk in self.chunks.get_chunks(self.parameters.values()):
+            chunk.optim_sync_flag = True  # else they are made from the float32 weights when they are next gathered
+            chunk.cpu_vis_flag = chunk.cuda_shard is None  # a page-locked copy in host memory is out of date
+
+    # ------------------------------------------------------------------ a step
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Gather weights for a forward pass that :meth:`backward` follows."""
+        from colossalai.tensor.param_op_hook import ColoParamOpHookManager
+
+        self.ddp.module.zero_grad(set_to_none=True)
+        self.manager.pre_iter()
+        with ColoParamOpHookManager.use_hooks(*self.ddp.hooks):
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Gather weights for forward passes without gradients, and leave no trace of them."""
+        from colossalai.tensor.param_op_hook import ColoParamOpHookManager
+
+        collector = self.manager._mem_stats_collector
+        position = collector._step_idx if collector is not None else 0
+        # Tensors made under inference_mode could not be written to in the next step, and shards are made here.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                with ColoParamOpHookManager.use_hooks(*self.ddp.hooks):
+                    yield
+            finally:
+                self._release()
+                self.manager.reset_attributes()
+                type(self.manager)._get_layout_info.cache_clear()  # by position in a step, which this was none of
+                if self.manager.is_warmup():
+                    self.manager._compute_list.clear()  # the order of use is that of training
+                if collector is not None:
+                    collector._step_idx = position
+
+    def _release(self) -> None:
+        """Scatter what is gathered, after an exception, too."""
+        for work in self.manager._async_works.values():
+            work.wait()
+        self.manager._async_works.clear()
+        for chunk in self.chunks.accessed_chunks:
+            for parameter in chunk.get_tensors():
+                chunk.tensor_trans_state(parameter, self._hold)
+        self.ddp._post_forward()
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale the loss, compute gradients and reduce them chunk by chunk.
+
+        Raises:
+            UsageError: A trained parameter had no gradient.
+        """
+        first = self.manager.is_warmup()
+        try:
+            # ColossalAI prints when it has seen the first step.
+            with contextlib.redirect_stdout(io.StringIO()) if first else contextlib.nullcontext():
+                self.optimizer.backward(loss)
+        except RuntimeError as error:
+            if "ZERO DDP error" not in str(error):
+                raise
+            self._refuse_unused(error)
+            raise
+        self._refuse_unused(None)  # a chunk of nothing else would be stepped by its weights, taken for gradients
+        if first:
+            self._agree_on_memory()
+
+    def _refuse_unused(self, error: Exception | None) -> None:
+        unused = [name for name, p in self.parameters.items() if not p._gemini_reduced]  # type: ignore[attr-defined]
+        if unused:
+            raise UsageError(
+                f"{WHO}: {len(unused)} trained parameters had no part in the loss ({', '.join(unused[:3])}"
+                f"{', …' if len(unused) > 3 else ''}), which ColossalAI cannot train; freeze them with "
+                f"requires_grad_(False), {OURS}"
+            ) from error
+
+    def _agree_on_memory(self) -> None:
+        """Let all ranks go by the largest memory seen on any: each gathers alone what it has evicted alone, and hangs.
+
+        Without this the placement policy "auto" decides by what its own rank has measured.
+        """
+        collector = self.manager._mem_stats_collector
+        if collector is None:
+            return
+        measured = collector._memstats.non_model_data_list("cuda")
+        values = torch.tensor(measured, dtype=torch.int64, device=self.chunks.overflow_counter.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        measured[:] = values.tolist()
+
+    def step(self) -> None:
+        """Clip, unscale, step Adam and refresh the weights that are computed with; or drop the gradients."""
+        if not self.skips_step:
+            self.optimizer.step()
+            return
+        self.skips_step = False
+        self.optimizer._clear_global_norm()  # as GeminiOptimizer.step does after an overflow
+        self.optimizer.zero_grad()
+        self.optimizer._update_fp16_params()
+
+    # ------------------------------------------------------------------ loss scale
+
+    def scaler_state(self) -> dict[str, Any]:
+        """Return the state of the loss scale, by the names of torch's ``GradScaler``; empty in bfloat16."""
+        scaler = getattr(self.optimizer.mix_precision_mixin, "grad_scaler", None)
+        if scaler is None:
+            return {}
+        return {
+            "scale": float(scaler.scale),
+            "growth_factor": scaler._growth_factor,
+            "backoff_factor": scaler._backoff_factor,
+            "growth_interval": scaler._growth_interval,
+            "_growth_tracker": scaler._growth_step,
+            "_hysteresis_tracker": scaler._hysteresis_step,
+        }
+
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
+        """Take up the loss scale of a checkpoint, this engine's or torch's."""
+        scaler = getattr(self.optimizer.mix_precision_mixin, "grad_scaler", None)
+        if scaler is not None and "scale" in state:
+            scaler._scale.fill_(state["scale"])
+            scaler._growth_step = int(state["_growth_tracker"])
+            scaler._hysteresis_step = int(state.get("_hysteresis_tracker", 0))

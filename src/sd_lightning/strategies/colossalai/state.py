@@ -1,0 +1,133 @@
+"""ColossalAI's chunks as ``ParameterShard``s: float32 masters, bit for bit.
+
+ColossalAI's own ``state_dict`` gathers the float32 weights in 16 bits, and loading rounds the masters as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.state.optimizer_change import optimizer_name
+from sd_lightning.state.shards import (
+    LazyTensor,
+    ParameterShard,
+    Read,
+    SavedParameter,
+    check_same_groups,
+    hyper_parameters,
+)
+from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
+from sd_lightning.strategies.colossalai.settings import WHO
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ColossalAIState:
+    """Training state of an engine: this rank's ranges of the float32 chunks, and Adam's moments of them.
+
+    Args:
+        engine: The engine; without an optimizer (validation) there are no moments.
+    """
+
+    def __init__(self, engine: ColossalAIEngine) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        """The optimizer that the state belongs to; another fit makes another."""
+
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Return what this rank owns, as live tensors."""
+        slices = self._slices()
+        shards = []
+        for name, parameter in self.engine.parameters.items():
+            master, begin, end = self.engine.master_range(parameter)
+            if begin == end:
+                continue
+            states: dict[str, LazyTensor] = {}
+            scalars: dict[str, Any] = {}
+            state = self._adam_state(slices, parameter)
+            if state:
+                states = {kind: state[kind].detach() for kind in _MOMENTS}
+                scalars = {"step": torch.tensor(float(state["step"]))}
+            # A chunk that is kept gathered is whole on every rank.
+            writes = not self.engine.is_replicated(parameter) or dist.get_rank() == 0
+            shape = tuple(parameter.shape)
+            shards.append(ParameterShard(name, shape, begin, end, master.detach(), states, scalars, writes))
+        return shards
+
+    def optimizer_groups(self) -> list[list[dict[str, Any]]]:
+        """Return hyper-parameters and parameter names of every group."""
+        if self.optimizer is None:
+            return []
+        groups = zip(self.optimizer.param_groups, self.engine.group_names, strict=True)
+        return [[hyper_parameters(group) | {"params": names} for group, names in groups]]
+
+    def optimizer_names(self) -> list[str]:
+        """Return the class that ColossalAI's Adam stands for."""
+        return [] if self.optimizer is None else [optimizer_name(self.optimizer.optim)]
+
+    def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
+        """Fill the masters, make Adam's moments, and compute with the new weights.
+
+        Raises:
+            UsageError: The checkpoint was written by another kind of optimizer, or by one with other groups.
+        """
+        if groups is not None:
+            check_same_groups(self.optimizer_groups(), groups)
+            for group, values in zip(self.optimizer.param_groups, groups[0], strict=True):
+                group.update(hyper_parameters(values))
+        slices = self._slices()
+        with torch.no_grad():
+            for name, parameter in self.engine.parameters.items():
+                master, begin, end = self.engine.master_range(parameter)
+                if begin == end:
+                    continue
+                read("master", name, master, begin, end)
+                if groups is not None and saved[name].states:
+                    self.optimizer.optim.state[slices[parameter]] = _moments(
+                        saved[name], name, master, begin, end, read
+                    )
+            self.engine.refresh()
+
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Compute with other weights; the float32 masters stay what they are."""
+        with torch.no_grad():
+            for name, parameter in self.engine.parameters.items():
+                begin, end = self.engine.master_range(parameter)[1:]
+                if begin < end:
+                    self.engine.compute_range(parameter).copy_(weights[name, begin])
+            self.engine.written()
+
+    def swap_out(self) -> None:
+        """Compute with the trained weights again: they are the masters, rounded as after a step."""
+        with torch.no_grad():
+            self.engine.refresh()
+
+    def _slices(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return, by parameter, what the optimizer steps in its place: a parameter of this rank's range."""
+        if self.optimizer is None:
+            return {}
+        real = self.optimizer.id_to_real_params
+        return {real[number]: piece for number, piece in self.optimizer.id_to_fake_params.items()}
+
+    def _adam_state(self, slices: Mapping[nn.Parameter, nn.Parameter], parameter: nn.Parameter) -> dict[str, Any]:
+        piece = slices.get(parameter)
+        return self.optimizer.optim.state.get(piece, {}) if piece is not None else {}
+
+
+def _moments(saved: SavedParameter, name: str, master: Tensor, begin: int, end: int, read: Read) -> dict[str, Any]:
+    if set(saved.states) != set(_MOMENTS):
+        raise UsageError(
+            f"{WHO} cannot resume the optimizer states {', '.join(saved.states)}: it steps with Adam; resume with the "
+            "strategy that wrote them, or start a new run from the weights with init_from="
+        )
+    state: dict[str, Any] = {"step": int(saved.scalars["step"])}
+    for kind in _MOMENTS:
+        state[kind] = torch.zeros_like(master)
+        read(kind, name, state[kind], begin, end)
+    return state

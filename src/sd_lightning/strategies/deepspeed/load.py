@@ -1,0 +1,84 @@
+"""Pretrained weights into ZeRO-3's partitions: one whole parameter at a time is in memory.
+
+DeepSpeed has no way to fill a partition alone. Its ``zero.Init`` takes whole parameters, broadcasts the first rank's
+values and keeps each rank's range, so the first rank reads every tensor of the files, and no rank holds more than its
+partitions and one tensor. The engine then packs the partitions into flat tensors by way of a copy of them all.
+
+Measured on two gloo ranks with 150 M float32 weights (blocks of sd21's UNet; 300 MB a rank, the largest tensor 29 MB):
+392 and 427 MB at the peak of partitioning, 1415 and 1460 MB with the engine's flat weights, gradients and buckets.
+tests/test_loading_memory.py measures it, and FSDP2 and Gemini with all of sd21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.strategies.networks import take_deferred, trained_networks
+
+ReadRange = Callable[[Tensor, int, int], None]
+"""(out, begin, end): fill ``out`` with a flat range of one parameter."""
+
+
+class _InTurn(nn.Module):
+    """A module that makes its parameters when it is asked for the next."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self._in_turn = parameters
+
+    @override
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self._in_turn
+
+
+def partition_deferred(module: Any, config: dict[str, Any], device: torch.device) -> dict[str, DeferredWeights]:
+    """Partition the networks whose weights are still in their files, and fill them; a collective call.
+
+    Args:
+        module: The LightningModule.
+        config: The engine's configuration.
+        device: Where whole parameters are made.
+
+    Returns:
+        The weights by network, for what the engine's compute type has rounded away.
+    """
+    import deepspeed
+
+    dtype = next((d for key, d in _COMPUTE_TYPES.items() if config.get(key, {}).get("enabled")), None)
+    deferred: dict[str, DeferredWeights] = {}
+    for name, network in trained_networks(module).items():
+        weights = take_deferred(module, name)
+        if weights is not None:
+            deferred[name] = weights
+            parameters = weights.fill_in_turn(network, device, dtype, reading=dist.get_rank() == 0)
+            deepspeed.zero.Init(module=_InTurn(parameters), config_dict_or_path=config)
+    return deferred
+
+
+_COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def exact_weights(module: nn.Module, deferred: Mapping[str, DeferredWeights]) -> dict[str, ReadRange]:
+    """Return where the float32 values of trained parameters can be read, which an engine rounds to its compute type."""
+    weights: dict[str, ReadRange] = {}
+    for name, parameter in module.named_parameters():
+        network, _, key = name.partition(".")
+        if not parameter.requires_grad:
+            continue
+        if network in deferred:
+            weights[name] = partial(deferred[network].read, key)
+        elif not hasattr(parameter, "ds_shape"):
+            weights[name] = partial(_copy_range, parameter.data)
+    return weights
+
+
+def _copy_range(values: Tensor, out: Tensor, begin: int, end: int) -> None:
+    out.copy_(values.reshape(-1)[begin:end])

@@ -1,0 +1,238 @@
+"""What wins where a DeepSpeed file, the command line and our defaults say different things of a run.
+
+Explicit values of the file beat the defaults of our YAML. What a command line or a Python caller sets is no default:
+there the two have to agree, or the run does not start.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sd_lightning._errors import UsageError
+from sd_lightning.strategies.deepspeed.config import (
+    ABSENT,
+    AUTO,
+    Config,
+    equal,
+    get,
+    leaves,
+    optimizer_of,
+    put,
+    text,
+    without_auto,
+)
+
+_SAME = {
+    "strategy.stage": "zero_optimization.stage",
+    "strategy.offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "strategy.offload_parameters": "zero_optimization.offload_param.device",
+    "strategy.nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "strategy.cpu_adam": "zero_force_ds_cpu_optimizer",
+    "strategy.reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "strategy.allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "strategy.overlap_comm": "zero_optimization.overlap_comm",
+    "strategy.stage3_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "strategy.cpu_checkpointing": "activation_checkpointing.cpu_checkpointing",
+    "trainer.accumulate_grad_batches": "gradient_accumulation_steps",
+    "trainer.gradient_clip_val": "gradient_clipping",
+    "data.batch_size": "train_batch_size",
+}
+"""Settings of a run and what a DeepSpeed file calls them."""
+
+
+def precision(config: Mapping[str, Any]) -> str | None:
+    """Return the precision, in Lightning's words, that a file asks for; None leaves it to the trainer."""
+    if get(config, "fp16.enabled") is True:
+        return "16-mixed"
+    return "bf16-mixed" if get(config, "bf16.enabled") is True else None
+
+
+def check_precision(config: Mapping[str, Any], chosen: str, who: str, *, on_cuda: bool) -> None:
+    """Compare what a file says of fp16 and bf16 with the trainer's precision and with the device.
+
+    Raises:
+        UsageError: They contradict each other, or the device is a CPU and the precision float16.
+    """
+    kind = {"16-": "fp16", "bf1": "bf16"}.get(chosen[:3])
+    for name in ("fp16", "bf16"):
+        asked = get(config, f"{name}.enabled")
+        if asked is (name != kind):
+            raise UsageError(
+                f"{who}: {name}.enabled={json.dumps(asked)} contradicts trainer.precision={chosen}; make them agree, "
+                f'or write "{name}": {{"enabled": "auto"}} in the file'
+            )
+    if kind == "fp16" and not on_cuda:
+        told = f"{who}: fp16.enabled=true" if precision(config) == "16-mixed" else f"trainer.precision={chosen}"
+        remedy = (
+            'write "fp16": {"enabled": "auto"} in the file'
+            if config.get("fp16")
+            else "write trainer.precision=bf16-mixed"
+        )
+        raise UsageError(f"{told} needs a CUDA device, DeepSpeed has no float16 on CPU; {remedy}")
+
+
+def settle(
+    config: Mapping[str, Any],
+    run: Mapping[str, Any],
+    overridden: Collection[str],
+    *,
+    world_size: int,
+    on_cuda: bool,
+    who: str,
+) -> Config:
+    """Return the settings of a run that a file's explicit values replace.
+
+    The file beats the defaults of our YAML. What a command line sets is no default: there the two have to agree.
+
+    Args:
+        config: From :func:`load`.
+        run: The run's nested settings: strategy, trainer, data, optimizer.
+        overridden: Dotted keys (``trainer.precision``) and groups (``optimizer``) that the command line sets.
+        world_size: Number of processes.
+        on_cuda: Whether the run computes on CUDA devices.
+        who: How messages call the file.
+
+    Returns:
+        Values by dotted key, only those that change.
+
+    Raises:
+        UsageError: The command line contradicts the file; names both.
+    """
+    wanted: Config = {}
+    for key, path in _SAME.items():
+        value = get(config, path)
+        if value not in (ABSENT, AUTO) and get(run, key) is not ABSENT:
+            if isinstance(value, float) and value.is_integer() and isinstance(get(run, key), int):
+                value = int(value)  # JSON says 5e7 for 50000000, too
+            wanted[key] = (path, value)
+    accumulate = wanted.get("trainer.accumulate_grad_batches", ("", run["trainer"]["accumulate_grad_batches"]))[1]
+    micro = get(config, "train_micro_batch_size_per_gpu")
+    if micro not in (ABSENT, AUTO):
+        whole = micro * accumulate * world_size
+        path = f"train_micro_batch_size_per_gpu={micro} on {world_size} processes, {accumulate} times accumulated"
+        if "data.batch_size" in wanted and wanted["data.batch_size"][1] != whole:
+            raise UsageError(
+                f"{who}: train_batch_size={wanted['data.batch_size'][1]} is not {path} = {whole}; remove one"
+            )
+        wanted["data.batch_size"] = (path, whole)
+    asked = precision(config)
+    if asked is not None:
+        wanted["trainer.precision"] = ("fp16.enabled=true" if asked == "16-mixed" else "bf16.enabled=true", asked)
+    chosen = optimizer_of(config, who)
+    changes = {key: value for key, (_, value) in wanted.items() if not equal(get(run, key), value)}
+    for key in changes:
+        if key in overridden:
+            path, value = wanted[key]
+            told = path if "=" in path else f"{path}={text(value)}"
+            raise UsageError(
+                f"{who}: {told} contradicts {key}={text(get(run, key))} on the command line; make them agree, or write "
+                '"auto" in the file'
+            )
+    if chosen is not None:
+        changes |= _settle_optimizer(*chosen, run["optimizer"], overridden, who)
+    check_precision(config, str(changes.get("trainer.precision", run["trainer"]["precision"])), who, on_cuda=on_cuda)
+    return changes
+
+
+def _settle_optimizer(
+    target: str, params: Config, ours: Mapping[str, Any], overridden: Collection[str], who: str
+) -> Config:
+    if ours["_target_"] != target:
+        if {"optimizer", "optimizer._target_"} & set(overridden):
+            raise UsageError(
+                f"{who}: optimizer.type is {target}, which contradicts optimizer={ours['_target_']} on the command "
+                "line; remove one of the two"
+            )
+        return {"optimizer": {"_target_": target, "_partial_": True, **params}}
+    changes = {f"optimizer.{key}": value for key, value in params.items() if not equal(ours.get(key), value)}
+    for key, value in changes.items():
+        if key in overridden:
+            name = key.partition(".")[2]
+            raise UsageError(
+                f"{who}: optimizer.params.{name}={text(value)} contradicts {key}={text(ours.get(name))} on the command "
+                'line; make them agree, or write "auto" in the file'
+            )
+    return changes
+
+
+def check_optimizer(config: Mapping[str, Any], optimizer: Any, who: str) -> None:
+    """Compare the optimizer that a file asks for with the one that the module has.
+
+    Raises:
+        UsageError: They differ; names both.
+    """
+    chosen = optimizer_of(config, who)
+    if chosen is None:
+        return
+    target, params = chosen
+    theirs, name = target.rpartition(".")[2], type(optimizer).__name__
+    ours = {key: optimizer.defaults.get(key) for key in params}
+    if name != theirs or any(not equal(ours[key], value) for key, value in params.items()):
+        told = [
+            f"{kind}({', '.join(f'{k}={v}' for k, v in each.items())})"
+            for kind, each in ((theirs, params), (name, ours))
+        ]
+        raise UsageError(
+            f"{who}: optimizer={told[0]} contradicts the module's {told[1]}; give it that one, or remove the section"
+        )
+
+
+def merge(ours: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Config:
+    """Return a file's configuration with our explicit arguments added.
+
+    Raises:
+        UsageError: An argument contradicts the file; names both.
+    """
+    names = {path: key.partition(".")[2] for key, path in _SAME.items()}
+    merged = copy.deepcopy(dict(config))
+    for path, value in leaves(ours):
+        theirs = get(config, path)
+        if theirs in (ABSENT, AUTO):
+            put(merged, path, value)
+        elif not equal(theirs, value):
+            name = names.get(path, path)
+            raise UsageError(
+                f"{who}: {path}={text(theirs)} contradicts DeepSpeedStrategy({name}={text(value)}); give one of the two"
+            )
+    return merged
+
+
+def without_none(config: Mapping[str, Any]) -> Config:
+    """Return a copy without the values None and the sections that are empty then."""
+    kept = {key: without_none(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    return {key: value for key, value in kept.items() if value is not None and value != {}}
+
+
+def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
+    """Return the configuration with what it leaves open taken from defaults."""
+    filled = copy.deepcopy(dict(config))
+    for path, value in leaves(defaults):
+        if get(filled, path) in (ABSENT, AUTO):
+            put(filled, path, value)
+    return filled
+
+
+def engine_config(
+    config: Mapping[str, Any], *, micro_batch_size: int, accumulate: int, clip: float | None, chosen_precision: str
+) -> Config:
+    """Return what ``deepspeed.initialize`` gets: "auto" filled in, and only what belongs to the engine.
+
+    Args:
+        config: A checked configuration.
+        micro_batch_size: Samples per process and forward pass.
+        accumulate: Forward passes per optimizer step.
+        clip: Norm to clip gradients to; the file's if not given.
+        chosen_precision: The trainer's, such as ``bf16-mixed``.
+    """
+    kind = {"16-": "fp16", "bf1": "bf16"}.get(chosen_precision[:3])
+    sections = {name: without_auto(config.get(name) or {}) for name in ("fp16", "bf16")}
+    ours = ("optimizer", "scheduler", "train_batch_size", "fp16", "bf16")
+    engine = {key: value for key, value in without_auto(config).items() if key not in ours}
+    engine |= {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": accumulate}
+    engine["gradient_clipping"] = float(clip if clip is not None else engine.get("gradient_clipping", 0.0))
+    if kind is not None:
+        engine[kind] = sections[kind] | {"enabled": True}
+    return engine

@@ -1,0 +1,247 @@
+"""What a DeepSpeed run is set to: our arguments and a user's configuration as one, checked before processes start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_only
+from torch import nn
+from torch.optim import Optimizer
+
+from sd_lightning._errors import UsageError
+from sd_lightning.strategies.deepspeed import precedence
+from sd_lightning.strategies.deepspeed.builds import Extension, check_buildable, import_deepspeed
+from sd_lightning.strategies.deepspeed.config import Config, explicit, load, name_of
+from sd_lightning.strategies.deepspeed.host_checkpointing import checkpointed_blocks
+from sd_lightning.strategies.deepspeed.nvme import check_swap_path
+from sd_lightning.strategies.deepspeed.optimizer import check_elementwise, to_cpu_adam
+
+log = logging.getLogger(__name__)
+_warn = rank_zero_only(log.warning)
+
+Stage = Literal[1, 2, 3]
+_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
+_DEFAULTS: Config = {
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {
+        "stage": 2,
+        "reduce_bucket_size": 200_000_000,
+        "allgather_bucket_size": 200_000_000,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "stage3_param_persistence_threshold": 100_000,
+    },
+}
+_NVME_SUB_GROUP_SIZE = 100_000_000
+"""Elements that swap at once: four buffers of so many float32 values are held in host memory."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes that trade memory for fewer, larger messages; names as in DeepSpeed's configuration."""
+
+    reduce_bucket_size: int | None = None
+    """Elements reduced at once; 200 million if not given."""
+    allgather_bucket_size: int | None = None
+    """Elements gathered at once (stages 1 and 2); 200 million if not given."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while backward goes on; true if not given."""
+    stage3_param_persistence_threshold: int | None = None
+    """Parameters with fewer elements stay whole on every rank (stage 3); 100 000 if not given."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What leaves the device, and where to."""
+
+    optimizer: Literal["none", "cpu", "nvme"] | None = None
+    """Optimizer states and float32 weights: in host memory, or on a disk (stage 3)."""
+    parameters: Literal["none", "cpu"] | None = None
+    """Weights that are not computed with at the moment (stage 3)."""
+    nvme_path: str | None = None
+    """Folder on a fast local disk for ``optimizer="nvme"``."""
+    cpu_adam: bool | None = None
+    """Step offloaded states with DeepSpeed's CPU Adam, which is compiled once per machine, in the place of torch's
+    Adam or AdamW, with its hyper-parameters; true if not given. False leaves the optimizer that the module has."""
+
+
+class DeepSpeedSettings:
+    """Our arguments and DeepSpeed's own configuration as one.
+
+    Args:
+        config: DeepSpeed's configuration: a JSON file or a dictionary.
+        stage: ZeRO stage.
+        offload: What leaves the device.
+        buckets: Sizes of messages.
+        cpu_checkpointing: Keep the activations of checkpointed blocks in host memory.
+
+    Raises:
+        UsageError: The configuration is wrong or contradicts an argument, something to compile an extension with is
+            missing, or the swap folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | None,
+        *,
+        stage: Stage | None,
+        offload: Offload,
+        buckets: Buckets,
+        cpu_checkpointing: bool | None,
+    ) -> None:
+        self.who = "DeepSpeedStrategy" if config is None else name_of(config)
+        import_deepspeed(self.who)
+        given, warnings = load({} if config is None else config)
+        for warning in warnings:
+            _warn("%s", warning)
+        ours = _as_config(stage, offload, buckets, cpu_checkpointing)
+        load(ours)
+        self.config = precedence.with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
+        self._has_warned = False
+        self._has_file_for_checkpointing = explicit(given, _CHECKPOINTING) is not None
+        self._check_offload()
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value at a dotted path of the configuration."""
+        return explicit(self.config, path, default)
+
+    @property
+    def stage(self) -> int:
+        return int(self.get("zero_optimization.stage"))
+
+    @property
+    def offload_device(self) -> str:
+        """Where optimizer states are: ``none`` (beside the gradients), ``cpu`` or ``nvme``."""
+        return str(self.get("zero_optimization.offload_optimizer.device", "none"))
+
+    @property
+    def nvme_path(self) -> str | None:
+        return self.get("zero_optimization.offload_optimizer.nvme_path")
+
+    @property
+    def uses_cpu_adam(self) -> bool:
+        return self.offload_device != "none" and bool(self.get("zero_force_ds_cpu_optimizer", True))
+
+    @property
+    def extensions(self) -> list[Extension]:
+        """What has to be compiled before the first step."""
+        adam: list[Extension] = ["cpu_adam"] if self.uses_cpu_adam else []
+        return [*adam, "async_io"] if self.offload_device == "nvme" else adam
+
+    def _check_offload(self) -> None:
+        for key, place in (("offload_param", "cpu"), ("offload_optimizer", "nvme")):
+            if self.stage != 3 and self.get(f"zero_optimization.{key}.device") == place:
+                name = {"offload_param": "offload_parameters"}.get(key, key)
+                raise UsageError(
+                    f"{self.who}: {name}={place} with stage={self.stage}; only stage 3 can: set stage=3 "
+                    "(strategy=deepspeed_zero3_offload, deepspeed_zero3_nvme)"
+                )
+        if self.offload_device == "nvme":
+            check_swap_path(self.nvme_path)
+        for extension in self.extensions:
+            if extension == "cpu_adam":
+                instead = "strategy.cpu_adam=false to step with torch's optimizer"
+                check_buildable([extension], "strategy.cpu_adam=true", instead=instead)
+            else:
+                check_buildable(
+                    [extension], "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu"
+                )
+
+    def check(self, trainer: pl.Trainer, module: Any) -> None:
+        """Compare a run's parts with the configuration.
+
+        Raises:
+            UsageError: They cannot go together.
+        """
+        same = (("gradient_accumulation_steps", "accumulate_grad_batches"), ("gradient_clipping", "gradient_clip_val"))
+        for key, name in same:
+            asked, value = self.get(key), getattr(trainer, name)
+            if asked is not None and value is not None and asked != value:
+                raise UsageError(
+                    f"{self.who}: {key}={asked} contradicts trainer.{name}={value}; make them agree, or write "
+                    f'"{key}": "auto"'
+                )
+        whole, batch_size = self.get("train_batch_size"), batch_size_of(trainer)
+        if whole is not None and batch_size is not None and whole != batch_size:
+            raise UsageError(
+                f"{self.who}: train_batch_size={whole} contradicts data.batch_size={batch_size}; make them agree, or "
+                'write "train_batch_size": "auto"'
+            )
+        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise UsageError("trainer.gradient_clip_algorithm=value: DeepSpeed clips by norm only; write norm")
+        if self.stage == 1 and self.get("data_types.grad_accum_dtype") in ("fp32", "float32"):
+            raise UsageError(f"{self.who}: data_types.grad_accum_dtype=fp32 works at stages 2 and 3 only; remove it")
+        self._check_optimizer(module)
+        self._check_checkpointing(module)
+
+    def _check_optimizer(self, module: Any) -> None:
+        configured = module.configure_optimizers()
+        optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+        if not isinstance(optimizer, Optimizer):
+            return  # lists and tuples are Lightning's business
+        check_elementwise(optimizer)
+        if self.uses_cpu_adam:
+            to_cpu_adam(optimizer, build=False)
+        precedence.check_optimizer(self.config, optimizer, self.who)
+
+    def _check_checkpointing(self, module: nn.Module) -> None:
+        if not self.get(_CHECKPOINTING) or checkpointed_blocks(module):
+            return
+        if not self._has_file_for_checkpointing:
+            raise UsageError(
+                "strategy.cpu_checkpointing=true keeps checkpointed activations in host memory, and no block is "
+                "checkpointed; write speed.gradient_checkpointing=true too"
+            )
+        if not self._has_warned:  # this is checked before processes start, and again when they have
+            _warn("%s: %s has no effect without speed.gradient_checkpointing=true", self.who, _CHECKPOINTING)
+        self._has_warned = True
+
+    def engine_config(self, trainer: Any, *, swap_folder: Path | None) -> Config:
+        """Return what ``deepspeed.initialize`` gets.
+
+        Args:
+            trainer: Its sizes and precision fill "auto" in.
+            swap_folder: Where this process swaps to.
+        """
+        accumulate = trainer.accumulate_grad_batches
+        batch_size = batch_size_of(trainer)
+        micro = self.get("train_micro_batch_size_per_gpu", 1)
+        if batch_size is not None:
+            micro = max(1, batch_size // (trainer.world_size * accumulate))
+        config = precedence.engine_config(
+            self.config,
+            micro_batch_size=micro,
+            accumulate=accumulate,
+            clip=trainer.gradient_clip_val,
+            chosen_precision=str(trainer.precision),
+        )
+        # The optimizer is the module's, or CPU Adam by our option: never a surprise of the engine's.
+        config["zero_force_ds_cpu_optimizer"] = False
+        if swap_folder is not None:
+            zero = config["zero_optimization"]
+            zero["offload_optimizer"]["nvme_path"] = str(swap_folder)
+            zero.setdefault("sub_group_size", _NVME_SUB_GROUP_SIZE)
+        return config
+
+
+def batch_size_of(trainer: Any) -> int | None:
+    """Return the global batch size, if the data say it."""
+    return getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+
+
+def _as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:
+    """Write arguments as DeepSpeed's configuration, without those that were not given."""
+    zero: Config = {"stage": stage, **vars(buckets)}
+    zero["offload_optimizer"] = {"device": offload.optimizer, "nvme_path": offload.nvme_path}
+    zero["offload_param"] = {"device": offload.parameters}
+    config = {
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": offload.cpu_adam,
+        "activation_checkpointing": {"cpu_checkpointing": cpu_checkpointing},
+    }
+    return precedence.without_none(config)

@@ -1,0 +1,299 @@
+"""Ends the run on every rank, with the culprit named, when one of them has died, failed, frozen or got stuck.
+
+Collectives alone do not do that: NCCL waits for its timeout and names nobody, gloo shows "connection closed by peer" in
+one stack trace per rank, and a launcher sees only processes that have ended, and not on other machines.
+
+Every rank keeps a connection to rank 0 and says at an interval that it lives, where it is, and how many collectives it
+has begun. A connection that closes without a goodbye is a dead process, whatever it died of: its kernel closes it.
+Rank 0 decides what the cause is and tells the others; if rank 0 itself is gone or silent, each sees that alone.
+
+The thread uses plain sockets, not torch's store: a Python thread that is inside a C++ call when the interpreter shuts
+down is unwound through code that cannot be unwound, and aborts the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+from typing_extensions import override
+
+from sd_lightning.strategies.processes.rank_health import (
+    Cause,
+    Failure,
+    RankHealth,
+    begun_collectives,
+    died,
+    failure_of,
+    main_thread_position,
+    silent,
+)
+from sd_lightning.strategies.processes.rank_link import (
+    Link,
+    Message,
+    this_machine,
+    this_process,
+)
+
+EXIT_CODE = 1
+GRACE = 3.0  # seconds in which ranks that raise the same exception report it
+FAREWELL = 10.0  # seconds for other ranks to end
+_LAST_WORDS = 60.0  # seconds for a rank that raised to close its loggers and print its stack trace
+
+
+class Watchdog(threading.Thread):
+    """One rank's watch over the others; ``Hub`` on rank 0, :class:`Spoke` elsewhere.
+
+    Args:
+        rank: This process's rank.
+        timeout_seconds: A rank that is silent or stuck that long ends the run. Four fifths of it are waited, so that
+            the collectives' own timeout, which names nobody, does not come first.
+    """
+
+    def __init__(self, rank: int, *, timeout_seconds: float) -> None:
+        super().__init__(name="sd-lightning-watchdog", daemon=True)
+        self.rank = rank
+        self.set_timeout(timeout_seconds)
+        self.cause: Cause | None = None
+        """Why the run ends, once that is known."""
+        self.failure: Failure | None = None
+        """This rank's own exception."""
+        self._pid = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._links: set[Link] = set()
+        self._wakes, self._waked = socket.socketpair()
+        self._waked.setblocking(False)
+        self._selector.register(self._waked, selectors.EVENT_READ)
+        self._stopping = False
+        self._released = threading.Event()
+        """A main thread that failed may go on with its exception."""
+        self._next_beat = 0.0
+        os.register_at_fork(after_in_child=self._forget)
+
+    # ------------------------------------------------------------------ called by the main thread
+
+    def set_timeout(self, seconds: float) -> None:
+        """Change ``timeout_seconds``."""
+        self.limit = 0.8 * seconds
+        self.interval = min(5.0, seconds / 20)
+
+    def fail(self, error: BaseException) -> None:
+        """Report that this rank's ``fit`` raised; returns when the others know."""
+        if self.failure is not None or not self.is_alive() or os.getpid() != self._pid:
+            return
+        self.failure = failure_of(error)
+        self._wake()
+        self._released.wait(3 * self.interval + 2 * FAREWELL)
+
+    def stop(self) -> None:
+        """Say goodbye: whatever happens to this process from here on concerns nobody."""
+        if os.getpid() != self._pid or not self.is_alive():
+            return
+        self._stopping = True
+        self._wake()
+        self._released.wait(self.interval + 3 * FAREWELL)
+
+    def _wake(self) -> None:
+        try:
+            self._wakes.send(b"\0")
+        except OSError:
+            pass  # the thread has ended
+
+    def _forget(self) -> None:
+        """In a forked process, such as a data loader's: close what would keep a dead rank's connection open."""
+        for link in self._links:
+            link.connection.close()
+        self._wakes.close()
+        self._waked.close()
+
+    # ------------------------------------------------------------------ the thread
+
+    @override
+    def run(self) -> None:
+        while not self._stopping and self.cause is None:
+            self._pump(self._next_beat - time.monotonic())
+            self.cause = self.cause or self._judge(time.monotonic())
+            if time.monotonic() >= self._next_beat:
+                self._next_beat = time.monotonic() + self.interval
+                self._beat()
+        if self.cause is not None:
+            self._end(self.cause)
+        self._part()
+        self._selector.close()
+        self._wakes.close()
+        self._waked.close()
+        self._released.set()
+
+    def _part(self) -> None:
+        """Close every connection so that nothing of it gets lost: first what we send, then, at its end, the rest.
+
+        A socket that is closed with unread data resets the connection, and the other side may never see our goodbye.
+        """
+        for link in self._links:
+            link.send(kind="bye")
+            link.end_sending()
+        self._pump_for(FAREWELL / 2, lambda: not self._links)
+        for link in list(self._links):
+            self._close(link)
+
+    def _pump(self, seconds: float) -> None:
+        """Wait for messages and hand them on."""
+        for key, _ in self._selector.select(max(seconds, 0.0)):
+            if key.fileobj is self._waked:
+                self._waked.recv(4096)
+                continue
+            link: Link = key.data
+            messages, closed = link.receive()
+            for message in messages:
+                self._hear(link, message)
+            if closed:
+                self._close(link)
+                self._lose(link)
+
+    def _add(self, link: Link) -> None:
+        self._links.add(link)
+        self._selector.register(link.connection, selectors.EVENT_READ, link)
+
+    def _close(self, link: Link) -> None:
+        if link in self._links:
+            self._links.remove(link)
+            self._selector.unregister(link.connection)
+        link.connection.close()
+
+    def _hear(self, link: Link, message: Message) -> None:
+        raise NotImplementedError
+
+    def _lose(self, link: Link) -> None:
+        raise NotImplementedError
+
+    def _beat(self) -> None:
+        raise NotImplementedError
+
+    def _judge(self, now: float) -> Cause | None:
+        raise NotImplementedError
+
+    def _settle(self, cause: Cause) -> None:
+        """Wait, within bounds, for what has to happen on other ranks before this one ends."""
+
+    def _end(self, cause: Cause) -> NoReturn:
+        if self.failure is None or self.failure.in_collective:
+            say(f"error: {cause.text}; rank {self.rank} ends the run, continue from the last checkpoint")
+        if self.rank in cause.ranks and self.failure is None:
+            faulthandler.dump_traceback(all_threads=True)  # where it is stuck
+        self._settle(cause)
+        self._released.set()
+        if self.failure is not None:
+            time.sleep(_LAST_WORDS)  # the main thread is on its way out, and the process ends before this does
+            say(f"error: rank {self.rank} did not end {_LAST_WORDS:.0f} s after its exception; it is ended now")
+        flush()
+        os._exit(EXIT_CODE)
+
+    def _pump_for(self, seconds: float, done: Any) -> None:
+        """Go on with messages until something has happened."""
+        until = time.monotonic() + seconds
+        while not done() and time.monotonic() < until:
+            self._pump(min(0.1, until - time.monotonic()))
+
+
+class Spoke(Watchdog):
+    """Every other rank's watch: tells rank 0 of itself, and hears from it what the cause is.
+
+    Args:
+        rank: This process's rank.
+        timeout_seconds: See :class:`Watchdog`.
+        connection: To rank 0.
+        token: What rank 0 knows its ranks by.
+        hub: Rank 0's process, for messages.
+        place: Rank 0's machine and process number.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        timeout_seconds: float,
+        connection: socket.socket,
+        token: str,
+        hub: str,
+        place: tuple[str, int],
+    ) -> None:
+        super().__init__(rank, timeout_seconds=timeout_seconds)
+        self._hub = RankHealth(0, hub, time.monotonic())
+        self._place = place
+        self._link = Link(connection)
+        self._add(self._link)
+        self._reported = False
+        self._link.send(
+            kind="hello", token=token, rank=rank, process=this_process(), place=this_machine(), pid=os.getpid()
+        )
+
+    @override
+    def _hear(self, link: Link, message: Message) -> None:
+        self._hub.heard_at = time.monotonic()
+        if message["kind"] == "end":
+            self.cause = Cause(message["text"], tuple(message["ranks"]))
+            kill([(place, pid) for place, pid in message["kills"]])
+        elif message["kind"] == "release":
+            self._released.set()
+        elif message["kind"] == "bye":
+            self._hub.left = True
+            self._stopping = True
+
+    @override
+    def _lose(self, link: Link) -> None:
+        self._released.set()
+        if self.cause is None and not self._hub.left and not self._stopping:
+            self.cause = died(self._hub)
+
+    @override
+    def _beat(self) -> None:
+        self._link.send(kind="beat", collectives=begun_collectives(), position=main_thread_position())
+
+    @override
+    def _judge(self, now: float) -> Cause | None:
+        if self.failure is not None and not self._reported:
+            self._reported = True
+            self._beat()
+            self._link.send(kind="failed", **vars(self.failure))
+        return silent([self._hub], now, self.limit)
+
+    @override
+    def _settle(self, cause: Cause) -> None:
+        if cause.frozen:
+            kill([self._place])
+        elif self.failure is not None and not self.failure.in_collective:
+            self._pump_for(FAREWELL, self._released.is_set)
+
+
+def kill(places: list[tuple[str, int]]) -> None:
+    """End processes of this machine that cannot end by themselves: nobody else would."""
+    for machine, pid in places:
+        if machine == this_machine() and pid != os.getpid():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass
+
+
+def say(line: str) -> None:
+    """Write a line to stderr past all buffers, whose locks a stuck main thread may hold."""
+    os.write(2, f"\n{line}\n".encode(errors="replace"))
+
+
+def flush() -> None:
+    """Flush what was printed, unless that blocks."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(1.0)

@@ -1,0 +1,199 @@
+"""Rank 0's watchdog, and how those of all ranks come together."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import secrets
+import time
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from sd_lightning.strategies.processes.rank_health import (
+    Cause,
+    Failure,
+    RankHealth,
+    begun_collectives,
+    behind,
+    died,
+    main_thread_position,
+    raised,
+    silent,
+)
+from sd_lightning.strategies.processes.rank_link import (
+    Link,
+    Message,
+    connect,
+    listen,
+    own_address,
+    this_machine,
+    this_process,
+)
+from sd_lightning.strategies.processes.watchdog import FAREWELL, GRACE, Spoke, Watchdog, kill
+
+log = logging.getLogger(__name__)
+
+CONNECT = 20.0  # seconds to reach rank 0, which listens by then
+
+
+class Hub(Watchdog):
+    """Rank 0's watch: hears everyone, decides, and tells everyone.
+
+    Args:
+        world_size: Number of ranks.
+        timeout_seconds: See :class:`Watchdog`.
+        host: Address by which rank 0 is reached; only its own interface is listened on where that is the loopback.
+    """
+
+    def __init__(self, world_size: int, *, timeout_seconds: float, host: str) -> None:
+        super().__init__(0, timeout_seconds=timeout_seconds)
+        self.world_size = world_size
+        self.token = secrets.token_hex(16)
+        self._listener = listen(host)
+        self._ranks = {0: RankHealth(0, this_process(), time.monotonic(), advanced_at=time.monotonic())}
+        self._rank_of: dict[Link, int] = {}
+        self._places: dict[int, tuple[str, int]] = {}
+        self._suspicion: float | None = None
+        """When to judge by what is known, after an exception that may have its cause elsewhere."""
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def gather(self, seconds: float) -> int:
+        """Wait for the others to connect, before the thread is started; return how many have."""
+        until = time.monotonic() + seconds
+        self._listener.settimeout(0.1)
+        while len(self._rank_of) < self.world_size - 1 and time.monotonic() < until:
+            try:
+                connection, _ = self._listener.accept()
+                self._add(Link(connection))
+            except TimeoutError:
+                pass
+            self._pump(0)
+        self._listener.close()
+        for link in self._links - self._rank_of.keys():
+            self._close(link)
+        return len(self._rank_of)
+
+    @override
+    def _hear(self, link: Link, message: Message) -> None:
+        now = time.monotonic()
+        if message["kind"] == "hello" and hmac.compare_digest(str(message.get("token")), self.token):
+            rank = int(message["rank"])
+            self._rank_of[link] = rank
+            self._ranks[rank] = RankHealth(rank, message["process"], now, advanced_at=now)
+            self._places[rank] = (message["place"], message["pid"])
+            return
+        if link not in self._rank_of:
+            return  # a stranger
+        health = self._ranks[self._rank_of[link]]
+        health.hear(now, message.get("collectives", health.collectives), message.get("position", health.position))
+        if message["kind"] == "failed":
+            self._note_failure(health, Failure(message["text"], message["in_collective"]))
+        elif message["kind"] == "bye":
+            health.left = True
+
+    def _note_failure(self, health: RankHealth, failure: Failure) -> None:
+        health.failure = failure
+        # An exception in a collective has its cause elsewhere more often than not: wait for the next signs of life.
+        delay = self.interval + 1.0 if failure.in_collective else GRACE
+        self._suspicion = min(self._suspicion or float("inf"), time.monotonic() + delay)
+
+    @override
+    def _lose(self, link: Link) -> None:
+        rank = self._rank_of.pop(link, None)
+        if rank is None or self._ranks[rank].left or self._stopping:
+            return
+        self._ranks[rank].left = True
+        if self.cause is None and self._ranks[rank].failure is None:
+            self.cause = died(self._ranks[rank])
+
+    @override
+    def _beat(self) -> None:
+        self._ranks[0].hear(time.monotonic(), begun_collectives(), main_thread_position())
+        for link in self._rank_of:
+            link.send(kind="beat")
+
+    @override
+    def _judge(self, now: float) -> Cause | None:
+        own = self._ranks[0]
+        own.heard_at = now
+        if self.failure is not None and own.failure is None:
+            self._note_failure(own, self.failure)
+        ranks = list(self._ranks.values())
+        failed = [rank for rank in ranks if rank.failure is not None]
+        if len(failed) == self.world_size and not any(rank.failure.in_collective for rank in failed if rank.failure):
+            self._stopping = True  # all of them raised: nobody waits for anybody, and the caller may go on
+            return None
+        if self._suspicion is not None and now >= self._suspicion:
+            return self._judge_failures(failed, now)
+        return silent(ranks, now, self.limit) or behind(ranks, now, self.limit)
+
+    def _judge_failures(self, failed: list[RankHealth], now: float) -> Cause:
+        for rank in failed:
+            if rank.failure is not None and not rank.failure.in_collective:
+                return raised(rank)
+        ranks = [rank for rank in self._ranks.values() if rank.failure is None]
+        late = behind(self._ranks.values(), now, 0.0)
+        if late is not None and any(self._ranks[rank].failure is not None for rank in late.ranks):
+            late = None
+        return silent(ranks, now, 3 * self.interval) or late or raised(failed[0])
+
+    @override
+    def _settle(self, cause: Cause) -> None:
+        kills = [self._places[rank] for rank in cause.ranks if cause.frozen and rank in self._places]
+        for link in self._rank_of:
+            link.send(kind="end", text=cause.text, ranks=cause.ranks, kills=kills)
+        kill(kills)
+        self._pump_for(FAREWELL / 2, lambda: not self._waiting())
+        kill([self._places[rank] for rank in self._waiting()])  # children of this process would be left behind
+        for link in self._rank_of:
+            link.send(kind="release")
+        if self.failure is None or self.failure.in_collective:
+            self._pump_for(FAREWELL, lambda: not self._rank_of)  # their stack traces come first
+
+    def _waiting(self) -> list[int]:
+        return [rank for rank in self._rank_of.values() if self._ranks[rank].failure is None]
+
+
+def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_seconds: float) -> Watchdog | None:
+    """Connect this rank with rank 0 and start watching; called by all ranks.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks.
+        store: Through which rank 0 tells where it listens; not used afterwards.
+        timeout_seconds: See :class:`Watchdog`.
+
+    Returns:
+        The running watchdog; None if rank 0 cannot be reached, which is worth a warning and not a failed run.
+    """
+    if rank == 0:
+        host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        hub = Hub(world_size, timeout_seconds=timeout_seconds, host=host)
+        about = {"host": host, "port": hub.port, "token": hub.token, "process": this_process(), "pid": os.getpid()}
+        store.set("address", json.dumps(about | {"place": this_machine()}))
+        missing = world_size - 1 - hub.gather(min(CONNECT, timeout_seconds / 4))
+        if missing:
+            log.warning("%d ranks are not watched: they cannot reach rank 0 at %s:%d", missing, host, hub.port)
+        hub.start()
+        return hub
+    about = json.loads(store.get("address"))
+    connection = connect(about["host"], about["port"], CONNECT)
+    if connection is None:
+        log.warning("rank %d is not watched: it cannot reach rank 0 at %s:%d", rank, about["host"], about["port"])
+        return None
+    spoke = Spoke(
+        rank,
+        timeout_seconds=timeout_seconds,
+        connection=connection,
+        token=about["token"],
+        hub=about["process"],
+        place=(about["place"], about["pid"]),
+    )
+    spoke.start()
+    return spoke

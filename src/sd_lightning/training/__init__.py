@@ -1,0 +1,1 @@
+"""The Lightning module and what it computes with: precision, speed switches, learning-rate schedules."""

@@ -1,0 +1,100 @@
+"""Switches that change how fast and in how much memory a model computes, never what it computes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models.blocks import repeated_blocks
+
+log = logging.getLogger(__name__)
+
+AttentionKernel = Literal["auto", "math", "flash", "efficient", "cudnn"]
+_KERNELS = ("math", "flash", "efficient", "cudnn")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What to switch on; applied from outside to the trained networks."""
+
+    gradient_checkpointing: bool = False
+    """Recompute every block in backward instead of keeping its activations."""
+    channels_last: bool = False
+    """Keep convolution weights and activations in the NHWC layout."""
+    compile_blocks: bool = False
+    """Compile the repeated blocks with torch.compile for training, one graph per kind and shape of block."""
+    attention: AttentionKernel = "auto"
+    """The kernel that scaled_dot_product_attention uses; the math kernel does what it cannot (the VAE's attention is
+    too wide for flash). "auto" leaves the choice to torch."""
+    allow_tf32: bool = False
+    """Let CUDA matrix products and convolutions of float32 tensors use TensorFloat-32."""
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("auto", *_KERNELS):
+            raise UsageError(f"Speed got attention={self.attention!r}; expected one of auto, {', '.join(_KERNELS)}")
+        if self.attention in ("efficient", "cudnn") and not torch.cuda.is_available():
+            raise UsageError(
+                f"Speed got attention={self.attention!r} but there is no CUDA device; "
+                "write attention=auto, math or flash"
+            )
+
+    def apply_(self, networks: Iterable[nn.Module]) -> None:
+        """Switch the networks in place; attention kernel and TF32 are settings of the whole process."""
+        for network in networks:
+            if self.gradient_checkpointing:
+                enable_gradient_checkpointing(network)
+            if self.channels_last:
+                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            if self.compile_blocks:
+                _compile_blocks(network)
+        torch.set_float32_matmul_precision("high" if self.allow_tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = self.allow_tf32
+        use_attention_kernel(self.attention)
+
+
+def use_attention_kernel(name: AttentionKernel) -> None:
+    """Leave scaled_dot_product_attention one kernel beside the math kernel, in the whole process; "auto" allows all.
+
+    The setting is global rather than a context around the forward pass, because gradient checkpointing computes the
+    forward pass again in backward.
+    """
+    cuda = torch.backends.cuda
+    cuda.enable_math_sdp(True)
+    cuda.enable_flash_sdp(name in ("auto", "flash"))
+    cuda.enable_mem_efficient_sdp(name in ("auto", "efficient"))
+    cuda.enable_cudnn_sdp(name in ("auto", "cudnn"))
+
+
+def _compile_blocks(network: nn.Module) -> None:
+    """Compile the blocks for training; in evaluation, which has many batch sizes, they compute as they are."""
+    blocks = repeated_blocks(network)
+    # Blocks of one kind and shape share a graph; all kinds together share one limit, and beyond it run uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
+    for block in blocks.values():
+        # One block called with two shapes would get a graph for all shapes, over which torch 2.13's inductor stumbles.
+        compiled = torch.compile(block._call_impl, dynamic=False)
+        block._compiled_call_impl = partial(_call, block, compiled)
+
+
+def _call(block: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return compiled(*args, **kwargs) if block.training else block._call_impl(*args, **kwargs)
+
+
+def enable_gradient_checkpointing(network: Any) -> None:
+    """Recompute every block of a network in backward."""
+    if hasattr(network, "enable_gradient_checkpointing"):  # diffusers
+        network.enable_gradient_checkpointing()
+    elif hasattr(network, "gradient_checkpointing_enable"):  # transformers
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        raise UsageError(
+            f"gradient_checkpointing=true: {type(network).__name__} has no blocks that can be checkpointed; "
+            "set gradient_checkpointing=false"
+        )

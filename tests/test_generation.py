@@ -15,8 +15,8 @@ import small_training
 from sd_lightning import LatentDiffusion, SamplingOptions, SDLightningModule
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
-from sd_lightning.models import sampling_schedulers
 from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.models.families import sampling
 from sd_lightning.models.families.sampling import scheduler_class
 from sd_lightning.models.generation import generate
 from small_models import SMALL_SDXL
@@ -179,7 +179,7 @@ class Heard(logging.Handler):
 def test_what_a_scheduler_warns_of_is_said_once(
     model: LatentDiffusion, scheduler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sampling_schedulers, "_said", set())
+    monkeypatch.setattr(sampling, "_said", set())
     heard, library = Heard(), logging.getLogger("diffusers")
     monkeypatch.setattr(library, "handlers", [heard])
     caplog.set_level(logging.WARNING, library.name)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.export import main as export_main
 from sd_lightning.loading import load_model
-from sd_lightning.models.generation import SamplingOptions, decoding_in_tiles, generate
+from sd_lightning.models.families.autoencoder import decoding_in_tiles
+from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.planner.inference_memory import inference_bytes, weight_bytes
 from sd_lightning.quantization import Int8, dequantize_, quantize_, replace_module
 from sd_lightning.quantization import config as defaults

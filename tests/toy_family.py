@@ -11,6 +11,7 @@ from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor, nn
 
 from sd_lightning.models.families import Architecture, Component, Family, Part, architecture, register
+from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER
 
 
 class Toy(ModelMixin, ConfigMixin):
@@ -30,10 +31,7 @@ class Toy(ModelMixin, ConfigMixin):
 
 
 class ToyPipeline(DiffusionPipeline):
-    def __init__(
-        self, transformer: Any, vae: Any, text_encoder: Any, text_encoder_2: Any, tokenizer: Any, tokenizer_2: Any,
-        scheduler: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, transformer, vae, text_encoder, text_encoder_2, tokenizer, tokenizer_2, scheduler) -> None:
         super().__init__()
         self.register_modules(**{name: value for name, value in locals().items() if name not in ("self", "__class__")})
 
@@ -55,11 +53,22 @@ class ToyFamily(Family):
     parts = {
         "transformer": Part(__name__, ("Toy",)),
         "vae": Part("diffusers", ("AutoencoderKL",)),
-        "text_encoder": Part("transformers", ("CLIPTextModel",)),
+        "text_encoder": CLIP,
         "text_encoder_2": Part("transformers", ("T5EncoderModel",)),
-        "tokenizer": Part("transformers", ("CLIPTokenizer",)),
-        "tokenizer_2": Part("transformers", ("CLIPTokenizer",)),
+        "tokenizer": TOKENIZER,
+        "tokenizer_2": TOKENIZER,
     }
+    clip = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 8}
+    t5 = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 3, "dropout_rate": 0.0}
+    networks = {
+        "transformer": Component(__name__, "Toy"),
+        "vae": architecture("tiny").networks["vae"],
+        "text_encoder": Component("transformers", "CLIPTextModel", clip | {"num_hidden_layers": 2}),
+        "text_encoder_2": Component("transformers", "T5EncoderModel", t5),
+    }
+    scheduler = Component("diffusers", "FlowMatchEulerDiscreteScheduler", {"shift": 3.0})
+    lengths = {"text_encoder": 8, "text_encoder_2": 12}
+    architectures = {"toy": Architecture("ToyPipeline", networks, scheduler, max_length=lengths)}
 
     def resolution(self, components: Mapping[str, Component]) -> int:
         return 32
@@ -76,22 +85,6 @@ class ToyFamily(Family):
 
     def pipeline_type(self) -> Any:
         return ToyPipeline
-
-    architectures = {
-        "toy": Architecture(
-            "ToyPipeline",
-            networks={
-                "transformer": Component(__name__, "Toy", {"channels": 16}),
-                "vae": architecture("tiny").networks["vae"],
-                "text_encoder": Component("transformers", "CLIPTextModel", {"hidden_size": 32, "intermediate_size": 64,
-                    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 8}),
-                "text_encoder_2": Component("transformers", "T5EncoderModel", {"d_model": 24, "d_kv": 8, "d_ff": 32,
-                    "num_layers": 1, "num_heads": 3, "dropout_rate": 0.0}),
-            },
-            scheduler=Component("diffusers", "FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
-            max_length={"text_encoder": 8, "text_encoder_2": 12},
-        )
-    }  # fmt: skip
 
 
 register(ToyFamily())

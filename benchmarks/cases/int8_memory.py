@@ -8,7 +8,7 @@ def measure() -> dict[str, float]:
     import torch
 
     from sd_lightning import LatentDiffusion
-    from sd_lightning.models.generation import decoding_in_tiles
+    from sd_lightning.models.families.autoencoder import decoding_in_tiles
     from sd_lightning.planner.inference_memory import inference_bytes
     from sd_lightning.quantization import Int8, quantize_
 

@@ -1,6 +1,6 @@
 """Files that ship with the package: the trained VAE and the tokenizer of the ``tiny`` model.
 
-``python -m sd_lightning.models.assets.make_tiny`` makes them again.
+``python -m sd_lightning.apps.make_tiny`` makes them again.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Make the files of the ``tiny`` model again: a tokenizer for its captions and a VAE trained on the digits.
 
-    python -m sd_lightning.models.assets.make_tiny FOLDER
+    python -m sd_lightning.apps.make_tiny FOLDER
 
 Takes about half a minute on one CPU core.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sd_lightning.models.architectures import ARCHITECTURES
+from sd_lightning.models.families import architecture
 
 _STEPS, _BATCH_SIZE, _LEARNING_RATE, _KL_WEIGHT = 400, 64, 3e-3, 1e-4
 
@@ -46,7 +46,7 @@ def train_vae(images: Tensor, *, seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    vae = AutoencoderKL.from_config(ARCHITECTURES["tiny"].networks["vae"].config)
+    vae = AutoencoderKL.from_config(architecture("tiny").networks["vae"].config)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=_STEPS, pct_start=0.1)
     for step in range(_STEPS):
@@ -75,7 +75,7 @@ def main(folder: Path) -> None:
     source = digits.Digits("train")
     corpus = sorted({caption for index in range(len(source)) for caption in source.captions(index)})
     corpus += ["a handwritten sks digit", "sks", "glyph", "symbol", "a handwritten glyph"]
-    tokenizer = make_tokenizer(corpus, max_length=ARCHITECTURES["tiny"].max_length)
+    tokenizer = make_tokenizer(corpus, max_length=architecture("tiny").max_length)
     tokenizer.save_pretrained(folder / "tokenizer")
     pixels = [torch.from_numpy(place(source.image(i), 32).pixels.copy()) for i in range(len(source))]
     vae = train_vae(to_model_range(torch.stack(pixels)))

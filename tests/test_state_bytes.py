@@ -1,4 +1,4 @@
-"""Closed forms of model state, and the README's table of them."""
+"""Closed forms of model state, and the table of them in docs/strategies.md."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.state_bytes import FORMS, state_bytes
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text(encoding="utf-8")
 PARAMETERS = {"sd21": 865_910_724, "sdxl": 2_567_463_684}  # pinned by test_latent_diffusion
-TABLE = README[README.index("| `strategy=` |") :].split("\n\n")[0]
+TABLE = PAGE[PAGE.index("| `strategy=` |") :].split("\n\n")[0]
 ROWS = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \|", TABLE, re.MULTILINE)}
 
 
@@ -28,7 +28,7 @@ def test_processes_divide_what_is_sharded_and_each_keep_what_is_whole(name: str)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_readme_gives_the_closed_forms(name: str) -> None:
+def test_the_guide_gives_the_closed_forms(name: str) -> None:
     for cell, parameters in zip(ROWS[name], PARAMETERS.values(), strict=True):
         forms = [state_bytes(name, parameters, world_size) for world_size in (1, 2, 8)]
         texts = [" + ".join(_gigabytes(form.device, "") + _gigabytes(form.host, " h")) for form in forms]

@@ -73,7 +73,7 @@ def digits_data(*, batch_size: int, root: Path | None = None, cache_latents: boo
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[DictConfig]]:
-    """Call `main("train", task)` with these arguments; return the configurations the task received."""
+    """Call `main` of a program "train" with this task and these arguments; return the configurations the task received."""
     for name, text in CONFIGS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -88,7 +88,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[D
     def call(*arguments: str, task: Callable[[DictConfig], int | None] | None = None, **options: Any) -> list[Any]:
         received: list[Any] = []
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        _conf.main("train", task or received.append, **options)
+        programs = ("train", "dreambooth", "generate", "export")
+        _conf.main(_conf.Program("train", task or received.append, programs, **options))
         return received
 
     return call

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sd_lightning import _conf, train
+from sd_lightning import _conf
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.preflight import LOAD_MODEL, is_lightning_checkpoint, is_resumed
+from sd_lightning.storage import runs
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from sd_lightning.models.latent_diffusion import LatentDiffusion
-
+_SAME = {
+    "max_train_steps": "trainer.max_steps",
+    "learning_rate": "optimizer.lr",
+    "resolution": "data.resolution",
+    "gradient_checkpointing": "speed.gradient_checkpointing",
+}
+"""Settings that the main job's configuration has under another name."""
 _SWITCHES = {
     "learn_token": ("placeholder_token", "initializer_token"),
     "with_prior_preservation": (
@@ -43,6 +48,24 @@ def check_used(cfg: DictConfig) -> None:
             raise UsageError(
                 f"dreambooth got {shown}, which nothing uses without {switch}; add {switch}=true, or leave "
                 f"{', '.join(unused)} out"
+            )
+
+
+def check_once(cfg: DictConfig) -> None:
+    """Refuse two values for the same setting, of which the command line gives each by another name.
+
+    Raises:
+        UsageError: It does.
+    """
+    from omegaconf import OmegaConf
+
+    given = _conf.overridden_keys()
+    for name, other in _SAME.items():
+        values = cfg[name], OmegaConf.select(cfg, other)
+        if {name, other} <= given and values[0] != values[1]:
+            raise UsageError(
+                f"dreambooth got {name}={values[0]} and {other}={values[1]}, two names of one setting; expected one of "
+                f"them; leave {other} out"
             )
 
 
@@ -81,6 +104,25 @@ def check_base(cfg: DictConfig) -> None:
         )
 
 
+def check_drawing(cfg: DictConfig) -> None:
+    """Refuse what would show only when class images have been drawn.
+
+    Raises:
+        UsageError: Settings of the data cannot work, or no pictures can be written.
+    """
+    if not cfg.with_prior_preservation:
+        return
+    _conf.instantiate(cfg.data, class_prompts=None)
+    try:
+        runs.check_writable(Path(cfg.class_data_dir))
+    except OSError as error:
+        name = "output_dir" if cfg.class_data_dir == f"{cfg.output_dir}-class-images" else "class_data_dir"
+        raise UsageError(
+            f"dreambooth got {name}={cfg[name]}, and {cfg.class_data_dir} cannot be written ({error.strerror}); choose "
+            f"another {name}=<folder>"
+        ) from error
+
+
 def base_of(cfg: DictConfig) -> str | None:
     """Return the name of the model that a run starts from; None if nothing names one."""
     if is_lightning_checkpoint(cfg.init_from):
@@ -89,23 +131,3 @@ def base_of(cfg: DictConfig) -> str | None:
     if base is None and cfg.model["_target_"] != LOAD_MODEL:
         base = cfg.model["_target_"]
     return None if base is None else str(base)
-
-
-def load_base(cfg: DictConfig, networks: tuple[str, ...]) -> LatentDiffusion:
-    """Load the model that a run starts from, with weights still in their files where that is possible.
-
-    Raises:
-        UsageError: What is to be trained does not fit into it.
-    """
-    if is_lightning_checkpoint(cfg.init_from):  # its weights have the names of what is trained
-        trained: LatentDiffusion = train.build_module(cfg).latent_diffusion  # type: ignore[assignment]
-        return trained
-    model: LatentDiffusion = _conf.instantiate(cfg.model, **train.deferral(cfg, networks))
-    twin = type(model)(
-        model.meta_networks(tuple(model.networks)),  # takes neither time nor memory
-        tokenizers=copy.deepcopy(model.tokenizers),
-        components=copy.deepcopy(model.components),
-        pipeline_class=model.pipeline_class,
-    )
-    train.wrap(cfg, twin)
-    return model

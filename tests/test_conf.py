@@ -73,7 +73,7 @@ def digits_data(*, batch_size: int, root: Path | None = None, cache_latents: boo
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[DictConfig]]:
-    """Call `main` of a program "train" with this task and these arguments; return the configurations the task received."""
+    """Call `main` of a program "train" with these arguments; return the configurations that its task received."""
     for name, text in CONFIGS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -16,7 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from glyph import write_photos
-from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, dreambooth
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.apps import dreambooth
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.storage import checkpoint

@@ -81,9 +81,9 @@ def _refuse(error: Exception, node: DictConfig | ListConfig) -> NoReturn:
     path = own_path = node._get_full_key(None)
     cause = error
     if isinstance(error, InstantiationException):  # hides the target's, and ends with the path of its node
-        causes = [error]
-        while isinstance(causes[-1].__cause__, Exception):
-            causes.append(causes[-1].__cause__)
+        causes: list[Exception] = [error]
+        while isinstance(hidden := causes[-1].__cause__, Exception):
+            causes.append(hidden)
         cause = next((each for each in causes if isinstance(each, UsageError)), causes[:2][-1])
         path = str(error).partition("full_key: ")[2].strip() or path
     if isinstance(cause, UsageError) or _is_our_bug(cause):

@@ -14,7 +14,14 @@ from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps import class_images, train
-from sd_lightning.apps.dreambooth_checks import base_of, check_base, check_drawing, check_folders, check_once, check_used
+from sd_lightning.apps.dreambooth_checks import (
+    base_of,
+    check_base,
+    check_drawing,
+    check_folders,
+    check_once,
+    check_used,
+)
 from sd_lightning.apps.preflight import LOAD_MODEL, is_lightning_checkpoint
 from sd_lightning.apps.prompts import check_prompts, check_token, warn_of_validation
 from sd_lightning.apps.trainer_checks import cuda_devices, num_processes
@@ -100,7 +107,7 @@ def predict_memory(cfg: DictConfig, strategy: Strategy, parts: Parts) -> Forecas
         resolution=cfg.data.resolution,
         train_text_encoder=cfg.module.train_text_encoder,
         lora=parts.lora,
-        optimizer=parts.optimizer,
+        optimizer=parts.optimizer,  # type: ignore[arg-type]
         gradient_checkpointing=cfg.speed.gradient_checkpointing,
         encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
         averages=ema is not None,

@@ -60,7 +60,7 @@ def _check_step(cfg: DictConfig, optimizer: torch.optim.Optimizer) -> None:
     try:
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step(lambda: torch.zeros(()))
+        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
     except Exception as error:
         named = [key for key in cfg.optimizer if re.search(rf"\b{re.escape(str(key))}\b", str(error))]
         raise UsageError(

@@ -19,9 +19,8 @@ from sd_lightning.storage import checkpoint, runs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from omegaconf import DictConfig
-
     from lightning.pytorch.strategies import Strategy
+    from omegaconf import DictConfig
 
     from sd_lightning.data.datamodule import SDDataModule
     from sd_lightning.models.latent_diffusion import LatentDiffusion

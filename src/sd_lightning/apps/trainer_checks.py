@@ -100,9 +100,7 @@ def _check_devices(trainer: DictConfig, cuda: int) -> None:
     devices, cores = _num_devices(trainer.devices, cuda), os.cpu_count() or 1
     if devices > (cuda or cores):
         there = f"{cuda} CUDA device(s)" if cuda else f"no CUDA device and {cores} CPU core(s)"
-        raise UsageError(
-            f"trainer.devices={devices}: this machine has {there}; write trainer.devices={cuda or cores}"
-        )
+        raise UsageError(f"trainer.devices={devices}: this machine has {there}; write trainer.devices={cuda or cores}")
 
 
 def cuda_devices(cfg: DictConfig) -> int:

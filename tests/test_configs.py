@@ -22,7 +22,7 @@ from PIL import Image
 from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps
 from sd_lightning.apps import export, generate
 from sd_lightning.apps import train as train_program
-from sd_lightning.apps.parts import Parts
+from sd_lightning.apps.preflight import Parts
 from sd_lightning.data.digits import Digits
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.quantization import Int8
@@ -195,9 +195,7 @@ def need(option: str) -> None:
 
 def test_every_group_has_a_builder_here() -> None:
     assert {option.partition("/")[0] for option in OPTIONS} == BUILDERS.keys()
-    assert PROGRAMS == {"train", "dreambooth", "generate", "export"} == {*apps.PROGRAMS}, (
-        "give it a test below"
-    )
+    assert PROGRAMS == {"train", "dreambooth", "generate", "export"} == {*apps.PROGRAMS}, "give it a test below"
     assert {file.suffix for file in CONF.rglob("*") if file.is_file()} == {".yaml"}
 
 
@@ -268,7 +266,7 @@ def test_generate_builds_its_request(compose: Compose, tiny_pipeline: Path) -> N
     request = _conf.instantiate(compose("generate", f"run={tiny_pipeline}", "prompts=[a, b]"))
     assert isinstance(request, generate.Request)
     assert (request.source, request.prompts) == (tiny_pipeline, ["a", "b"])
-    assert request.sampling.num_inference_steps == 25
+    assert request.num_inference_steps == 25
 
 
 def test_export_builds_its_request(compose: Compose, tiny_pipeline: Path) -> None:

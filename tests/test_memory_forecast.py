@@ -11,7 +11,7 @@ import torch
 
 from sd_lightning import LatentDiffusion, _conf
 from sd_lightning.apps.dreambooth import predict_memory
-from sd_lightning.apps.parts import Parts
+from sd_lightning.apps.preflight import Parts
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.models.architectures import ARCHITECTURES, Architecture
 from sd_lightning.planner.inference_memory import inference_bytes

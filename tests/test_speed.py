@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, _conf
 from sd_lightning.apps import train as cli
-from sd_lightning.apps.parts import Parts
+from sd_lightning.apps.preflight import Parts
 from sd_lightning.apps.trainer_checks import check_trainer
 from sd_lightning.callbacks import EMA
 from sd_lightning.models.blocks import repeated_blocks

@@ -39,7 +39,7 @@ def measure() -> dict[str, float]:
 def forecast_of(*options: str) -> Any:
     from sd_lightning import _conf
     from sd_lightning.apps.dreambooth import predict_memory
-    from sd_lightning.apps.parts import Parts
+    from sd_lightning.apps.preflight import Parts
     from sd_lightning.dreambooth import PROGRAM
 
     received: list[Any] = []

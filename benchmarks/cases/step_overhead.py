@@ -43,7 +43,7 @@ def train_in_turns(cfg: Any, *, steps: int, warm_up: int) -> list[tuple[float, f
     from sd_lightning import _conf
     from sd_lightning._console import quiet_libraries
     from sd_lightning.apps import train
-    from sd_lightning.apps.parts import Parts
+    from sd_lightning.apps.preflight import Parts
 
     quiet_libraries()
     bare = BareLoop(

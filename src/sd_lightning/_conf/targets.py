@@ -29,8 +29,6 @@ MOVED = {
     "sd_lightning.noise_schedule": "sd_lightning.diffusion.noise_schedule",
     "sd_lightning.objective": "sd_lightning.diffusion.objective",
     "sd_lightning.speed": "sd_lightning.training.speed",
-    "sd_lightning.strategies.colossalai_settings": "sd_lightning.strategies.colossalai.settings",
-    "sd_lightning.strategies.deepspeed_settings": "sd_lightning.strategies.deepspeed.settings",
 }
 """Modules and names that ``_target_`` may name by where they stood before, and where they stand now."""
 

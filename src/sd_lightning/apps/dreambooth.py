@@ -14,16 +14,8 @@ from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps import class_images, train
-from sd_lightning.apps.dreambooth_checks import (
-    base_of,
-    check_base,
-    check_drawing,
-    check_folders,
-    check_once,
-    check_used,
-)
-from sd_lightning.apps.preflight import LOAD_MODEL, is_lightning_checkpoint
-from sd_lightning.apps.prompts import check_prompts, check_token, warn_of_validation
+from sd_lightning.apps import dreambooth_checks as checks
+from sd_lightning.apps.preflight import LOAD_MODEL, Parts, is_lightning_checkpoint
 from sd_lightning.apps.trainer_checks import cuda_devices, num_processes
 from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
@@ -33,7 +25,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from omegaconf import DictConfig
 
-    from sd_lightning.apps.parts import Parts
     from sd_lightning.models.generation import SamplingOptions
     from sd_lightning.planner.memory_forecast import Forecast
 
@@ -49,17 +40,17 @@ def run(cfg: DictConfig) -> int:
     Returns:
         Exit code of :func:`sd_lightning.apps.train.train`.
     """
-    check_used(cfg)
-    check_once(cfg)
+    checks.check_used(cfg)
+    checks.check_once(cfg)
     strip_slash(cfg)
-    check_folders(cfg)
+    checks.check_folders(cfg)
     photos = find_photos(cfg.instance_data_dir, cfg.instance_prompt)
     captions = sorted({photo.caption for photo in photos})
     if cfg.learn_token:
         learn_token(cfg, captions)
-    cfg.data.class_prompts = check_prompts(cfg, captions)
+    cfg.data.class_prompts = checks.check_prompts(cfg, captions)
     if cfg.validation_prompt is not None and cfg.callbacks.samples is not None:
-        warn_of_validation(cfg, captions)
+        checks.warn_of_validation(cfg, captions)
         cfg.callbacks.samples.prompts = [cfg.validation_prompt] * 4
     if cfg.use_8bit_adam:
         use_8bit_adam(cfg)
@@ -73,9 +64,9 @@ def run(cfg: DictConfig) -> int:
 
 def prepare(cfg: DictConfig, strategy: Strategy, parts: Parts) -> None:
     """Say what memory the run will take, and complete the class images."""
-    check_base(cfg)
+    checks.check_base(cfg)
     if is_first_process():
-        check_drawing(cfg)
+        checks.check_drawing(cfg)
         predicted = predict_memory(cfg, strategy, parts)
         if predicted is not None:
             print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
@@ -143,7 +134,7 @@ def learn_token(cfg: DictConfig, captions: Sequence[str]) -> None:
     """
     from omegaconf import OmegaConf
 
-    check_token(cfg.placeholder_token, captions)
+    checks.check_token(cfg.placeholder_token, captions)
     settings = {"placeholder_token": cfg.placeholder_token, "initializer_token": cfg.initializer_token}
     node = {"_target_": "sd_lightning.models.adapters.learned_token.LearnedToken", **settings}
     OmegaConf.update(cfg, "learned_token", node, force_add=True)
@@ -175,7 +166,7 @@ def complete_class_images(cfg: DictConfig, parts: Parts) -> None:
     if not is_first_process():
         class_images.wait_for(folder, prompts, count)
         return
-    base = base_of(cfg)
+    base = checks.base_of(cfg)
     missing = class_images.missing_pictures(folder, prompts, count, seed=cfg.seed)
     if base is not None:
         class_images.warn_of_other_models(folder, prompts, count, source=base)

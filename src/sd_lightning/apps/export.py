@@ -7,30 +7,100 @@ holds no more than a few slices of a tensor in memory.
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
-from sd_lightning.apps.export_model import Model, Request, Source, find_source, read_model
+from sd_lightning._errors import UsageError
+from sd_lightning.models import pipeline_folder
 from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.adapters.lora import is_adapter, plain_names
+from sd_lightning.models.adapters.lora_file import LoraFile
 from sd_lightning.models.architectures import Component
-from sd_lightning.models.pipeline_folder import class_of, config_file, read_json, weights_file, write_json
+from sd_lightning.models.pipeline_folder import config_file, read_json, weights_file, write_json
 from sd_lightning.models.single_file import family_of, model_spec, original_tensors
-from sd_lightning.storage import checkpoint
+from sd_lightning.quantization.config import read_record
+from sd_lightning.storage import checkpoint, runs, streamed_tensor
 from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, write_streamed
+from sd_lightning.storage.tensor_store import ShardedTensors
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+Format = Literal["diffusers", "single_file", "ema", "non_ema"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
 SINGLE_FILE_NAME = "model.safetensors"
 
+_NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
+_PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".msgpack")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export and where to; ``conf/export.yaml`` explains the keys."""
+
+    run: str
+    format: Format = "diffusers"
+    output_dir: str = "exported"
+    merge_lora: bool = False
+    dtype: Dtype | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return None if self.dtype is None else getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies."""
+
+    pipeline: Path
+    """Folder in the diffusers layout; a checkpoint's has the averaged weights if there is an EMA."""
+    checkpoint: Path | None = None
+    """The checkpoint around it; None for a pipeline folder on its own."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """One network of a model."""
+
+    component: Component
+    """What it is, with the configuration as its file has it."""
+    tensors: dict[str, StreamedTensor]
+    """By the keys of its weight file."""
+    is_source: bool = True
+    """Whether these are the weights that lie in the source's pipeline."""
+
+    def stays(self, dtype: torch.dtype | None) -> bool:
+        """Return whether the weight file can be used as it is."""
+        return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
+
+    def changed(self, tensors: Mapping[str, StreamedTensor]) -> Network:
+        """Return the network with other values in the place of some, or itself."""
+        return replace(self, tensors=self.tensors | dict(tensors), is_source=False) if tensors else self
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is exported."""
+
+    networks: dict[str, Network]
+    adapters: LoraFile | None = None
+    """Of a LoRA run, unless they are added to the weights of the networks."""
+    word: Path | None = None
+    """File of what a learned word means, unless the text encoders hold another meaning than it."""
 
 
 def run(cfg: DictConfig) -> int:
@@ -53,6 +123,113 @@ def run(cfg: DictConfig) -> int:
         path = request.output_dir
         print(f"diffusers: pipeline = from_pretrained('{path}'), then pipeline.load_lora_weights('{path}')")
     return 0
+
+
+def find_source(path: str | os.PathLike[str]) -> Source:
+    """Find the model of a run (its newest valid checkpoint), a checkpoint or a pipeline folder.
+
+    Raises:
+        UsageError: There is none, or the checkpoint is damaged.
+    """
+    root = Path(path)
+    if (root / "model_index.json").is_file():
+        return Source(root)
+    if (root / checkpoint.MANIFEST_NAME).is_file():
+        problems = checkpoint.verify(root)
+        if problems:
+            raise UsageError(
+                f"run={path}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run itself"
+            )
+        return Source(root / "pipeline", root)
+    newest = checkpoint.newest_valid(root)
+    if newest is not None:
+        return Source(newest / "pipeline", newest)
+    return Source(runs.find_pipeline(path, who="run"))
+
+
+def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
+    """Describe a model with the weights that the format asks for.
+
+    Args:
+        source: Where it lies.
+        request: Names the format.
+        opened: Keeps the checkpoint's tensor store open until the weights have been read.
+
+    Raises:
+        UsageError: The weights asked for are not there, or files are missing or damaged.
+    """
+    index = read_json(source.pipeline / "model_index.json")
+    if index.get("_class_name") not in _PIPELINES:
+        raise UsageError(
+            f"run={request.run}: got a {index.get('_class_name')}; expected {' or '.join(_PIPELINES)}; give another run"
+        )
+    networks = {name: _read_network(name, index, source, request) for name in _NETWORKS if name in index}
+    lora_file, word = (source.pipeline / name for name in (LORA_NAME, WORD_NAME))
+    adapters = LoraFile.read(lora_file) if lora_file.is_file() else None
+    model = Model(networks, adapters, word if word.is_file() else None)
+    if request.merge_lora and model.adapters is None:
+        raise UsageError(
+            f"run={request.run}: got merge_lora=true, but {source.pipeline} has no {LORA_NAME}: it was trained without "
+            "adapters, or these are merged already; leave merge_lora out"
+        )
+    if request.format in ("ema", "non_ema"):
+        model = _chosen(model, source, request, opened)
+    if model.adapters is not None and (request.merge_lora or request.format == "single_file"):
+        merged = model.adapters.merged({name: network.tensors for name, network in model.networks.items()})
+        networks = {name: network.changed(merged.get(name, {})) for name, network in model.networks.items()}
+        return replace(model, networks=networks, adapters=None)
+    return model
+
+
+def _read_network(name: str, index: Mapping[str, Any], source: Source, request: Request) -> Network:
+    component = pipeline_folder.read_component(index, name, source.pipeline)
+    config = read_json(source.pipeline / name / config_file(component, name))
+    tensors = streamed_tensor.file_tensors(source.pipeline / name / weights_file(component))
+    is_recorded = read_record(config, str(source.pipeline / name)) is not None
+    if not is_recorded:
+        pipeline_folder.refuse_int8(source.pipeline / name, {key: tensor.dtype for key, tensor in tensors.items()})
+    elif request.format != "diffusers" or request.dtype or request.merge_lora:
+        raise UsageError(
+            f"run={request.run}: its weights are in int8, which only format=diffusers dtype=null merge_lora=false can "
+            "hold; export the pipeline that it was made from"
+        )
+    return Network(replace(component, config=config), tensors)
+
+
+def _chosen(model: Model, source: Source, request: Request, opened: ExitStack) -> Model:
+    """Return a model with the trained weights, or their average, as the format says."""
+    if source.checkpoint is None:
+        raise UsageError(
+            f"run={request.run}: a pipeline folder holds one set of weights, so format={request.format} has no choice; "
+            "give the run or one of its checkpoints, or write format=diffusers"
+        )
+    store = opened.enter_context(ShardedTensors(source.checkpoint / "state"))
+    has_average = any(key.startswith("ema/") for key in store.keys())
+    if request.format == "ema" and not has_average:
+        raise UsageError(
+            f"run={request.run}: {source.checkpoint.name} has no averaged weights, its run had callbacks.ema=null; "
+            "write format=non_ema"
+        )
+    if request.format == "ema" or not has_average:
+        return model
+    if model.adapters is None and any(map(is_adapter, store.keys())):
+        raise UsageError(
+            f"run={request.run}: the run had merge_lora=true, so {source.checkpoint.name} holds weights with the "
+            "average of the adapters added, and none without; write format=ema, or resume the run with merge_lora=false"
+        )
+    components = {name: network.component for name, network in model.networks.items()}
+    adapters = model.adapters and model.adapters.trained(store, components)
+    return Model({name: _trained(name, network, store) for name, network in model.networks.items()}, adapters)
+
+
+def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
+    """Return a network with the trained weights in the place of their average."""
+    prefix = f"master/{name}."
+    stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
+    keys = pipeline_folder.file_keys(network.component, stored)
+    return network.changed(
+        {keys[plain]: streamed_tensor.stored_tensor(store, prefix + live) for plain, live in stored.items()}
+    )
 
 
 def write_pipeline(source: Source, model: Model, folder: Path, request: Request) -> None:
@@ -102,7 +279,7 @@ def write_single_file(source: Source, model: Model, folder: Path, request: Reque
 
 def _with_defaults(component: Component) -> dict[str, Any]:
     """Complete a diffusers configuration: its class fills gaps when it is built, the converter of one file does not."""
-    parameters = inspect.signature(class_of(component).__init__).parameters.values()
+    parameters = inspect.signature(pipeline_folder.class_of(component).__init__).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty} | component.config
 
 

@@ -48,8 +48,8 @@ class Pretrained:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to draw, with what, and where to put it; ``conf/generate.yaml`` explains the keys."""
+class Request(SamplingOptions):
+    """What to draw, with what, how, and where to put it; ``conf/generate.yaml`` explains the keys."""
 
     run: str | None = None
     model: Pretrained = field(default_factory=Pretrained)
@@ -57,17 +57,11 @@ class Request:
     negative_prompt: str = ""
     num_images_per_prompt: int = 1
     seed: int = 0
-    num_inference_steps: int = 25
-    guidance_scale: float = 7.5
-    scheduler: str | None = None
     batch_size: int = 4
-    height: int | None = None
-    width: int | None = None
     device: str = "auto"
     output_dir: str = "generated"
     columns: int | None = None
     quantization: Int8 | None = None
-    vae_tiling: bool = False
     save_to: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,15 +86,11 @@ class Request:
             raise UsageError(
                 f"generate got {' and '.join(unused)} with run={self.run}; a run has one version: leave it out"
             )
+        super().__post_init__()
 
     @property
     def source(self) -> str | Path:
         return self.model.pretrained or runs.find_pipeline(str(self.run), who="run")
-
-    @property
-    def sampling(self) -> SamplingOptions:
-        names = ("num_inference_steps", "guidance_scale", "scheduler", "batch_size", "height", "width", "vae_tiling")
-        return SamplingOptions(**{name: getattr(self, name) for name in names})
 
 
 def run(cfg: DictConfig) -> int:
@@ -110,15 +100,15 @@ def run(cfg: DictConfig) -> int:
     only_save = request.save_to is not None and not request.prompts
     captions = [] if only_save else read_prompts(request.prompts)
     prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
-    options, device = request.sampling, _device(request.device)
+    device = _device(request.device)
     seeds, output_dir = _seeds(request.seed, len(prompts)), _output_dir(request.output_dir)
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
     schedule = folder / "scheduler" / "scheduler_config.json"
     if schedule.is_file():  # or else loading says what is missing
-        options.check_steps(read_json(schedule))  # before weights are read
+        request.check_steps(read_json(schedule))  # before weights are read
     model = _load(request, device)
-    options.check(model)
+    request.check(model)
     if save_to is not None:
         with complete_or_absent(save_to, given=f"save_to={request.save_to}") as folder:
             model.save_pretrained(folder)
@@ -126,17 +116,16 @@ def run(cfg: DictConfig) -> int:
     if only_save:
         return 0
     output_dir.mkdir(parents=True, exist_ok=True)
-    images = generate(
-        model, prompts, seeds=seeds, options=options, negative_prompt=request.negative_prompt, device=device
-    )
+    negative_prompt = request.negative_prompt
+    images = generate(model, prompts, seeds=seeds, options=request, negative_prompt=negative_prompt, device=device)
     if request.quantization is not None:
-        print_memory(model, options, len(prompts), device)
+        print_memory(model, request, len(prompts), device)
     settings = {
         "model": str(request.source),
-        "negative_prompt": request.negative_prompt,
-        "num_inference_steps": options.num_inference_steps,
-        "guidance_scale": options.guidance_scale,
-        "scheduler": type(model.sampling_scheduler(options.scheduler)).__name__,
+        "negative_prompt": negative_prompt,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "scheduler": type(model.sampling_scheduler(request.scheduler)).__name__,
         **_less_usual(request),
     }
     for image, prompt, seed in zip(images, prompts, seeds, strict=True):
@@ -157,15 +146,16 @@ def _less_usual(request: Request) -> dict[str, Any]:
 
 
 def _load(request: Request, device: torch.device) -> LatentDiffusion:
-    where = request.model
-    options: dict[str, Any] = {"revision": where.revision, "variant": where.variant, "vae": where.vae}
-    if request.quantization is None:
-        return LatentDiffusion.from_pretrained(request.source, **options)
-    config = request.quantization
-    if config.dtype is None and device.type == "cuda":
+    where, config = request.model, request.quantization
+    deferred = (
+        () if config is None else NETWORKS
+    )  # left in their files, from which quantize_ reads a few rows at a time
+    model = LatentDiffusion.from_pretrained(
+        request.source, revision=where.revision, variant=where.variant, vae=where.vae, deferred=deferred
+    )
+    if config is not None and config.dtype is None and device.type == "cuda":
         config = replace(config, dtype="float16")
-    # Left in their files, from which quantize_ reads a few rows at a time.
-    return quantize_(LatentDiffusion.from_pretrained(request.source, **options, deferred=NETWORKS), config)
+    return model if config is None else quantize_(model, config)
 
 
 def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int, device: torch.device) -> None:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning import _conf
+from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps.parts import Parts
 from sd_lightning.apps.trainer_checks import check_trainer, cuda_devices, num_processes, refuse
 from sd_lightning.storage import checkpoint, run_folder, runs
 
 if TYPE_CHECKING:
+    import torch
     from omegaconf import DictConfig
+
+    from sd_lightning.diffusion.objective import Objective
+    from sd_lightning.models.adapters.learned_token import LearnedToken
+    from sd_lightning.models.adapters.lora import Lora
+    from sd_lightning.training.module import OptimizerFactory, SchedulerFactory
+    from sd_lightning.training.speed import Speed
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +36,54 @@ _SECTIONS = (
 LOAD_MODEL = "sd_lightning.models.latent_diffusion.load_model"
 """What a program of one's own may put in its place need not know of deferred weights, nor of architectures."""
 _OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What needs neither model nor data: built once, before anything that takes time."""
+
+    objective: Objective
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory
+    speed: Speed
+    lora: Lora | None
+    learned_token: LearnedToken | None
+
+    @classmethod
+    def build(cls, cfg: DictConfig) -> Parts:
+        """Build the parts, and try the optimizer and the schedule on a small parameter.
+
+        Raises:
+            UsageError: Their settings cannot work.
+        """
+        names = ("objective", "speed", "optimizer", "lr_scheduler", "lora", "learned_token")
+        parts = cls(**{name: _conf.instantiate(cfg.get(name)) for name in names})
+        if str(cfg.optimizer["_target_"]).startswith(("torch.optim.", "bitsandbytes.optim.")):
+            import torch  # another optimizer may want parameters of other shapes
+
+            optimizer = parts.optimizer([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
+            _check_step(cfg, optimizer)
+            if str(cfg.lr_scheduler["_target_"]).startswith(("torch.optim.", "sd_lightning.")):
+                parts.lr_scheduler(optimizer)
+        return parts
+
+
+def _check_step(cfg: DictConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that will run on the CPU take a step: some settings are refused only there."""
+    import torch
+
+    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        return
+    try:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+    except Exception as error:
+        named = [key for key in cfg.optimizer if re.search(rf"\b{re.escape(str(key))}\b", str(error))]
+        raise UsageError(
+            f"optimizer: {type(optimizer).__name__} cannot step on the CPU with these arguments: {error} "
+            f"({type(error).__name__}); {leave_out('optimizer', named) or 'write optimizer=adamw'}"
+        ) from error
 
 
 def preflight(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, Parts]:

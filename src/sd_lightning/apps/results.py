@@ -112,22 +112,19 @@ def _summary(
 
 def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Return what the console shows of a run."""
-    accuracy, gap, pipeline = (summary[name] for name in ("prompted_accuracy", "caption_gap", "pipeline"))
+    rate, gap, bad = (summary[name] for name in ("images_per_second", "caption_gap", "bad_samples"))
+    accuracy, num_drawn = (summary[name] for name in ("prompted_accuracy", "prompted_accuracy_samples"))
+    pipeline = summary["pipeline"]
     measured = f"not measured: {summary['no_caption_gap']}"
     lora = f"; then pipeline.load_lora_weights('{pipeline}')" if Path(pipeline, LORA_NAME).is_file() else ""
     shown = {
         "steps": f"{summary['steps']} in {summary['train_seconds']:.0f} s",
-        "images per second": f"{summary['images_per_second'] or 0:.0f}",
+        "images per second": rate and f"{rate:.0f}",
         "caption gap": measured if gap is None else f"{gap:.3f} (0: the model ignores its prompts)",
-        "prompted accuracy": f"{accuracy or 0:.1%} of {summary['prompted_accuracy_samples']} pictures",
-        "bad samples": f"{summary['bad_samples']} left out, named in summary.json",
+        "prompted accuracy": None if accuracy is None else f"{accuracy:.1%} of {num_drawn} pictures",
+        "bad samples": bad and f"{bad} left out, named in summary.json",
         "pictures": f"{run_dir}/samples/",
         "pipeline": f"{pipeline} (diffusers: DiffusionPipeline.from_pretrained{lora})",
         "report": f"{run_dir}/report.html",
     }
-    absent = {
-        "images per second": not summary["images_per_second"],
-        "prompted accuracy": accuracy is None,
-        "bad samples": not summary["bad_samples"],
-    }
-    return [f"{name:<18} {text}" for name, text in shown.items() if not absent.get(name)]
+    return [f"{name:<18} {text}" for name, text in shown.items() if text]

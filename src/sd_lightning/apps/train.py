@@ -12,8 +12,7 @@ from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps.parts import Parts
-from sd_lightning.apps.preflight import LOAD_MODEL, check_model, is_lightning_checkpoint, preflight
+from sd_lightning.apps.preflight import LOAD_MODEL, Parts, check_model, is_lightning_checkpoint, preflight
 from sd_lightning.apps.results import callback_of, catch_up, finish, locked
 from sd_lightning.storage import checkpoint, runs
 

@@ -16,27 +16,21 @@ PROGRAM = replace(
     task="sd_lightning.apps.dreambooth.run",
     hints={
         **train.PROGRAM.hints,
-        # Settings that diffusers' and ColossalAI's DreamBooth scripts have, too.
+        # Settings that diffusers' and ColossalAI's DreamBooth scripts have, too; targets that get others know their types.
         "instance_data_dir": str,
-        "instance_prompt": str | None,
         "class_data_dir": str,
         "class_prompt": str | None,
         "class_prompts": list[str],
-        "num_class_images": int,
         "with_prior_preservation": bool,
-        "prior_loss_weight": float,
         "sample_batch_size": int,
         "prior_generation_precision": Literal["float32", "bfloat16", "float16"] | None,
         "validation_prompt": str | None,
-        "train_text_encoder": bool,
         "learn_token": bool,
         "placeholder_token": str,
         "initializer_token": str | None,
-        "gradient_checkpointing": bool,
         "use_8bit_adam": bool,
         "learning_rate": float,
         "max_train_steps": int,
-        "resolution": int,
     },
 )
 

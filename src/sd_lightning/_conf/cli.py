@@ -112,10 +112,28 @@ def _run(program: Program, command_line: CommandLine) -> int:
     job.__module__ = f"sd_lightning.{program.name}"  # after which Hydra names the job
     users_setting = os.environ.get(FULL_ERROR)
     with _full_error("1"):  # or Hydra prints and exits instead of raising
-        hydra.main(version_base="1.3", config_path=config_dir(), config_name=program.name)(job)()
+        if command_line.is_plain:
+            _run_once(program, command_line, job)
+        else:
+            hydra.main(version_base="1.3", config_path=config_dir(), config_name=program.name)(job)()
     if failures:
         raise failures[0]
     return max(codes, default=0)
+
+
+def _run_once(program: Program, command_line: CommandLine, job: Task) -> None:
+    """Run a job as ``hydra.main`` does, which would compose the configuration once more to find out that it is one."""
+    from hydra import version
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.global_hydra import GlobalHydra
+
+    version.setbase("1.3")
+    try:
+        main_hydra = Hydra.create_main_hydra2(program.name, create_config_search_path(command_line.folders[0]))
+        main_hydra.run(config_name=program.name, task_function=job, overrides=list(command_line.overrides))
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:

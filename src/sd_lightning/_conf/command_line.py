@@ -25,6 +25,8 @@ class CommandLine:
     folders: tuple[str, ...]
     """Config folders: the primary one and, if given, the user's ``--config-dir``."""
     overrides: tuple[str, ...]
+    is_plain: bool = False
+    """Whether it asks for one run with our own configs, and for nothing else of Hydra."""
     problem: str | None = None
     """What argparse cannot read; the other attributes are then those of an empty command line."""
 
@@ -39,11 +41,13 @@ class CommandLine:
         try:
             options = parser.parse_args(list(arguments))
         except _UnreadableError as error:
-            return cls(config_name, (config_dir(),), (), str(error))
+            return cls(config_name, (config_dir(),), (), problem=str(error))
         folder = str(Path(options.config_path or config_dir()).absolute())
         more = (str(Path(options.config_dir).absolute()),) if options.config_dir else ()
         name = str(options.config_name or config_name).removesuffix(".yaml")
-        return cls(name, (folder, *more), tuple(options.overrides))
+        asked = {key for key, value in vars(options).items() if value not in (None, False)}
+        is_plain = asked <= {"overrides", "run"} and "hydra.mode=" not in " ".join(options.overrides)
+        return cls(name, (folder, *more), tuple(options.overrides), is_plain)
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:

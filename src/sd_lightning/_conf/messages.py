@@ -191,7 +191,9 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
     near = command_line.nearest(key)
     value = override.partition("=")[2]
     parent, _, name = key.rpartition(".")
-    argument = nearest_argument(command_line.default_at(parent), name)
+    section, _, last = (near or "").rpartition(".")
+    is_typo = section == parent and difflib.get_close_matches(name, [last], cutoff=0.9)
+    argument = None if is_typo else nearest_argument(command_line.default_at(parent), name)  # imports its target
     as_argument = f"+{parent}.{argument}={value}"
     setting = (
         _by_another_name(key, value, command_line)

@@ -16,7 +16,7 @@ PROGRAM = replace(
     task="sd_lightning.apps.dreambooth.run",
     hints={
         **train.PROGRAM.hints,
-        # Settings that diffusers' and ColossalAI's DreamBooth scripts have, too; targets that get others know their types.
+        # Settings of diffusers' and ColossalAI's DreamBooth scripts, as far as no target gets them.
         "instance_data_dir": str,
         "class_data_dir": str,
         "class_prompt": str | None,

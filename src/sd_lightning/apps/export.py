@@ -150,10 +150,7 @@ def find_source(path: str | os.PathLike[str]) -> Source:
 def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
     """Describe a model with the weights that the format asks for.
 
-    Args:
-        source: Where it lies.
-        request: Names the format.
-        opened: Keeps the checkpoint's tensor store open until the weights have been read.
+    ``opened`` keeps the checkpoint's tensor store open until the weights have been read.
 
     Raises:
         UsageError: The weights asked for are not there, or files are missing or damaged.

@@ -21,6 +21,7 @@ import sklearn.datasets  # noqa: E402, F401
 import sklearn.model_selection  # noqa: E402, F401
 import transformers.models.clip.modeling_clip  # noqa: E402, F401
 
+import sd_lightning.apps.train  # noqa: E402, F401
 import sd_lightning.callbacks  # noqa: E402, F401
 import sd_lightning.data.datamodule  # noqa: E402, F401
 import sd_lightning.report  # noqa: E402, F401

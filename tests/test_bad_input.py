@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_lightning import dreambooth, export, generate, train
+from sd_lightning.apps import dreambooth, export, generate, train
 from sd_lightning.storage import checkpoint, runs
 
 # (command line, words of the message in their order: who, what was given, what is expected, how to mend it)

@@ -1,10 +1,12 @@
 """Every YAML file of conf/: composed as the command line does, checked, and what it describes is built."""
 
 import functools
+import importlib
 import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,10 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf
-from sd_lightning import dreambooth as dreambooth_program
-from sd_lightning import export as export_program
-from sd_lightning import generate as generate_program
-from sd_lightning import train as train_program
+from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps
+from sd_lightning.apps import export, generate
+from sd_lightning.apps import train as train_program
+from sd_lightning.apps.preflight import Parts
 from sd_lightning.data.digits import Digits
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.quantization import Int8
@@ -36,6 +37,10 @@ NEEDS = {"data/huggingface": "datasets", "logger/wandb": "wandb", "strategy/deep
 Compose = Callable[..., DictConfig]
 
 
+def registered(program: str) -> _conf.Program:
+    return importlib.import_module(f"sd_lightning.{program}").PROGRAM
+
+
 @pytest.fixture
 def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compose:
     """Return the configuration that an entry point's task receives: composed, checked and resolved."""
@@ -43,13 +48,8 @@ def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compose:
 
     def call(program: str, *arguments: str) -> DictConfig:
         received: list[DictConfig] = []
-        options: dict[str, Any] = {}
-        if program == "train":
-            options = {"given": train_program.GIVEN, "hints": train_program.HINTS}
-        if program == "dreambooth":
-            options = {"given": train_program.GIVEN, "hints": dreambooth_program.HINTS}
         monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
-        _conf.main(program, received.append, **options)
+        _conf.main(replace(registered(program), task=received.append))
         return received[0]
 
     return call
@@ -133,7 +133,7 @@ def build_sampling(cfg: DictConfig) -> None:
 
 
 def build_trainable(cfg: DictConfig) -> None:
-    module = train_program.build_module(cfg)
+    module = train_program.build_module(cfg, Parts.build(cfg))
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert names and all((".lora_" in name) == (cfg.lora is not None) for name in names)
 
@@ -195,7 +195,7 @@ def need(option: str) -> None:
 
 def test_every_group_has_a_builder_here() -> None:
     assert {option.partition("/")[0] for option in OPTIONS} == BUILDERS.keys()
-    assert PROGRAMS == {"train", "dreambooth", "generate", "export"}, "give the new program a test below"
+    assert PROGRAMS == {"train", "dreambooth", "generate", "export"} == {*apps.PROGRAMS}, "give it a test below"
     assert {file.suffix for file in CONF.rglob("*") if file.is_file()} == {".yaml"}
 
 
@@ -238,7 +238,7 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_train_builds_everything_at_once(compose: Compose) -> None:
     cfg = compose("train")
-    module = train_program.build_module(cfg)
+    module = train_program.build_module(cfg, Parts.build(cfg))
     assert isinstance(_conf.instantiate(cfg.speed), Speed)
     trainer, data = train_program.build_trainer(cfg, None), _conf.instantiate(cfg.data)
     train_program.check_parts(trainer, module, data)
@@ -264,14 +264,14 @@ def test_loggers_of_a_run_count_their_versions_apart(compose: Compose) -> None:
 
 def test_generate_builds_its_request(compose: Compose, tiny_pipeline: Path) -> None:
     request = _conf.instantiate(compose("generate", f"run={tiny_pipeline}", "prompts=[a, b]"))
-    assert isinstance(request, generate_program.Request)
+    assert isinstance(request, generate.Request)
     assert (request.source, request.prompts) == (tiny_pipeline, ["a", "b"])
-    assert request.sampling.num_inference_steps == 25
+    assert request.num_inference_steps == 25
 
 
 def test_export_builds_its_request(compose: Compose, tiny_pipeline: Path) -> None:
     request = _conf.instantiate(compose("export", f"run={tiny_pipeline}", "format=single_file"))
-    assert isinstance(request, export_program.Request)
+    assert isinstance(request, export.Request)
     assert (request.run, request.format, request.dtype) == (str(tiny_pipeline), "single_file", None)
     assert request.output_dir == "exported/single_file"
 
@@ -302,7 +302,7 @@ def test_help_shows_a_programs_own_groups_settings_and_examples_that_work(
 ) -> None:
     with monkeypatch.context() as context, pytest.raises(SystemExit) as end:
         context.setattr(sys, "argv", [f"{program}.py", "--help"])
-        _conf.main(program, lambda cfg: pytest.fail("the task ran"))
+        _conf.main(replace(registered(program), task=lambda cfg: pytest.fail("the task ran")))
         sys.exit()
     shown = capsys.readouterr().out
     assert not end.value.code and f"Usage: python -m sd_lightning.{program} " in shown

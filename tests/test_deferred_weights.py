@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import small_training as small
-from sd_lightning import LatentDiffusion, SDLightningModule, _conf, train
+from sd_lightning import LatentDiffusion, SDLightningModule, _conf
 from sd_lightning._errors import UsageError
+from sd_lightning.apps import train
 from sd_lightning.models.families import Architecture
 from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.train import PROGRAM
 from small_models import SMALL_SDXL
 
 PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
@@ -246,9 +249,9 @@ def test_the_main_job_leaves_the_weights_of_trained_networks_in_their_files(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments.replace("FOLDER", str(tiny)).split()])
     received: list[Any] = []
-    _conf.main("train", received.append, given=train.GIVEN, hints=train.HINTS)
-    train.preflight(received[0], tmp_path / "run")
-    module: Any = train.build_module(received[0])
+    _conf.main(replace(PROGRAM, task=received.append))
+    _, parts = train.preflight(received[0], tmp_path / "run")
+    module: Any = train.build_module(received[0], parts)
     assert module.latent_diffusion.deferred.keys() == deferred
     for name, network in module.latent_diffusion.networks.items():
         assert all(p.is_meta == (name in deferred) for p in network.parameters())
@@ -264,7 +267,7 @@ def test_the_main_job_refuses_broken_weights_before_it_makes_a_folder_or_joins_o
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(sys, "argv", ["train.py", f"model.pretrained={copy}", "output_dir=run", "strategy=fsdp"])
     received: list[Any] = []
-    _conf.main("train", received.append, given=train.GIVEN, hints=train.HINTS)
+    _conf.main(replace(PROGRAM, task=received.append))
     with pytest.raises(UsageError, match=r"diffusion_pytorch_model.safetensors: not a complete safetensors file"):
         train.train(received[0])
     assert not (tmp_path / "run").exists()

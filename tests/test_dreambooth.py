@@ -16,7 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from glyph import write_photos
-from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, dreambooth
+from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
+from sd_lightning.apps import dreambooth
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.storage import checkpoint
@@ -284,11 +285,11 @@ def test_a_learned_token_is_found_beside_punctuation_and_tells_the_subject(
     if remedy is None:
         dreambooth.learn_token(cfg, [caption])
         assert cfg.learned_token.placeholder_token == token
-        assert dreambooth.check_prompts(cfg, [caption]) == [prompt]
+        assert dreambooth.checks.check_prompts(cfg, [caption]) == [prompt]
         return
     with pytest.raises(UsageError, match=re.escape(remedy)):
         dreambooth.learn_token(cfg, [caption])
-        dreambooth.check_prompts(cfg, [caption])
+        dreambooth.checks.check_prompts(cfg, [caption])
 
 
 def test_class_images_lie_beside_an_output_that_is_named_as_a_folder(

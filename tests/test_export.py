@@ -251,6 +251,7 @@ def test_single_file_has_the_dtype_asked_for(cli: Any, run_dir: Path, tmp_path: 
 MEASURE = """
 import re, sys
 import hydra.main
+import sd_lightning.apps.export
 import sd_lightning.export as export
 # Not ru_maxrss: that one counts what the process that started this one had in memory.
 peak = lambda: int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1])
@@ -375,7 +376,7 @@ def test_full_disk_is_said_and_leaves_nothing(
         Path(path).write_bytes(b"begun")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(export, "write_streamed", full)
+    monkeypatch.setattr("sd_lightning.apps.export.write_streamed", full)
     code, err = cli(f"run={run_dir}", f"format={format}", "output_dir=out")
     assert code == 2
     assert "output_dir=out cannot be written" in err and "No space left on device" in err and "free space" in err
@@ -387,7 +388,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    monkeypatch.setattr(export, "write_streamed", lambda *a, **k: pytest.fail("wrote"))
+    monkeypatch.setattr("sd_lightning.apps.export.write_streamed", lambda *a, **k: pytest.fail("wrote"))
     code, err = cli(f"run={run_dir}", "format=single_file", "output_dir=out")
     assert code == 2
     assert "format=single_file needs 0.00 GB for the export, but out has 0.00 GB free" in err

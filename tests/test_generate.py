@@ -12,8 +12,10 @@ from PIL import Image
 
 import small_training
 from sd_lightning import LatentDiffusion, generate
+from sd_lightning.apps.generate import file_name
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.generate import file_name
+from sd_lightning.models.generation import SamplingOptions
+from sd_lightning.models.generation import generate as draw
 from sd_lightning.storage import runs
 
 QUICK = ["num_inference_steps=3", "guidance_scale=3"]
@@ -146,7 +148,7 @@ def test_command_line_draws_what_the_module_draws(
     assert (done.returncode, done.stdout) == (0, "1 picture in generated/, all in generated/grid.png\n")
     assert done.stderr == ""
     model = LatentDiffusion.from_pretrained(run_dir / "pipeline")
-    image = generate.generate(model, ["a handwritten three"], seeds=[9], options=generate.SamplingOptions(3, 3.0))[0]
+    image = draw(model, ["a handwritten three"], seeds=[9], options=SamplingOptions(3, 3.0))[0]
     name = file_name("a handwritten three", 9)
     assert_alike(pictures(tmp_path / "generated"), {name: np.asarray(image, dtype=int)})
 
@@ -190,7 +192,7 @@ def test_mistake_ends_in_one_line_before_anything_is_drawn(
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n  \n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x80")
-    monkeypatch.setattr(generate, "generate", lambda *args, **kwargs: pytest.fail("drew pictures"))
+    monkeypatch.setattr("sd_lightning.apps.generate.generate", lambda *args, **kwargs: pytest.fail("drew pictures"))
     code, err = cli(*(argument.replace("RUN", str(run_dir)) for argument in arguments))
     assert code == 2
     line = err.strip().splitlines()[-1]

@@ -9,7 +9,9 @@ import bitsandbytes
 import pytest
 import torch
 
-from sd_lightning import LatentDiffusion, dreambooth
+from sd_lightning import LatentDiffusion, _conf
+from sd_lightning.apps.dreambooth import predict_memory
+from sd_lightning.apps.preflight import Parts
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.models.families import Architecture, architecture
 from sd_lightning.planner.inference_memory import inference_bytes
@@ -47,7 +49,7 @@ def predicted(compose: Compose, tmp_path: Path, name: str, *options: str) -> For
     if not any(option.startswith("model.pretrained=") for option in options):
         model = LatentDiffusion.build(cfg.model.architecture, device="meta")
         cfg.model.pretrained = str(without_weights(model, tmp_path / cfg.model.architecture))
-    found = dreambooth.predict_memory(cfg)
+    found = predict_memory(cfg, _conf.instantiate(cfg.strategy), Parts.build(cfg))
     assert found is not None
     return found
 
@@ -88,7 +90,9 @@ def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: 
     whole = sum(4 * parameter.numel() for network in networks for parameter in network.parameters())
     assert made.host_loading == whole > 4 * small.host_loading, "random weights are made in float32, all at once"
     cfg = compose("dreambooth", "experiment=dreambooth_tiny", f"instance_data_dir={tmp_path}")
-    assert dreambooth.predict_memory(cfg) is None, "nothing is said of settings without a form"
+    assert predict_memory(cfg, _conf.instantiate(cfg.strategy), Parts.build(cfg)) is None, (
+        "nothing is said of settings without a form"
+    )
 
 
 def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, _conf
-from sd_lightning import train as cli
-from sd_lightning.apps.preflight import check_trainer
+from sd_lightning.apps import train as cli
+from sd_lightning.apps.preflight import Parts
+from sd_lightning.apps.trainer_checks import check_trainer
 from sd_lightning.callbacks import EMA
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.storage.checkpoint import checkpoint_path
@@ -42,7 +43,8 @@ def composed(*overrides: str) -> Any:
 
 def built(*overrides: str) -> SDLightningModule:
     """Build the module as the command line does, with its switches applied."""
-    module = cli.build_module(composed("module.train_text_encoder=true", *overrides))
+    cfg = composed("module.train_text_encoder=true", *overrides)
+    module = cli.build_module(cfg, Parts.build(cfg))
     assert isinstance(module, SDLightningModule)
     return module
 

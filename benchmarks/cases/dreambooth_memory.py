@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,18 @@ def measure() -> dict[str, float]:
 
 
 def forecast_of(*options: str) -> Any:
-    from sd_lightning import _conf, dreambooth, train
+    from sd_lightning import _conf
+    from sd_lightning.apps.dreambooth import predict_memory
+    from sd_lightning.apps.preflight import Parts
+    from sd_lightning.dreambooth import PROGRAM
 
     received: list[Any] = []
     arguments = sys.argv
     with tempfile.TemporaryDirectory() as photos:
         sys.argv = ["dreambooth", *options, f"instance_data_dir={photos}"]
         try:
-            _conf.main("dreambooth", received.append, given=train.GIVEN, hints=dreambooth.HINTS)
+            _conf.main(replace(PROGRAM, task=received.append))
         finally:
             sys.argv = arguments
-    return dreambooth.predict_memory(received[0])
+    (cfg,) = received
+    return predict_memory(cfg, _conf.instantiate(cfg.strategy), Parts.build(cfg))

@@ -40,8 +40,10 @@ def compose(output_dir: str, *, max_steps: int) -> Any:
 def train_in_turns(cfg: Any, *, steps: int, warm_up: int) -> list[tuple[float, float]]:
     """Run the configured training and the bare loop in turns; return the pairs of block times in seconds."""
     from bare_loop import BareLoop, Turns
-    from sd_lightning import _conf, train
+    from sd_lightning import _conf
     from sd_lightning._console import quiet_libraries
+    from sd_lightning.apps import train
+    from sd_lightning.apps.preflight import Parts
 
     quiet_libraries()
     bare = BareLoop(
@@ -55,7 +57,7 @@ def train_in_turns(cfg: Any, *, steps: int, warm_up: int) -> list[tuple[float, f
     turns = Turns(bare.run, steps=steps, warm_up=warm_up)
     trainer = train.build_trainer(cfg, None)
     trainer.callbacks.append(turns)  # last, so that the hooks of the others are inside our block
-    trainer.fit(train.build_module(cfg), _conf.instantiate(cfg.data))
+    trainer.fit(train.build_module(cfg, Parts.build(cfg)), _conf.instantiate(cfg.data))
     return turns.pairs
 
 

@@ -6,7 +6,6 @@ protocols, third-party classes, …) every value is accepted.
 
 from __future__ import annotations
 
-import collections.abc
 import difflib
 import enum
 import inspect
@@ -14,22 +13,15 @@ import os
 import re
 import types
 import typing
+from collections import abc
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 MISSING = "???"
-SEQUENCES = (
-    list,
-    set,
-    frozenset,
-    collections.abc.Sequence,
-    collections.abc.MutableSequence,
-    collections.abc.Iterable,
-    collections.abc.Collection,
-    collections.abc.Set,
-)
-MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+SEQUENCES = (list, set, frozenset, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection, abc.Set)
+MAPPINGS = (dict, abc.Mapping, abc.MutableMapping)
+UNIONS = (typing.Union, types.UnionType)
+_SCALARS: dict[type, Any] = {bool: bool, int: int, float: int | float, str: str}
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -39,24 +31,23 @@ def fits(value: Any, hint: Any) -> bool:
     number is no number. Nodes that Hydra still has to build (``_target_``) always pass.
     """
     hint = _unwrap(hint)
-    if _is_built_later(value) or hint is Any:
+    arguments, origin = typing.get_args(hint), typing.get_origin(hint) or hint
+    if hint is Any or (isinstance(value, dict) and "_target_" in value):
         return True
-    arguments = typing.get_args(hint)
-    origin = typing.get_origin(hint) or hint
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return any(fits(value, each) for each in _judged(arguments))
     if origin is typing.Literal:
         return any(type(value) is type(each) and value == each for each in arguments)
-    if origin in SEQUENCES:
-        return isinstance(value, list | tuple) and all(fits(each, arguments[0] if arguments else Any) for each in value)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and _fits_tuple(value, arguments)
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        is_list = isinstance(value, list | tuple)
+        return is_list and len(value) == len(arguments) and all(map(fits, value, arguments))
+    if origin is tuple or origin in SEQUENCES:
+        of_each = arguments[0] if arguments else Any
+        return isinstance(value, list | tuple) and all(fits(each, of_each) for each in value)
     if origin in MAPPINGS:
-        key_hint, value_hint = arguments if len(arguments) == 2 else (Any, Any)
-        return isinstance(value, dict) and all(
-            fits(key, key_hint) and fits(each, value_hint) for key, each in value.items()
-        )
-    if origin is collections.abc.Callable:
+        of_key, of_value = arguments or (Any, Any)
+        return isinstance(value, dict) and all(fits(k, of_key) and fits(v, of_value) for k, v in value.items())
+    if origin is abc.Callable:
         return callable(value)
     return _fits_class(value, origin) if inspect.isclass(origin) else True
 
@@ -64,16 +55,15 @@ def fits(value: Any, hint: Any) -> bool:
 def describe(hint: Any) -> str:
     """Word an annotation for an error message, e.g. ``"int or null"`` or ``"one of a, b"``."""
     hint = _unwrap(hint)
-    arguments = typing.get_args(hint)
-    origin = typing.get_origin(hint) or hint
+    arguments, origin = typing.get_args(hint), typing.get_origin(hint) or hint
     if hint in (None, types.NoneType):
         return "null"
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         ordered = sorted(_judged(arguments), key=lambda each: each is types.NoneType)
         return " or ".join(dict.fromkeys(describe(each) for each in ordered))
     if origin is typing.Literal:
         return "one of " + ", ".join(as_override(each) for each in arguments)
-    if origin is collections.abc.Callable:
+    if origin is abc.Callable:
         return "something callable (a node with _target_)"
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         return f"a list of {len(arguments)} ({', '.join(describe(each) for each in arguments)})"
@@ -81,8 +71,8 @@ def describe(hint: Any) -> str:
         return f"a list of {describe(arguments[0])}" if arguments else "a list"
     if origin in MAPPINGS:
         return "a dictionary"
-    if inspect.isclass(origin) and issubclass(origin, enum.Enum):
-        return "one of " + ", ".join(member.name for member in origin)
+    if _is_enum(origin):
+        return "one of " + ", ".join(origin.__members__)
     if inspect.isclass(origin) and issubclass(origin, os.PathLike):
         return "a path"
     return getattr(origin, "__name__", str(origin))
@@ -106,16 +96,16 @@ def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
     for each in known:
         if each not in (None, MISSING, [], "") and fits(each, hint):
             return each
-    generic = [True, 1, 0.1, [1], "name", ["name"], *choices]
-    readings: list[Any] = [_parsed(given)] if isinstance(given, str) else [[str(given)], str(given), [given]]
-    if isinstance(given, list | tuple):
+    readings: list[Any] = [[str(given)], str(given), [given]]
+    if isinstance(given, str):
+        readings = [_parsed(given)]
+    elif isinstance(given, list | tuple):
         readings = [[str(each) for each in given]]
-    if isinstance(given, bool):  # never meant as text
+    elif isinstance(given, bool):  # never meant as text
         readings = [[given]]
-    for each in (*readings, *generic):
-        if not _is_permissive(hint) and fits(each, hint):
-            return each
-    return MISSING
+    generic = (True, 1, 0.1, [1], "name", ["name"], *choices)
+    fitting = (each for each in (*readings, *generic) if not _is_permissive(hint) and fits(each, hint))
+    return next(fitting, MISSING)
 
 
 def as_override(value: Any) -> str:
@@ -156,10 +146,6 @@ def _unwrap(hint: Any) -> Any:
             return hint
 
 
-def _is_built_later(value: Any) -> bool:
-    return isinstance(value, dict) and "_target_" in value
-
-
 def _judged(alternatives: tuple[Any, ...]) -> Sequence[Any]:
     """Leave out of a union the classes no plain value is of, such as the Tensor in ``float | Tensor``."""
     kept = [each for each in alternatives if not _is_foreign_class(_unwrap(each))]
@@ -167,55 +153,46 @@ def _judged(alternatives: tuple[Any, ...]) -> Sequence[Any]:
 
 
 def _is_foreign_class(hint: Any) -> bool:
-    is_open = hint in (Any, object) or getattr(hint, "_is_protocol", False)
+    is_open = hint in (Any, object) or _is_protocol(hint)
     return inspect.isclass(hint) and not is_open and _is_permissive(hint)
+
+
+def _is_protocol(hint: Any) -> bool:
+    return getattr(hint, "_is_protocol", False)  # typing.is_protocol comes with Python 3.13
 
 
 def _is_permissive(hint: Any) -> bool:
     return fits(object(), hint)
 
 
-def _fits_tuple(value: Sequence[Any], hints: tuple[Any, ...]) -> bool:
-    if not hints:
-        return True
-    if hints[-1] is Ellipsis:
-        return all(fits(each, hints[0]) for each in value)
-    return len(value) == len(hints) and all(map(fits, value, hints))
+def _is_enum(hint: Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, enum.Enum)
 
 
 def _fits_class(value: Any, expected: type) -> bool:
-    if expected is bool:
-        return isinstance(value, bool)
-    if expected is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if expected is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if expected is str:
-        return isinstance(value, str)
-    if issubclass(expected, os.PathLike) or expected is Path:
+    if expected in _SCALARS:
+        return isinstance(value, _SCALARS[expected]) and (expected is bool or not isinstance(value, bool))
+    if issubclass(expected, os.PathLike):
         return isinstance(value, str | os.PathLike)
     if issubclass(expected, enum.Enum):
-        values = [*expected.__members__, *(member.value for member in expected)]
-        return isinstance(value, expected) or value in values
+        return isinstance(value, expected) or value in [*expected.__members__, *(each.value for each in expected)]
     if value is None:  # a class that is no protocol never means "or null"
-        is_open = expected is object or getattr(expected, "_is_protocol", False)
-        return expected is types.NoneType or is_open
+        return expected in (types.NoneType, object) or _is_protocol(expected)
     return expected is not types.NoneType
 
 
 def _choices(hint: Any) -> list[Any]:
     hint = _unwrap(hint)
-    origin = typing.get_origin(hint) or hint
+    arguments, origin = typing.get_args(hint), typing.get_origin(hint) or hint
     if origin is typing.Literal:
-        return [each for each in typing.get_args(hint) if each is not None]
-    if origin in (typing.Union, types.UnionType):
-        return [choice for each in typing.get_args(hint) for choice in _choices(each)]
-    if inspect.isclass(origin) and issubclass(origin, enum.Enum):
-        return [member.name for member in origin]
-    return []
+        return [each for each in arguments if each is not None]
+    if origin in UNIONS:
+        return [choice for each in arguments for choice in _choices(each)]
+    return list(origin.__members__) if _is_enum(origin) else []
 
 
 def _parsed(text: str) -> Any:
+    """Read a number; a text that spells none stays one, in a list."""
     for read in (int, float):
         try:
             return read(text)

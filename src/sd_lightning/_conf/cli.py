@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import functools
+import argparse
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from sd_lightning._conf.check import check
-from sd_lightning._conf.command_line import CommandLine
+from sd_lightning._conf.command_line import CommandLine, given_keys
 from sd_lightning._conf.folder import config_dir
-from sd_lightning._conf.programs import check_choices, help_of
+from sd_lightning._conf.programs import Program, Task, check_choices, help_of
+from sd_lightning._conf.targets import locate, update_moved
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_on_machine, is_first_process, was_started_with_others
+
+log = logging.getLogger(__name__)
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # as shells have it for Ctrl-C
 _ASIDE = 3.0  # seconds before a message that is most likely a repetition
 
-Task = Callable[[Any], int | None]
 
-
-def main(
-    config_name: str,
-    task: Task,
-    *,
-    given: Mapping[str, set[str]] | None = None,
-    hints: Mapping[str, Any] | None = None,
-) -> None:
-    """Run ``task(cfg)`` with the configuration that the command line composes.
+def main(program: Program) -> None:
+    """Run a program's task with the configuration that the command line composes.
 
     All of Hydra's command line works (``--cfg job``, ``--help``, ``--config-dir``, ``-cn``,
     ``-m``, tab completion). The configuration is resolved and checked against the signatures
@@ -41,19 +36,14 @@ def main(
     of composition) becomes one line on stderr and exit code 2, Ctrl-C exit code 130; other
     exceptions keep their stack trace, as all do under ``HYDRA_FULL_ERROR=1``.
 
-    Args:
-        config_name: Name of the primary config, e.g. ``"train"``.
-        task: The entry point; its return value (None is 0) is the exit code.
-        given: See ``check``.
-        hints: See ``check``.
-
     Raises:
         SystemExit: If the exit code is not 0.
     """
     wants_trace = os.environ.get(FULL_ERROR) == "1"
     sys.argv[1:] = without_launcher_arguments(sys.argv[1:])
+    command_line = CommandLine.parse(program.name, sys.argv[1:])
     try:
-        code = _run(config_name, task, functools.partial(check, given=given, hints=hints))
+        code = _run(program, command_line)
     except KeyboardInterrupt:
         if wants_trace:
             raise
@@ -62,7 +52,7 @@ def main(
     except Exception as error:
         from sd_lightning._conf.messages import explain
 
-        message = None if wants_trace else explain(error, config_name, sys.argv[1:])
+        message = None if wants_trace else explain(error, command_line)
         if message is None:
             raise
         if _repeats_others():
@@ -75,98 +65,92 @@ def main(
 
 def _repeats_others() -> bool:
     """Whether another process on this machine meets the same mistake: launchers end the rest when one has ended."""
+    return was_started_with_others() and not is_first_on_machine() and not _joined_process_group()
+
+
+def _joined_process_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
-    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return was_started_with_others() and not is_first_on_machine() and not joined
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def overridden_keys() -> set[str]:
     """Return the dotted keys and the groups that this program's command line sets."""
-    overrides = CommandLine.parse("", sys.argv[1:]).overrides
-    return {each.lstrip("+~").partition("=")[0].partition("@")[0] for each in overrides}
+    return {key.lstrip("~").partition("@")[0] for key in given_keys()}
 
 
 def without_launcher_arguments(arguments: Sequence[str]) -> list[str]:
     """Drop the ``--local_rank=N`` that launchers append and that Hydra would refuse."""
-    kept = []
-    rest = iter(arguments)
-    for each in rest:
-        name, _, value = each.partition("=")
-        if name in ("--local_rank", "--local-rank"):
-            if not value:
-                next(rest, None)
-        else:
-            kept.append(each)
-    return kept
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--local_rank", "--local-rank", nargs="?")
+    return parser.parse_known_args(arguments)[1]
 
 
-def _run(config_name: str, task: Task, check_tree: Callable[..., None]) -> int:
+def _run(program: Program, command_line: CommandLine) -> int:
     """Hand the command line to Hydra; return the exit code of the task."""
     import hydra
+    from omegaconf import OmegaConf
 
-    _parse_arguments(sys.argv[1:], config_name)
-    _prepare_choices(config_name)
+    if command_line.problem is not None:
+        from sd_lightning._conf.messages import unreadable
+
+        raise UsageError(unreadable(sys.argv[1:], command_line))
+    check_choices(program, command_line)
+    OmegaConf.register_new_resolver("help_of", lambda name: help_of(program, config_dir()), replace=True)
     codes: list[int] = []
     failures: list[Exception] = []
 
-    @functools.wraps(task)  # Hydra names the job after the module of the wrapped function
     def job(cfg: Any) -> None:
         # Exceptions wait here: raised inside a job, Hydra would print about them itself.
         if not failures:
             try:
-                _prepare(cfg, config_name, check_tree)
-                with _outside_hydra(), _environment(FULL_ERROR, users_setting):
+                task = _prepare(cfg, program, command_line)
+                with _outside_hydra(), _full_error(users_setting):
                     codes.append(task(cfg) or 0)
             except Exception as error:
                 failures.append(error)
 
+    job.__module__ = f"sd_lightning.{program.name}"  # after which Hydra names the job
     users_setting = os.environ.get(FULL_ERROR)
-    with _environment(FULL_ERROR, "1"):  # or Hydra prints and exits instead of raising
-        hydra.main(version_base="1.3", config_path=config_dir(), config_name=config_name)(job)()
+    with _full_error("1"):  # or Hydra prints and exits instead of raising
+        if command_line.is_plain:
+            _run_once(program, command_line, job)
+        else:
+            hydra.main(version_base="1.3", config_path=config_dir(), config_name=program.name)(job)()
     if failures:
         raise failures[0]
     return max(codes, default=0)
 
 
-def _parse_arguments(arguments: Sequence[str], config_name: str) -> None:
-    """Let argparse's complaints become a UsageError, before Hydra's own parser exits."""
-    from hydra._internal.utils import get_args_parser
+def _run_once(program: Program, command_line: CommandLine, job: Task) -> None:
+    """Run a job as ``hydra.main`` does, which would compose the configuration once more to find out that it is one."""
+    from hydra import version
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.global_hydra import GlobalHydra
 
-    from sd_lightning._conf.messages import option_as_setting
-
-    def complain(message: str) -> NoReturn:
-        setting = option_as_setting(message, arguments, config_name)
-        remedy = f"write {setting}" if setting else "write settings as key=value"
-        raise UsageError(
-            f"command line: {message}; {remedy}, put options such as --cfg job before them, and see --help"
-        )
-
-    parser = get_args_parser()
-    parser.allow_abbrev = False  # or --experiment would be Hydra's --experimental-rerun
-    parser.error = complain  # type: ignore[method-assign]
-    parser.parse_args(list(arguments))
+    version.setbase("1.3")
+    try:
+        main_hydra = Hydra.create_main_hydra2(program.name, create_config_search_path(command_line.folders[0]))
+        main_hydra.run(config_name=program.name, task_function=job, overrides=list(command_line.overrides))
+    finally:
+        GlobalHydra.instance().clear()
 
 
-def _prepare_choices(config_name: str) -> None:
-    """Check whose groups and experiments were chosen, and let the help templates of ``conf/`` list a program's own."""
-    from omegaconf import OmegaConf
-
-    command_line = CommandLine.parse(config_name, sys.argv[1:])
-    check_choices(command_line.overrides, config_name, command_line.folders, command_line.groups)
-    OmegaConf.register_new_resolver("help_of", lambda program: help_of(program, config_dir()), replace=True)
-
-
-def _prepare(cfg: Any, config_name: str, check_tree: Callable[..., None]) -> None:
-    """Check the configuration and resolve it in place."""
+def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:
+    """Check the configuration, resolve it in place, and return what is to run with it."""
     from omegaconf import OmegaConf
 
     from sd_lightning._conf.messages import check_additions
 
-    command_line = CommandLine.parse(config_name, sys.argv[1:])
-    check_additions(command_line)
-    check_tree(cfg, default_at=command_line.default_at)
-    OmegaConf.resolve(cfg)  # ${hydra:…} cannot be looked up any more once the task runs
     _log_to_console()
+    moved = update_moved(cfg)
+    if moved:
+        told = ", ".join(f"{name} is {now}" for name, now in moved.items())
+        log.info("_target_ names have moved, and the old ones keep working: %s", told)
+    check_additions(command_line)
+    check(cfg, given=program.given, hints=program.hints, default_at=command_line.default_at)
+    OmegaConf.resolve(cfg)  # ${hydra:…} cannot be looked up any more once the task runs
+    return program.task if callable(program.task) else locate(program.task, program.name)
 
 
 @contextmanager
@@ -176,53 +160,40 @@ def _outside_hydra() -> Iterator[None]:
     Lightning's launcher starts the other ranks with this process's arguments and, where it
     sees Hydra, with its own run folder; in a multirun each rank would run all jobs again.
     """
+    from hydra._internal.utils import get_args
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     arguments, config, job = sys.argv, HydraConfig.instance().cfg, HydraConfig.get()
-    if job.mode == RunMode.MULTIRUN:
-        from hydra._internal.utils import get_args
-
-        options = get_args(arguments[1:])
-        chosen = [f"--config-dir={options.config_dir}"] if options.config_dir else []
-        chosen += [f"--config-path={options.config_path}"] if options.config_path else []
-        chosen += [f"--config-name={options.config_name}"] if options.config_name else []
-        sys.argv = [arguments[0], *chosen, *job.overrides.task]
     environment = dict(os.environ)
+    if job.mode == RunMode.MULTIRUN:
+        options = vars(get_args(arguments[1:]))
+        names = ("config_dir", "config_path", "config_name")
+        chosen = [f"--{name.replace('_', '-')}={options[name]}" for name in names if options[name]]
+        sys.argv = [arguments[0], *chosen, *job.overrides.task]
     HydraConfig.instance().cfg = None
     try:
         yield
     finally:
         sys.argv = arguments
         HydraConfig.instance().cfg = config
-        if job.mode == RunMode.MULTIRUN:
-            _leave_process_group(environment)
-
-
-def _leave_process_group(environment: Mapping[str, str]) -> None:
-    """Undo a job's ``LOCAL_RANK`` and process group, or the next job would take itself for a started rank."""
-    os.environ.clear()
-    os.environ.update(environment)
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+        if job.mode == RunMode.MULTIRUN:  # or the next job would take itself for a started rank
+            os.environ.clear()
+            os.environ.update(environment)
+            if _joined_process_group():
+                sys.modules["torch.distributed"].destroy_process_group()
 
 
 @contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    before = os.environ.get(name)
-    _set_environment(name, value)
+def _full_error(value: str | None) -> Iterator[None]:
+    """Set or, with None, remove Hydra's variable for a while."""
+    before = os.environ.pop(FULL_ERROR, None)
+    os.environ.update({} if value is None else {FULL_ERROR: value})
     try:
         yield
     finally:
-        _set_environment(name, before)
-
-
-def _set_environment(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
+        os.environ.pop(FULL_ERROR, None)
+        os.environ.update({} if before is None else {FULL_ERROR: before})
 
 
 class _StderrHandler(logging.Handler):

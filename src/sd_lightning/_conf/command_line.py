@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sd_lightning._conf.check import SPECIAL_KEYS
 from sd_lightning._conf.folder import config_dir
@@ -24,26 +25,35 @@ class CommandLine:
     folders: tuple[str, ...]
     """Config folders: the primary one and, if given, the user's ``--config-dir``."""
     overrides: tuple[str, ...]
+    is_plain: bool = False
+    """Whether it asks for one run with our own configs, and for nothing else of Hydra."""
+    problem: str | None = None
+    """What argparse cannot read; the other attributes are then those of an empty command line."""
 
     @classmethod
     def parse(cls, config_name: str, arguments: Sequence[str]) -> CommandLine:
-        """Read Hydra's options; an unreadable command line counts as an empty one."""
-        from hydra._internal.utils import get_args
+        """Read Hydra's options."""
+        from hydra._internal.utils import get_args_parser
 
+        parser = get_args_parser()
+        parser.allow_abbrev = False  # or --experiment would be Hydra's --experimental-rerun
+        parser.error = _refuse  # type: ignore[method-assign]
         try:
-            options = get_args(list(arguments))
-        except (SystemExit, Exception):
-            return cls(config_name, (config_dir(),), ())
+            options = parser.parse_args(list(arguments))
+        except _UnreadableError as error:
+            return cls(config_name, (config_dir(),), (), problem=str(error))
         folder = str(Path(options.config_path or config_dir()).absolute())
         more = (str(Path(options.config_dir).absolute()),) if options.config_dir else ()
         name = str(options.config_name or config_name).removesuffix(".yaml")
-        return cls(name, (folder, *more), tuple(options.overrides))
+        asked = {key for key, value in vars(options).items() if value not in (None, False)}
+        is_plain = asked <= {"overrides", "run"} and "hydra.mode=" not in " ".join(options.overrides)
+        return cls(name, (folder, *more), tuple(options.overrides), is_plain)
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
         """The composed configuration with the user's choice of options, but none of his values."""
         choices = [each for each in self.overrides if self._is_choice(each)]
-        for overrides in (choices, []):
+        for overrides in (choices, []) if choices else ([],):
             try:
                 return self._compose(overrides)
             except Exception:  # this serves a message about another error
@@ -52,29 +62,33 @@ class CommandLine:
 
     def is_group(self, name: str) -> bool:
         """Tell whether a config group of that name exists."""
-        return any((Path(folder) / name).is_dir() for folder in self.folders)
+        return any(Path(folder, name).is_dir() for folder in self.folders)
 
     def option_with(self, key: str) -> str | None:
         """Return the choice of a group's option, such as ``trainable=lora``, that would bring a key."""
         import yaml
 
         for path in sorted(path for folder in self.folders for path in Path(folder).glob("*/*.yaml")):
-            text = path.read_text(encoding="utf-8")
-            is_global, group = text.startswith("# @package _global_"), path.parent.name
-            if group != "experiment" and group in self.groups:
-                node = yaml.safe_load(text)
-                if key in paths(node if is_global else {group: node}):
-                    return f"{group}={path.stem}"
+            text, group = path.read_text(encoding="utf-8"), path.parent.name
+            if (
+                group == "experiment"
+                or group not in self.groups
+                or not (key == group or key.rpartition(".")[2] in text)
+            ):
+                continue  # parsing takes longer than searching
+            node = yaml.safe_load(text)
+            if key in paths(node if text.startswith("# @package _global_") else {group: node}):
+                return f"{group}={path.stem}"
         return None
 
     @functools.cached_property
     def groups(self) -> set[str]:
         """The config groups that the primary config has a choice of."""
-        return {group for folder in self.folders for group in groups_of(self.config_name, Path(folder))}
+        return {group for folder in self.folders for group in groups_of(self.config_name, folder)}
 
     def _is_choice(self, override: str) -> bool:
         chosen = re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=[\w/-]+", override)
-        return bool(chosen) and self.is_group(chosen[1])  # type: ignore[index]
+        return chosen is not None and self.is_group(chosen[1])
 
     def default_at(self, path: str) -> Any:
         """Return the default value at a dotted path, or None."""
@@ -123,6 +137,20 @@ class CommandLine:
         else:
             return found
         return next(iter(difflib.get_close_matches(key, keys, n=1)), found or None)
+
+
+class _UnreadableError(Exception):
+    """A command line that argparse refuses."""
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _UnreadableError(message)
+
+
+def given_keys() -> list[str]:
+    """Return the dotted keys of this program's command line as they are written, but for ``+``."""
+    overrides = CommandLine.parse("", sys.argv[1:]).overrides
+    return [each.lstrip("+").partition("=")[0] for each in overrides]
 
 
 def paths(node: Any, path: str = "") -> list[str]:

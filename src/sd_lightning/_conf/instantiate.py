@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._conf.check import SPECIAL_KEYS
-from sd_lightning._conf.command_line import CommandLine
+from sd_lightning._conf.command_line import given_keys
 from sd_lightning._conf.messages import raised_by
+from sd_lightning._conf.targets import update_moved
 from sd_lightning._errors import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, ListConfig
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 """What a constructor raises when it dislikes its arguments; others raise anything then, from assertions to KeyError."""
@@ -34,7 +37,6 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
             its arguments, with whatever exception. Only those that this package's own code raises, and that
             are none of ``USER_ERRORS``, are taken for mistakes of its own: they keep type and stack trace.
     """
-    from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
     from omegaconf import OmegaConf
 
@@ -42,87 +44,69 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
         return None
     if isinstance(node, dict | list):
         node = OmegaConf.create(node, flags={"allow_objects": True})
-    path = node._get_full_key(None)
+    update_moved(node)
+    is_partial = OmegaConf.is_dict(node) and bool(node.get("_partial_", False))
     try:
-        is_partial = OmegaConf.is_dict(node) and bool(node.get("_partial_", False))
         if not kwargs and not is_partial:
             return hydra_instantiate(node, _convert_="all")
         build = functools.partial(_deferred(node, set(kwargs)), **kwargs)
-        return functools.partial(_call, build, node, path) if is_partial else build()
-    except InstantiationException as error:
-        _raise_cause(error, node, path)
     except Exception as error:
-        if _is_our_bug(error):
-            raise
-        raise _refusal(error, node, path) from error
+        _refuse(error, node)
+    return functools.partial(_call, build, node) if is_partial else _call(build, node)
 
 
-def _call(build: Any, node: Any, path: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a partial; the target refuses its arguments with a UsageError, as if it had been built at once."""
+def _call(build: Callable[..., Any], node: DictConfig, /, *args: Any, **kwargs: Any) -> Any:
     try:
         return build(*args, **kwargs)
     except Exception as error:
-        if _is_our_bug(error):
-            raise
-        raise _refusal(error, node, path) from error
+        _refuse(error, node)
 
 
-def _deferred(node: Any, replaced: set[str]) -> Any:
+def _deferred(node: DictConfig, replaced: set[str]) -> Callable[..., Any]:
     """Return the node's target with the node's own arguments bound, but not called."""
     from hydra.utils import instantiate as hydra_instantiate
-    from omegaconf import DictConfig, open_dict
+    from omegaconf import open_dict
 
-    node_copy: DictConfig = node.copy()  # keeps the parent, so interpolations still resolve
+    node_copy = node.copy()  # keeps the parent, so interpolations still resolve
     with open_dict(node_copy):
         for key in replaced & set(node_copy):
             del node_copy[key]
     return hydra_instantiate(node_copy, _convert_="all", _partial_=True)
 
 
-def _raise_cause(error: Exception, node: Any, path: str) -> None:
-    """Raise what an InstantiationException hides."""
-    causes = [error]
-    while isinstance(causes[-1].__cause__, Exception):
-        causes.append(causes[-1].__cause__)
-    for each in causes:
-        if isinstance(each, UsageError):
-            raise each
-    cause = causes[1] if len(causes) > 1 else error
-    if cause is not error and _is_our_bug(cause):
+def _refuse(error: Exception, node: DictConfig | ListConfig) -> NoReturn:
+    """Raise a UsageError for what a target raised; mistakes of this package are raised as they are."""
+    from hydra.errors import InstantiationException
+
+    path = own_path = node._get_full_key(None)
+    cause = error
+    if isinstance(error, InstantiationException):  # hides the target's, and ends with the path of its node
+        causes: list[Exception] = [error]
+        while isinstance(hidden := causes[-1].__cause__, Exception):
+            causes.append(hidden)
+        cause = next((each for each in causes if isinstance(each, UsageError)), causes[:2][-1])
+        path = str(error).partition("full_key: ")[2].strip() or path
+    if isinstance(cause, UsageError) or _is_our_bug(cause):
         raise cause
-    raise _refusal(cause, node, _key_of(error) or path) from error
-
-
-def _refusal(error: Exception, node: Any, path: str) -> UsageError:
-    if isinstance(error, UsageError):
-        return error
-    from omegaconf import OmegaConf
-
-    is_dict = OmegaConf.is_dict(node)
-    who = path or (node.get("_target_") if is_dict else None) or "configuration"
-    of_node = is_dict and path == node._get_full_key(None)
-    arguments = {str(k): v for k, v in node.items() if k not in SPECIAL_KEYS} if of_node else {}
-    text = str(error)
+    target, arguments = None, {}
+    if isinstance(node, Mapping):
+        target = node.get("_target_")
+        arguments = {str(k): v for k, v in node.items() if k not in SPECIAL_KEYS} if path == own_path else {}
+    text = str(cause)
     meant = {k: v for k, v in arguments.items() if k in text or (isinstance(v, str) and v in text)} or arguments
     given = " ".join(f"{key}={as_override(value)}" for key, value in meant.items())
     remedy = leave_out(path, meant) or "change them"
-    return UsageError(
-        f"{who}: cannot build it with these arguments: {error} ({type(error).__name__}; "
+    raise UsageError(
+        f"{path or target or 'configuration'}: cannot build it with these arguments: {cause} ({type(cause).__name__}; "
         f"{f'given {given}; ' if given else ''}{remedy}, or see where with HYDRA_FULL_ERROR=1)"
-    )
+    ) from error
 
 
 def leave_out(path: str, names: Iterable[str]) -> str | None:
     """Return the remedy that undoes what the command line says of a node: of these arguments, or of others."""
-    keys = [each.lstrip("+").partition("=")[0] for each in CommandLine.parse("", sys.argv[1:]).overrides]
-    below = [key for key in keys if path and key.startswith(f"{path}.")]
+    below = [key for key in given_keys() if path and key.startswith(f"{path}.")]
     meant = [key for key in below if key.removeprefix(f"{path}.").partition(".")[0] in set(names)]
     return f"change or leave out {' and '.join(dict.fromkeys(meant or below))}" if below else None
-
-
-def _key_of(error: Exception) -> str:
-    """Read the config path that Hydra appends to its messages."""
-    return str(error).rpartition("full_key: ")[2].strip() if "full_key: " in str(error) else ""
 
 
 def _is_our_bug(error: Exception) -> bool:

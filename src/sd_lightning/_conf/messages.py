@@ -26,20 +26,13 @@ def check_additions(command_line: CommandLine) -> None:
     """
     for each in command_line.overrides:
         key = re.match(r"^\++([\w]+)(\.[\w.]+)?=", each)
-        if not key or not command_line.defaults or key[1] in command_line.defaults:
-            continue
-        if command_line.is_group(key[1]):
-            continue  # such as +experiment=…
-        raise UsageError(_unknown_key(each, key[0].strip("+="), command_line))
+        if key and not command_line.is_group(key[1]):  # such as +experiment=…
+            if command_line.defaults and key[1] not in command_line.defaults:
+                raise UsageError(_unknown_key(each, key[0].strip("+="), command_line))
 
 
-def explain(error: Exception, config_name: str, arguments: Sequence[str]) -> str | None:
-    """Word an exception as one line for the user.
-
-    Args:
-        error: What ended the program.
-        config_name: The primary config of the entry point.
-        arguments: The command line, without the program's name.
+def explain(error: Exception, command_line: CommandLine) -> str | None:
+    """Word an exception that ended a program as one line for the user.
 
     Returns:
         The line, without ``error: ``; None if the exception is not the user's doing.
@@ -50,33 +43,38 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str]) -> str
 
     if isinstance(error, UsageError):
         return str(error)
-    command_line = CommandLine.parse(config_name, arguments)
+    text, package = None, raised_by(error)
     if isinstance(error, OverrideParseException):
-        return _one_line(_unreadable_override(error.override, error.message, command_line))
-    if isinstance(error, MissingConfigException):
-        return _one_line(_missing_config(error, command_line))
-    if isinstance(error, OmegaConfBaseException):
-        return _one_line(_bad_value(error, command_line))
-    if isinstance(error, HydraException):
-        return _one_line(_bad_composition(error, command_line))
-    if isinstance(error, yaml.YAMLError):
-        return _one_line(f"a config file is no valid YAML: {error}")
-    package = raised_by(error)
-    if isinstance(error, ValueError | OSError) and package == "hydra":
-        return _one_line(_bad_choice(command_line) or f"command line: {error}; see --help")
+        text = _unreadable_override(error.override, error.message, command_line)
+    elif isinstance(error, MissingConfigException):
+        text = _missing_config(error, command_line)
+    elif isinstance(error, OmegaConfBaseException):
+        text = _bad_value(error, command_line)
+    elif isinstance(error, HydraException):
+        text = _bad_composition(error, command_line)
+    elif isinstance(error, yaml.YAMLError):
+        text = f"a config file is no valid YAML: {error}"
+    elif isinstance(error, ValueError | OSError) and package == "hydra":
+        text = _bad_choice(command_line) or f"command line: {error}; see --help"
     # What Lightning finds out about its arguments only when it starts.
-    if package == "lightning" and (isinstance(error, ValueError) or "Misconfiguration" in type(error).__name__):
-        return _one_line(f"trainer: {error} (change trainer.*, or see where with HYDRA_FULL_ERROR=1)")
-    return None
+    elif package == "lightning" and (isinstance(error, ValueError) or "Misconfiguration" in type(error).__name__):
+        text = f"trainer: {error} (change trainer.*, or see where with HYDRA_FULL_ERROR=1)"
+    return text and " ".join(text.split())
+
+
+def unreadable(arguments: Sequence[str], command_line: CommandLine) -> str:
+    """Word what argparse says of a command line, with the setting that an unknown option most likely means."""
+    setting = _option_as_setting(str(command_line.problem), arguments, command_line)
+    remedy = f"write {setting}" if setting else "write settings as key=value"
+    return f"command line: {command_line.problem}; {remedy}, put options such as --cfg job before them, and see --help"
 
 
 def _bad_choice(command_line: CommandLine) -> str | None:
     """Word an option of a config group that is no name, such as ``logger=null``."""
-    for each in command_line.overrides:
-        group, _, value = each.lstrip("+").partition("=")
+    for override in command_line.overrides:
+        group, _, value = override.lstrip("+").partition("=")
         if command_line.is_group(group) and re.fullmatch(r"(?i)null|true|false|[\d.eE+-]+", value):
-            folders = [Path(folder) / group for folder in command_line.folders]
-            options = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+            options = sorted({file.stem for each in command_line.folders for file in Path(each, group).glob("*.yaml")})
             return (
                 f"{group}={value}: {group} is a group of configs, and {value} is none of them; available: "
                 f"{', '.join(options)}; write {group}={options[0] if options else '<name>'}"
@@ -106,18 +104,16 @@ def _unreadable_override(override: str, message: str, command_line: CommandLine)
     )
 
 
-def option_as_setting(message: str, arguments: Sequence[str], config_name: str) -> str | None:
+def _option_as_setting(message: str, arguments: Sequence[str], command_line: CommandLine) -> str | None:
     """Return the setting that an option which argparse does not know most likely means, such as ``--strategy ddp``."""
     unknown = re.search(r"unrecognized arguments: --([\w.-]+)(=\S*)?", message)
     if not unknown:
         return None
     name = unknown[1].replace("-", "_")
-    command_line = CommandLine.parse(config_name, ())
+    value = (unknown[2] or "").lstrip("=")
     if f"--{unknown[1]}" in arguments:
-        following = arguments[arguments.index(f"--{unknown[1]}") + 1 :][:1]
-        value = following[0] if following and not following[0].startswith("-") and "=" not in following[0] else "true"
-    else:
-        value = (unknown[2] or "").lstrip("=")
+        following = [*arguments[arguments.index(f"--{unknown[1]}") + 1 :], "-"][0]
+        value = "true" if following.startswith("-") or "=" in following else following
     renamed = _by_another_name(name, value, command_line)
     if renamed is None and (name in command_line.groups or name in paths(command_line.defaults)):
         return f"{name}={our_value(name, value)}"
@@ -168,7 +164,7 @@ def _bad_composition(error: Exception, command_line: CommandLine) -> str:
         if absent[1] in paths(command_line.defaults):
             return f"~{absent[1]}: its value is null already; leave this out"
         near = command_line.nearest(absent[1])
-        return f"~{absent[1]}: there is no such key" + (f"; the nearest is {near}" if near else "")
+        return f"~{absent[1]}: there is no such key{f'; the nearest is {near}' if near else ''}"
     existing = re.search(r"An item is already at '(.+?)'", text)
     if existing:
         override = _override_of(existing[1], command_line).lstrip("+")
@@ -188,27 +184,25 @@ def _bad_composition(error: Exception, command_line: CommandLine) -> str:
 
 def _override_of(key: str, command_line: CommandLine) -> str:
     """Return the override that sets a key, as the user wrote it."""
-    for each in command_line.overrides:
-        if each.lstrip("+~").partition("=")[0] == key:
-            return each
-    return key
+    return next((each for each in command_line.overrides if each.lstrip("+~").partition("=")[0] == key), key)
 
 
 def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
     near = command_line.nearest(key)
     value = override.partition("=")[2]
     parent, _, name = key.rpartition(".")
-    argument = nearest_argument(command_line.default_at(parent), name)
-    renamed = _by_another_name(key, value, command_line)
-    elsewhere = _of_another_option(key, value, command_line)
-    if renamed:
-        remedy = f"; write {renamed}"
-    elif argument == name:
-        remedy = f"; write +{parent}.{argument}={value}"
-    elif elsewhere:
-        remedy = f"; write {elsewhere}"
-    elif argument and near in (None, parent):
-        remedy = f"; write +{parent}.{argument}={value}"
+    section, _, last = (near or "").rpartition(".")
+    is_typo = section == parent and difflib.get_close_matches(name, [last], cutoff=0.9)
+    argument = None if is_typo else nearest_argument(command_line.default_at(parent), name)  # imports its target
+    as_argument = f"+{parent}.{argument}={value}"
+    setting = (
+        _by_another_name(key, value, command_line)
+        or (as_argument if argument == name else None)
+        or _of_another_option(key, value, command_line)
+        or (as_argument if argument and near in (None, parent) else None)
+    )
+    if setting:
+        remedy = f"; write {setting}"
     elif near and "=" in override and not isinstance(command_line.default_at(near), dict):
         remedy = f"; write {near}={our_value(near, value)}"
     elif near and key.startswith(f"{near}."):
@@ -273,7 +267,3 @@ def raised_by(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] if trace else ""
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

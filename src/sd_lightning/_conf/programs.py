@@ -1,27 +1,46 @@
-"""The programs that share ``conf/``: whose groups and experiments are whose, and what ``--help`` says of them."""
+"""What a program tells the command line about itself, and which groups and experiments of ``conf/`` are whose."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sd_lightning._errors import UsageError
 
-PROGRAMS = ("train", "dreambooth", "generate", "export")
-_INSTEAD = {
-    ("generate", "model"): "write run=runs/<name>, or model.pretrained=<hub id or folder>",
-    ("export", "model"): "write run=runs/<name>",
-}
-"""By program and group: what takes the group's place there."""
+if TYPE_CHECKING:
+    from sd_lightning._conf.command_line import CommandLine
+
+Task = Callable[[Any], int | None]
 
 
-def groups_of(config_name: str, folder: Path) -> dict[str, str | None]:
+@dataclass(frozen=True)
+class Program:
+    """A program with a primary config in ``conf/``."""
+
+    name: str
+    """Of its primary config, and of the module that runs it: ``python -m sd_lightning.<name>``."""
+    task: Task | str
+    """Receives the configuration and returns the exit code (None is 0). A dotted name is imported when the
+    configuration has been checked."""
+    among: tuple[str, ...] = ()
+    """Names of the programs that share ``conf/``."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """By group of another program: what to write in its place."""
+    given: Mapping[str, set[str]] = field(default_factory=dict)
+    """By section: arguments that the program passes itself; see :func:`sd_lightning._conf.check`."""
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    """By key: types of what belongs to no target's signature, or is narrower here."""
+
+
+def groups_of(config_name: str, folder: str | Path) -> dict[str, str | None]:
     """Return the config groups that a primary config has a choice of, with its own choices."""
     import yaml
 
-    path = folder / f"{config_name}.yaml"
+    path = Path(folder, f"{config_name}.yaml")
     if not path.is_file():
         return {}
     defaults = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", [])
@@ -29,69 +48,58 @@ def groups_of(config_name: str, folder: Path) -> dict[str, str | None]:
     return {name: option for name, option in chosen.items() if not name.startswith("override ")}
 
 
-def program_of(experiment: Path, folder: str) -> str | None:
+def owner_of(experiment: Path, folder: str, programs: tuple[str, ...]) -> str | None:
     """Return the program that an experiment is for; None if it may be for any.
 
     It stands in the command of the file's comment, or in its name, if it is one of ``folder`` (``dreambooth_8gb``).
     """
     text = experiment.read_text(encoding="utf-8")
     command = re.search(rf"^#.*python -m sd_lightning\.(\w+) experiment={experiment.stem}\b", text, re.MULTILINE)
-    if command and command[1] in PROGRAMS:
-        return command[1]
-    prefix = experiment.stem.partition("_")[0]
-    return prefix if prefix in PROGRAMS and experiment.is_relative_to(folder) else None
+    prefix = experiment.stem.partition("_")[0] if experiment.is_relative_to(folder) else None
+    return next((name for name in (command and command[1], prefix) if name in programs), None)
 
 
-def check_choices(overrides: Sequence[str], program: str, folders: Sequence[str], more_groups: set[str]) -> None:
+def check_choices(program: Program, command_line: CommandLine) -> None:
     """Refuse groups and experiments of another program, which Hydra would take, or refuse without naming it.
-
-    Args:
-        overrides: As the user wrote them.
-        program: The program that runs.
-        folders: Config folders; the first one has the primary configs of all programs.
-        more_groups: Groups that are allowed besides the program's own.
 
     Raises:
         UsageError: Naming the program that takes the choice.
     """
-    groups = {name: groups_of(name, Path(folders[0])) for name in PROGRAMS}
-    for override in overrides:
+    folder = command_line.folders[0]  # has the primary configs of all programs
+    groups = {name: groups_of(name, folder) for name in program.among}
+    for override in command_line.overrides:
         group, _, value = override.lstrip("+").partition("=")
-        owners = [name for name in PROGRAMS if group in groups[name]]
-        if owners and program not in owners and group not in more_groups:
+        owners = [name for name in program.among if group in groups[name]]
+        if owners and program.name not in owners and group not in command_line.groups:
             plain = f"python -m sd_lightning.{owners[0]} {group}={value}"
-            remedy = _INSTEAD.get((program, group), f"leave it out, or write {plain}")
+            remedy = program.instead.get(group, f"leave it out, or write {plain}")
             raise UsageError(
-                f"{override}: {program} has no group {group!r}, which is of {' and '.join(owners)}; {remedy}"
+                f"{override}: {program.name} has no group {group!r}, which is of {' and '.join(owners)}; {remedy}"
             )
-        if group != "experiment":
-            continue
-        for name in value.split(","):
-            files = [file for folder in folders if (file := Path(folder, group, f"{name}.yaml")).is_file()]
-            owner = program_of(files[-1], folders[0]) if files else None
-            if owner not in (None, program):
+        for name in value.split(",") if group == "experiment" else ():
+            files = [file for each in command_line.folders if (file := Path(each, group, f"{name}.yaml")).is_file()]
+            owner = owner_of(files[-1], folder, program.among) if files else None
+            if owner not in (None, program.name):
                 raise UsageError(
-                    f"{override}: {name} is an experiment of {owner}, not of {program}; write python -m "
+                    f"{override}: {name} is an experiment of {owner}, not of {program.name}; write python -m "
                     f"sd_lightning.{owner} experiment={name}"
                 )
 
 
-def help_of(program: str, folder: str) -> str:
+def help_of(program: Program, folder: str) -> str:
     """Return what ``--help`` lists: a program's groups with their options, its own settings with their comments."""
-    lines = ["Groups, written group=option; the default is in brackets:"]
-    for group, chosen in groups_of(program, Path(folder)).items():
+    lines = []
+    for group, chosen in groups_of(program.name, folder).items():
         files = sorted(Path(folder, group).glob("*.yaml"))
         if group == "experiment":
-            files = [file for file in files if program_of(file, folder) in (None, program)]
+            files = [file for file in files if owner_of(file, folder, program.among) in (None, program.name)]
         options = f"{group} [{chosen or 'none'}]: {', '.join(file.stem for file in files)}"
         lines += textwrap.wrap(options, 116, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-    lines = lines if len(lines) > 1 else []
-    text = Path(folder, f"{program}.yaml").read_text(encoding="utf-8")
+    if lines:
+        lines.insert(0, "Groups, written group=option; the default is in brackets:")
+    text = Path(folder, f"{program.name}.yaml").read_text(encoding="utf-8")
     own = re.split(r"^(?=hydra:)", re.split(r"^(?=\w)(?!defaults)", text, maxsplit=1, flags=re.M)[1], flags=re.M)[0]
     own = re.sub(r"^ *_target_:.*\n", "", own, flags=re.M).strip()
-    lines += ["", "Settings of its own, written key=value:", textwrap.indent(own, "  ")]
-    lines += [
-        "",
-        "--cfg job shows all settings as the command line sets them; --hydra-help shows other options.",
-    ]
+    lines += ["", "Settings of its own, written key=value:", textwrap.indent(own, "  "), ""]
+    lines += ["--cfg job shows all settings as the command line sets them; --hydra-help shows other options."]
     return "\n".join(lines).strip().replace("$", "$$")  # Hydra puts its own texts in the places of $NAME

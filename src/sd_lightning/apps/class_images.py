@@ -7,7 +7,6 @@ what it was drawn with.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import secrets
 import time
@@ -20,9 +19,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from sd_lightning._errors import UsageError
+from sd_lightning.apps.pictures import settings_of, write_png
 from sd_lightning.data.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -58,11 +57,12 @@ def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, 
     for prompt, wanted in num_per_prompt(prompts, count).items():
         own = class_folder(folder, prompt, prompts)
         present = images_in(own)
-        _check_prompt(present[:1], prompt, folder)
+        if present:
+            _check_prompt(present[0], prompt, folder)
         if len(present) >= wanted:
             continue
         names, number = {path.name for path in present}, 0
-        drawn_with = [settings for settings in map(_settings, present) if settings.get("prompt") == prompt]
+        drawn_with = [settings for settings in map(settings_of, present) if settings.get("prompt") == prompt]
         seeds = {settings.get("seed") for settings in drawn_with}
         for _ in range(wanted - len(present)):
             while (name := f"class-{number:05d}.png") in names:
@@ -77,7 +77,7 @@ def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, 
 def warn_of_other_models(folder: str | Path, prompts: Sequence[str], count: int, *, source: str) -> None:
     """Warn of pictures that are used, and say themselves that another model than ``source`` has drawn them."""
     pictures = find_class_pictures(folder, prompts, count)
-    drawn_by = Counter(_settings(Path(picture.path)).get("model") for picture in pictures)
+    drawn_by = Counter(settings_of(Path(picture.path)).get("model") for picture in pictures)
     for name, number in drawn_by.items():
         if isinstance(name, str) and Path(name).resolve() != Path(source).resolve():
             log.warning(
@@ -85,16 +85,6 @@ def warn_of_other_models(folder: str | Path, prompts: Sequence[str], count: int,
                 "not keep; choose another class_data_dir=<folder> to have them drawn anew",
                 *(number, folder, name, source),
             )
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """Return what a picture of this package says that it was drawn with; nothing of another, or a broken one."""
-    try:
-        with Image.open(path) as image:
-            settings = json.loads(image.info["sd_lightning"])
-    except (OSError, SyntaxError, ValueError, KeyError, TypeError, Image.DecompressionBombError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def draw(
@@ -153,27 +143,22 @@ def _num_missing(folder: str | Path, prompts: Sequence[str], count: int) -> int:
     return sum(max(wanted - len(images_in(class_folder(folder, prompt, prompts))), 0) for prompt, wanted in shares)
 
 
-def _check_prompt(pictures: Sequence[Path], prompt: str, folder: str | Path) -> None:
+def _check_prompt(picture: Path, prompt: str, folder: str | Path) -> None:
     """Refuse a picture that says itself that it was drawn for another prompt."""
-    for path in pictures:
-        drawn_for = _settings(path).get("prompt")
-        if drawn_for is not None and drawn_for != prompt:
-            raise UsageError(
-                f"dreambooth got class_data_dir={folder} with pictures of {drawn_for!r}, but the class prompt is "
-                f"{prompt!r}; write class_prompt='{drawn_for}', or choose another class_data_dir=<folder>"
-            )
+    drawn_for = settings_of(picture).get("prompt")
+    if drawn_for not in (None, prompt):
+        raise UsageError(
+            f"dreambooth got class_data_dir={folder} with pictures of {drawn_for!r}, but the class prompt is "
+            f"{prompt!r}; write class_prompt='{drawn_for}', or choose another class_data_dir=<folder>"
+        )
 
 
 def _write(image: Image.Image, picture: Missing, settings: dict[str, Any]) -> None:
     """Write a PNG under a temporary name, and rename it."""
-    info = PngInfo()
-    info.add_text("sd_lightning", json.dumps(settings))
-    for key in ("prompt", "seed"):
-        info.add_text(key, str(settings[key]))
     tmp = picture.path.with_name(f".tmp-{secrets.token_hex(4)}.png")
     try:
         tmp.parent.mkdir(parents=True, exist_ok=True)
-        image.save(tmp, pnginfo=info)
+        write_png(image, tmp, settings)
         tmp.rename(picture.path)
     except OSError as error:
         with suppress(OSError):

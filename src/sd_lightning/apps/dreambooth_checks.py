@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-import copy
+import logging
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sd_lightning import _conf, train
+from sd_lightning import _conf
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
+from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.preflight import LOAD_MODEL, is_lightning_checkpoint, is_resumed
+from sd_lightning.data.dreambooth import num_per_prompt
+from sd_lightning.models.adapters.learned_token import LearnedToken
+from sd_lightning.storage import runs
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from sd_lightning.models.latent_diffusion import LatentDiffusion
+log = logging.getLogger(__name__)
 
+_COMMON_WORDS = set("a an the of in on at with photo photos picture image portrait drawing painting".split())
+"""What captions say beside the subject."""
+_SAME = {
+    "max_train_steps": "trainer.max_steps",
+    "learning_rate": "optimizer.lr",
+    "resolution": "data.resolution",
+    "gradient_checkpointing": "speed.gradient_checkpointing",
+}
+"""Settings that the main job's configuration has under another name."""
 _SWITCHES = {
     "learn_token": ("placeholder_token", "initializer_token"),
     "with_prior_preservation": (
@@ -43,6 +58,24 @@ def check_used(cfg: DictConfig) -> None:
             raise UsageError(
                 f"dreambooth got {shown}, which nothing uses without {switch}; add {switch}=true, or leave "
                 f"{', '.join(unused)} out"
+            )
+
+
+def check_once(cfg: DictConfig) -> None:
+    """Refuse two values for the same setting, of which the command line gives each by another name.
+
+    Raises:
+        UsageError: It does.
+    """
+    from omegaconf import OmegaConf
+
+    given = _conf.overridden_keys()
+    for name, other in _SAME.items():
+        values = cfg[name], OmegaConf.select(cfg, other)
+        if {name, other} <= given and values[0] != values[1]:
+            raise UsageError(
+                f"dreambooth got {name}={values[0]} and {other}={values[1]}, two names of one setting; expected one of "
+                f"them; leave {other} out"
             )
 
 
@@ -81,6 +114,25 @@ def check_base(cfg: DictConfig) -> None:
         )
 
 
+def check_drawing(cfg: DictConfig) -> None:
+    """Refuse what would show only when class images have been drawn.
+
+    Raises:
+        UsageError: Settings of the data cannot work, or no pictures can be written.
+    """
+    if not cfg.with_prior_preservation:
+        return
+    _conf.instantiate(cfg.data, class_prompts=None)
+    try:
+        runs.check_writable(Path(cfg.class_data_dir))
+    except OSError as error:
+        name = "output_dir" if cfg.class_data_dir == f"{cfg.output_dir}-class-images" else "class_data_dir"
+        raise UsageError(
+            f"dreambooth got {name}={cfg[name]}, and {cfg.class_data_dir} cannot be written ({error.strerror}); choose "
+            f"another {name}=<folder>"
+        ) from error
+
+
 def base_of(cfg: DictConfig) -> str | None:
     """Return the name of the model that a run starts from; None if nothing names one."""
     if is_lightning_checkpoint(cfg.init_from):
@@ -91,21 +143,84 @@ def base_of(cfg: DictConfig) -> str | None:
     return None if base is None else str(base)
 
 
-def load_base(cfg: DictConfig, networks: tuple[str, ...]) -> LatentDiffusion:
-    """Load the model that a run starts from, with weights still in their files where that is possible.
+def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
+    """Check the settings of prior preservation against each other.
+
+    Args:
+        cfg: The configuration.
+        captions: What the photos are captioned with.
+
+    Returns:
+        The class prompts; none without prior preservation.
 
     Raises:
-        UsageError: What is to be trained does not fit into it.
+        UsageError: They contradict each other, or a caption does not tell the subject from its class.
     """
-    if is_lightning_checkpoint(cfg.init_from):  # its weights have the names of what is trained
-        trained: LatentDiffusion = train.build_module(cfg).latent_diffusion  # type: ignore[assignment]
-        return trained
-    model: LatentDiffusion = _conf.instantiate(cfg.model, **train.deferral(cfg, networks))
-    twin = type(model)(
-        model.meta_networks(tuple(model.networks)),  # takes neither time nor memory
-        tokenizers=copy.deepcopy(model.tokenizers),
-        components=copy.deepcopy(model.components),
-        pipeline_class=model.pipeline_class,
-    )
-    train.wrap(cfg, twin)
-    return model
+    if not cfg.with_prior_preservation:
+        return []
+    stripped = (prompt.strip() for prompt in [cfg.class_prompt or "", *cfg.class_prompts])
+    prompts = [prompt for prompt in stripped if prompt]
+    if not prompts:
+        raise UsageError(
+            "dreambooth got with_prior_preservation=true without a class prompt; expected what the subject is one of: "
+            "write 'class_prompt=a photo of a dog', or several with 'class_prompts=[a photo of a dog, a dog outdoors]'"
+        )
+    for name in ("num_class_images", "sample_batch_size"):
+        if cfg[name] < 1:
+            raise UsageError(f"dreambooth got {name}={cfg[name]}; expected at least 1; write {name}=100")
+    without = [prompt for prompt, count in num_per_prompt(prompts, cfg.num_class_images).items() if not count]
+    if without:
+        raise UsageError(
+            f"dreambooth got num_class_images={cfg.num_class_images}, of which none is left for {without[0]!r}; "
+            f"expected one for each of class_prompts; write num_class_images={len(prompts)}"
+        )
+    for caption, prompt in ((c, p) for c in captions for p in prompts):
+        is_told = cfg.learn_token and not _has_word(prompt, cfg.placeholder_token)  # every caption has it
+        if not is_told and not _words([caption]) - _words([prompt]):
+            raise UsageError(
+                f"dreambooth got instance_prompt={caption!r}, which has no word that tells the subject from its class "
+                f"{prompt!r}; expected a rare word for the subject, such as sks: write "
+                f"'instance_prompt={_with_token(caption, 'sks')}'"
+            )
+    return prompts
+
+
+def check_token(token: str, captions: Sequence[str]) -> None:
+    """Refuse a new word that is none, or is not in every caption.
+
+    Raises:
+        UsageError: It is so.
+    """
+    LearnedToken(token)  # which says what is no word
+    for caption in captions:
+        if not _has_word(caption, token):
+            raise UsageError(
+                f"dreambooth got learn_token=true and instance_prompt={caption!r} without the word {token}; write "
+                f"'instance_prompt={_with_token(caption, token)}', or placeholder_token=<the word>"
+            )
+
+
+def warn_of_validation(cfg: DictConfig, captions: Sequence[str]) -> None:
+    """Warn of a ``validation_prompt`` without a word for the subject: its pictures would not show it."""
+    subject = _words(captions) - _words(cfg.data.class_prompts) - _COMMON_WORDS
+    if cfg.data.class_prompts and subject and is_first_process() and not subject & _words([cfg.validation_prompt]):
+        log.warning(
+            "validation_prompt=%r has none of the words for the subject (%s), so the pictures drawn during the run "
+            "will show its class; write the word into it",
+            cfg.validation_prompt,
+            ", ".join(sorted(subject)),
+        )
+
+
+def _words(prompts: Iterable[str]) -> set[str]:
+    return {word for prompt in prompts for word in re.findall(r"\w+", prompt.lower())}
+
+
+def _has_word(prompt: str, word: str) -> bool:
+    """Return whether a word, which may begin and end with other signs than letters, stands in a prompt."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt) is not None
+
+
+def _with_token(prompt: str, token: str) -> str:
+    head, _, last = prompt.rpartition(" ")
+    return f"{head} {token} {last}".strip()

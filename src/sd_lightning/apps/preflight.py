@@ -5,17 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning import _conf
 from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
-from sd_lightning._launchers import check_started_processes, is_first_process
+from sd_lightning._launchers import is_first_process
+from sd_lightning.apps.trainer_checks import check_trainer, cuda_devices, num_processes, refuse
 from sd_lightning.storage import checkpoint, run_folder, runs
 
 if TYPE_CHECKING:
+    import torch
     from omegaconf import DictConfig
+
+    from sd_lightning.diffusion.objective import Objective
+    from sd_lightning.models.adapters.learned_token import LearnedToken
+    from sd_lightning.models.adapters.lora import Lora
+    from sd_lightning.training.module import OptimizerFactory, SchedulerFactory
+    from sd_lightning.training.speed import Speed
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +38,59 @@ LOAD_MODEL = "sd_lightning.loading.load_model"
 _OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 
 
-def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
+@dataclass(frozen=True)
+class Parts:
+    """What needs neither model nor data: built once, before anything that takes time."""
+
+    objective: Objective
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory
+    speed: Speed
+    lora: Lora | None
+    learned_token: LearnedToken | None
+
+    @classmethod
+    def build(cls, cfg: DictConfig) -> Parts:
+        """Build the parts, and try the optimizer and the schedule on a small parameter.
+
+        Raises:
+            UsageError: Their settings cannot work.
+        """
+        names = ("objective", "speed", "optimizer", "lr_scheduler", "lora", "learned_token")
+        parts = cls(**{name: _conf.instantiate(cfg.get(name)) for name in names})
+        if str(cfg.optimizer["_target_"]).startswith(("torch.optim.", "bitsandbytes.optim.")):
+            import torch  # another optimizer may want parameters of other shapes
+
+            optimizer = parts.optimizer([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
+            _check_step(cfg, optimizer)
+            if str(cfg.lr_scheduler["_target_"]).startswith(("torch.optim.", "sd_lightning.")):
+                parts.lr_scheduler(optimizer)
+        return parts
+
+
+def _check_step(cfg: DictConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that will run on the CPU take a step: some settings are refused only there."""
+    import torch
+
+    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        return
+    try:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+    except Exception as error:
+        named = [key for key in cfg.optimizer if re.search(rf"\b{re.escape(str(key))}\b", str(error))]
+        raise UsageError(
+            f"optimizer: {type(optimizer).__name__} cannot step on the CPU with these arguments: {error} "
+            f"({type(error).__name__}); {leave_out('optimizer', named) or 'write optimizer=adamw'}"
+        ) from error
+
+
+def preflight(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, Parts]:
     """Refuse what cannot work before data, processes or the output folder are touched.
 
     Returns:
-        The checkpoint to resume, if any.
+        The checkpoint to resume, if any, and the parts that need neither model nor data.
     """
     run_folder.check_place(cfg.output_dir, key="output_dir")
     _check_keys(cfg)
@@ -52,20 +109,20 @@ def preflight(cfg: DictConfig, run_dir: Path) -> Path | None:
     elif cfg.init_from is not None and not is_own:
         cfg.model.pretrained = str(runs.find_pipeline(cfg.init_from, who="init_from"))
     resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
+    parts = Parts.build(cfg)
     if resume is not None:  # as when the module is there, before time is spent on that or on class images
         from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
 
-        check_same_parts(read_trainer_state(resume), trained_parts(**parts_of(cfg)), resume)
-    build_small_parts(cfg)
-    # A run that is continued elsewhere is a new one there.
-    resuming = cfg.resume == "auto" or (resume is not None and runs.holds(run_dir, resume))
+        check_same_parts(read_trainer_state(resume), trained_parts(parts.lora, parts.learned_token), resume)
+    is_continued = resume is not None and runs.holds(run_dir, resume)  # elsewhere it is a new run
+    resuming = cfg.resume == "auto" or is_continued
     if is_first_process():
-        reads = _reads(cfg, resumed=resume is not None and runs.holds(run_dir, resume))
+        reads = _reads(cfg, resumed=is_continued)
         _check_scanned(cfg, run_dir)
         runs.check_output_dir(run_dir, resuming=resuming, overwrite=cfg.overwrite, reads=reads)
     elif not resuming and not cfg.overwrite:
         runs.check_unused(run_dir)  # this run has no checkpoint before all its processes are in it
-    return resume
+    return resume, parts
 
 
 def adopt_base(cfg: DictConfig) -> bool:
@@ -92,7 +149,7 @@ def adopt_base(cfg: DictConfig) -> bool:
     base = model.get("pretrained")
     if is_lightning_checkpoint(cfg.init_from) or base is None:
         return is_same
-    if model.get("_target_") != cfg.model.get("_target_"):
+    if _conf.current_name(str(model.get("_target_"))) != cfg.model.get("_target_"):
         return False
     if cfg.init_from is not None and not is_same:
         again = runs.find_pipeline(cfg.init_from, who="init_from")
@@ -159,18 +216,17 @@ def _check_keys(cfg: DictConfig) -> None:
                     "without"
                 )
     if not 0 <= cfg.seed < 2**63:
-        raise UsageError(f"seed={cfg.seed}: expected a whole number from 0 to 2**63 - 1; write seed=0")
+        refuse("seed", cfg.seed, "a whole number from 0 to 2**63 - 1", "0")
     rate = cfg.optimizer.get("lr")
     if isinstance(rate, int | float) and rate < 0:
         name = "learning_rate" if "learning_rate" in cfg else "optimizer.lr"
-        raise UsageError(f"{name}={rate}: expected a number of at least 0; write {name}=1e-5, for instance")
+        refuse(name, rate, "a number of at least 0", "1e-5, for instance")
     if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
         raise UsageError(f"lora={cfg.lora}: expected a section; write trainable=lora lora.rank=4, or lora=null")
 
 
 def adopt_engine_file(cfg: DictConfig) -> None:
     """Let explicit values of a user's DeepSpeed file replace defaults that the command line has left alone."""
-    import torch
     from omegaconf import OmegaConf
 
     source: Any = OmegaConf.to_container(cfg.strategy).get("config")  # type: ignore[union-attr]
@@ -180,13 +236,12 @@ def adopt_engine_file(cfg: DictConfig) -> None:
     from sd_lightning.strategies.deepspeed import precedence as deepspeed_precedence
 
     config, _ = deepspeed_config.load(source)  # the strategy shows the warnings
-    cuda = torch.cuda.device_count() if cfg.trainer.accelerator in ("auto", "cuda", "gpu") else 0
     changes = deepspeed_precedence.settle(
         config,
         OmegaConf.to_container(cfg),  # type: ignore[arg-type]
         _conf.overridden_keys(),
-        world_size=_num_devices(cfg.trainer.devices, cuda) * cfg.trainer.num_nodes,
-        on_cuda=cuda > 0,
+        world_size=num_processes(cfg),
+        on_cuda=cuda_devices(cfg) > 0,
         who=deepspeed_config.name_of(source),
     )
     for key, value in changes.items():
@@ -194,139 +249,9 @@ def adopt_engine_file(cfg: DictConfig) -> None:
         log.info("%s sets %s=%s", deepspeed_config.name_of(source), key, value)
 
 
-def check_trainer(cfg: DictConfig) -> None:
-    """Check precision, devices and batch size against each other and against this machine."""
-    import torch
-
-    from sd_lightning.data.sampler import micro_batch_size
-
-    trainer = cfg.trainer
-    cuda = torch.cuda.device_count() if trainer.accelerator in ("auto", "cuda", "gpu") else 0
-    if trainer.precision == "16-mixed" and not cuda:
-        raise UsageError(
-            "trainer.precision=16-mixed needs a CUDA device, and Lightning would silently compute in bfloat16 on CPU; "
-            "write trainer.precision=bf16-mixed or 32"
-        )
-    check_speed(cfg, on_cuda=cuda > 0)
-    if trainer.accelerator in ("cuda", "gpu") and not cuda:
-        raise UsageError(f"trainer.accelerator={trainer.accelerator}: there is no CUDA device; write cpu or auto")
-    for name in ("accumulate_grad_batches", "max_steps", "num_nodes"):
-        if trainer[name] < 1:
-            given = "max_train_steps" if name == "max_steps" and "max_train_steps" in cfg else f"trainer.{name}"
-            raise UsageError(f"{given}={trainer[name]}: expected at least 1; write {given}=1")
-    for name in ("limit_train_batches", "overfit_batches", "min_steps", "min_epochs", "max_epochs"):
-        if trainer.get(name) is not None:
-            raise UsageError(
-                f"trainer.{name}={trainer[name]}: expected only trainer.max_steps to say how long a run is, over whole "
-                "epochs; write trainer.max_steps=<n> instead"
-            )
-    if trainer.get("log_every_n_steps", 1) < 0:
-        raise UsageError(
-            f"trainer.log_every_n_steps={trainer.log_every_n_steps}: expected at least 0; write "
-            "trainer.log_every_n_steps=10, or 0 for no logs"
-        )
-    epochs = trainer.get("check_val_every_n_epoch")
-    if epochs is not None and epochs < 1:
-        raise UsageError(
-            f"trainer.check_val_every_n_epoch={epochs}: expected at least 1; write trainer.check_val_every_n_epoch=1, "
-            "or trainer.limit_val_batches=0 for no validation"
-        )
-    interval = trainer.get("val_check_interval")
-    if interval is not None and not (isinstance(interval, int) and interval >= 1) and not 0 < interval <= 1:
-        raise UsageError(
-            f"trainer.val_check_interval={interval}: expected a number of forward passes of at least 1, or a fraction "
-            "of an epoch; write trainer.val_check_interval=60, or trainer.limit_val_batches=0 for no validation"
-        )
-    if (trainer.get("gradient_clip_val") or 0) < 0:
-        raise UsageError(
-            f"trainer.gradient_clip_val={trainer.gradient_clip_val}: expected a norm of at least 0; write "
-            "trainer.gradient_clip_val=1, or null for no clipping"
-        )
-    devices = _num_devices(trainer.devices, cuda)
-    if cuda and devices > cuda:
-        raise UsageError(
-            f"trainer.devices={devices}: this machine has {cuda} CUDA device(s); write trainer.devices={cuda}"
-        )
-    cores = os.cpu_count() or 1
-    if not cuda and devices > cores:
-        raise UsageError(
-            f"trainer.devices={devices}: this machine has no CUDA device and {cores} CPU core(s); write "
-            f"trainer.devices={cores}"
-        )
-    if str(trainer.precision).startswith("16") and cfg.strategy["_target_"].endswith(".FSDPStrategy"):
-        raise UsageError(
-            f"trainer.precision={trainer.precision}: FSDP2 does not scale losses, and float16 underflows without; "
-            "write trainer.precision=bf16-mixed"
-        )
-    check_started_processes(devices, trainer.num_nodes)
-    processes = devices * trainer.num_nodes
-    if processes > 1 and cfg.strategy["_target_"].endswith(".single"):
-        raise UsageError(
-            f"strategy=single is one process, but trainer.devices={trainer.devices} trainer.num_nodes="
-            f"{trainer.num_nodes} ask for {processes}; add strategy=ddp"
-        )
-    micro_batch_size(cfg.data.batch_size, processes, trainer.accumulate_grad_batches)
-
-
-def check_speed(cfg: DictConfig, *, on_cuda: bool) -> None:
-    """Check switches against each other that libraries would refuse, or undo, at the first step."""
-    precision = str(cfg.trainer.precision)
-    if on_cuda and cfg.speed.attention in ("flash", "cudnn") and not precision.endswith("-mixed"):
-        raise UsageError(
-            f"speed.attention={cfg.speed.attention} computes in 16 bits, but trainer.precision={precision}; write "
-            "trainer.precision=bf16-mixed or speed.attention=efficient"
-        )
-    if cfg.speed.channels_last and str(cfg.optimizer["_target_"]).startswith("bitsandbytes."):
-        raise UsageError(
-            f"speed.channels_last=true: {cfg.optimizer['_target_']} works on contiguous weights only; write "
-            "speed.channels_last=false or optimizer=adamw"
-        )
-
-
-def num_processes(cfg: DictConfig) -> int:
-    """Return the number of processes that a run asks for."""
-    import torch
-
-    cuda = torch.cuda.device_count() if cfg.trainer.accelerator in ("auto", "cuda", "gpu") else 0
-    return _num_devices(cfg.trainer.devices, cuda) * cfg.trainer.num_nodes
-
-
-def _num_devices(devices: Any, cuda: int) -> int:
-    if isinstance(devices, int) and devices >= 1:
-        return devices
-    if devices in ("auto", -1, "-1"):
-        return max(cuda, 1)
-    if isinstance(devices, str) and devices.isdecimal() and int(devices) >= 1:
-        return int(devices)
-    if not isinstance(devices, (int, str)) and len(devices):
-        return len(devices)
-    raise UsageError(
-        f"trainer.devices={devices}: expected a number of at least 1, a list of indices, or auto; write "
-        "trainer.devices=1"
-    )
-
-
 def is_lightning_checkpoint(path: str | None) -> bool:
+    """Return whether ``init_from`` names weights that Lightning has saved."""
     return path is not None and path.endswith(runs.LIGHTNING_SUFFIX)
-
-
-def build_small_parts(cfg: DictConfig) -> None:
-    """Build what needs neither model nor data, and forget it: its complaints come before those take their time.
-
-    Raises:
-        UsageError: Settings of the objective, the optimizer, the schedule or the speed switches cannot work.
-    """
-    import torch
-
-    _conf.instantiate(cfg.objective)
-    _conf.instantiate(cfg.speed)
-    target = str(cfg.optimizer["_target_"])
-    if not target.startswith(("torch.optim.", "bitsandbytes.optim.")):
-        return  # it may want parameters of other shapes
-    optimizer = _conf.instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(2, 2))])
-    _check_steps(cfg, optimizer)
-    if str(cfg.lr_scheduler["_target_"]).startswith(("torch.optim.", "sd_lightning.")):
-        _conf.instantiate(cfg.lr_scheduler)(optimizer)
 
 
 def check_model(cfg: DictConfig) -> None:
@@ -339,27 +264,3 @@ def check_model(cfg: DictConfig) -> None:
         from sd_lightning.loading import check_pretrained
 
         check_pretrained(cfg.model.architecture, cfg.model.pretrained, revision=cfg.model.get("revision"))
-
-
-def _check_steps(cfg: DictConfig, optimizer: Any) -> None:
-    """Let an optimizer that will run on the CPU take a step: some settings are refused only there."""
-    import torch
-
-    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
-        return
-    try:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step(lambda: torch.zeros(()))
-    except Exception as error:
-        named = [key for key in cfg.optimizer if re.search(rf"\b{re.escape(str(key))}\b", str(error))]
-        raise UsageError(
-            f"optimizer: {type(optimizer).__name__} cannot step on the CPU with these arguments: {error} "
-            f"({type(error).__name__}); {leave_out('optimizer', named) or 'write optimizer=adamw'}"
-        ) from error
-
-
-def parts_of(cfg: DictConfig) -> dict[str, Any]:
-    """Build what is trained beside, or in the place of, the networks' own weights."""
-    return {n: None if cfg.get(n) is None else _conf.instantiate(cfg[n]) for n in ("lora", "learned_token")}

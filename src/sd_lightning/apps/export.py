@@ -1,0 +1,297 @@
+"""Give a trained model to other programs, as a pipeline folder or as one file.
+
+Works on files alone: it needs neither the strategy nor the number of processes of the run, builds no network, and
+holds no more than a few slices of a tensor in memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from sd_lightning import _conf
+from sd_lightning._console import quiet_libraries
+from sd_lightning._errors import UsageError
+from sd_lightning.models import pipeline_folder
+from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
+from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.adapters.lora import is_adapter, plain_names
+from sd_lightning.models.adapters.lora_file import LoraFile
+from sd_lightning.models.families import Component, Family, family_of
+from sd_lightning.models.families.single_file import layout_of, model_spec, original_tensors
+from sd_lightning.models.pipeline_folder import config_file, read_json, weights_file, write_json
+from sd_lightning.quantization.config import read_record
+from sd_lightning.storage import checkpoint, runs, streamed_tensor
+from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
+from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, write_streamed
+from sd_lightning.storage.tensor_store import ShardedTensors
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Format = Literal["diffusers", "single_file", "ema", "non_ema"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+SINGLE_FILE_NAME = "model.safetensors"
+
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".msgpack")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export and where to; ``conf/export.yaml`` explains the keys."""
+
+    run: str
+    format: Format = "diffusers"
+    output_dir: str = "exported"
+    merge_lora: bool = False
+    dtype: Dtype | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return None if self.dtype is None else getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies."""
+
+    pipeline: Path
+    """Folder in the diffusers layout; a checkpoint's has the averaged weights if there is an EMA."""
+    checkpoint: Path | None = None
+    """The checkpoint around it; None for a pipeline folder on its own."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """One network of a model."""
+
+    component: Component
+    """What it is, with the configuration as its file has it."""
+    tensors: dict[str, StreamedTensor]
+    """By the keys of its weight file."""
+    is_source: bool = True
+    """Whether these are the weights that lie in the source's pipeline."""
+
+    def stays(self, dtype: torch.dtype | None) -> bool:
+        """Return whether the weight file can be used as it is."""
+        return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
+
+    def changed(self, tensors: Mapping[str, StreamedTensor]) -> Network:
+        """Return the network with other values in the place of some, or itself."""
+        return replace(self, tensors=self.tensors | dict(tensors), is_source=False) if tensors else self
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is exported."""
+
+    networks: dict[str, Network]
+    adapters: LoraFile | None = None
+    """Of a LoRA run, unless they are added to the weights of the networks."""
+    word: Path | None = None
+    """File of what a learned word means, unless the text encoders hold another meaning than it."""
+
+
+def run(cfg: DictConfig) -> int:
+    """Write the export into a temporary folder, which gets its name when it is complete."""
+    quiet_libraries()
+    request: Request = _conf.instantiate(cfg)
+    output_dir = check_new_folder(request.output_dir, key="output_dir")
+    source = find_source(request.run)
+    write = write_single_file if request.format == "single_file" else write_pipeline
+    with ExitStack() as opened:
+        model = read_model(source, request, opened)
+        with complete_or_absent(output_dir, given=f"output_dir={request.output_dir}") as folder:
+            write(source, model, folder, request)
+    size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
+    print(f"{source.checkpoint or source.pipeline} -> {request.output_dir} ({size / 1e9:.3g} GB)")
+    if request.format == "single_file":
+        file = f"{request.output_dir}/{SINGLE_FILE_NAME}"
+        print(f"diffusers: from_single_file('{file}', config='{request.output_dir}/config')")
+    elif model.adapters is not None:
+        path = request.output_dir
+        print(f"diffusers: pipeline = from_pretrained('{path}'), then pipeline.load_lora_weights('{path}')")
+    return 0
+
+
+def find_source(path: str | os.PathLike[str]) -> Source:
+    """Find the model of a run (its newest valid checkpoint), a checkpoint or a pipeline folder.
+
+    Raises:
+        UsageError: There is none, or the checkpoint is damaged.
+    """
+    root = Path(path)
+    if (root / "model_index.json").is_file():
+        return Source(root)
+    if (root / checkpoint.MANIFEST_NAME).is_file():
+        problems = checkpoint.verify(root)
+        if problems:
+            raise UsageError(
+                f"run={path}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run itself"
+            )
+        return Source(root / "pipeline", root)
+    newest = checkpoint.newest_valid(root)
+    if newest is not None:
+        return Source(newest / "pipeline", newest)
+    return Source(runs.find_pipeline(path, who="run"))
+
+
+def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
+    """Describe a model with the weights that the format asks for.
+
+    ``opened`` keeps the checkpoint's tensor store open until the weights have been read.
+
+    Raises:
+        UsageError: The weights asked for are not there, or files are missing or damaged.
+    """
+    index = read_json(source.pipeline / "model_index.json")
+    family = family_of(str(index.get("_class_name")), who=f"run={request.run}")
+    networks = {name: _read_network(name, index, family, source, request) for name in family.networks if name in index}
+    lora_file, word = (source.pipeline / name for name in (LORA_NAME, WORD_NAME))
+    adapters = LoraFile.read(lora_file) if lora_file.is_file() else None
+    model = Model(networks, adapters, word if word.is_file() else None)
+    if request.merge_lora and model.adapters is None:
+        raise UsageError(
+            f"run={request.run}: got merge_lora=true, but {source.pipeline} has no {LORA_NAME}: it was trained without "
+            "adapters, or these are merged already; leave merge_lora out"
+        )
+    if request.format in ("ema", "non_ema"):
+        model = _chosen(model, source, request, opened)
+    if model.adapters is not None and (request.merge_lora or request.format == "single_file"):
+        merged = model.adapters.merged({name: network.tensors for name, network in model.networks.items()})
+        networks = {name: network.changed(merged.get(name, {})) for name, network in model.networks.items()}
+        return replace(model, networks=networks, adapters=None)
+    return model
+
+
+def _read_network(name: str, index: Mapping[str, Any], family: Family, source: Source, request: Request) -> Network:
+    component = pipeline_folder.read_component(index, name, family, source.pipeline)
+    config = read_json(source.pipeline / name / config_file(component, name))
+    tensors = streamed_tensor.file_tensors(source.pipeline / name / weights_file(component))
+    is_recorded = read_record(config, str(source.pipeline / name)) is not None
+    if not is_recorded:
+        pipeline_folder.refuse_int8(source.pipeline / name, {key: tensor.dtype for key, tensor in tensors.items()})
+    elif request.format != "diffusers" or request.dtype or request.merge_lora:
+        raise UsageError(
+            f"run={request.run}: its weights are in int8, which only format=diffusers dtype=null merge_lora=false can "
+            "hold; export the pipeline that it was made from"
+        )
+    return Network(replace(component, config=config), tensors)
+
+
+def _chosen(model: Model, source: Source, request: Request, opened: ExitStack) -> Model:
+    """Return a model with the trained weights, or their average, as the format says."""
+    if source.checkpoint is None:
+        raise UsageError(
+            f"run={request.run}: a pipeline folder holds one set of weights, so format={request.format} has no choice; "
+            "give the run or one of its checkpoints, or write format=diffusers"
+        )
+    store = opened.enter_context(ShardedTensors(source.checkpoint / "state"))
+    has_average = any(key.startswith("ema/") for key in store.keys())
+    if request.format == "ema" and not has_average:
+        raise UsageError(
+            f"run={request.run}: {source.checkpoint.name} has no averaged weights, its run had callbacks.ema=null; "
+            "write format=non_ema"
+        )
+    if request.format == "ema" or not has_average:
+        return model
+    if model.adapters is None and any(map(is_adapter, store.keys())):
+        raise UsageError(
+            f"run={request.run}: the run had merge_lora=true, so {source.checkpoint.name} holds weights with the "
+            "average of the adapters added, and none without; write format=ema, or resume the run with merge_lora=false"
+        )
+    components = {name: network.component for name, network in model.networks.items()}
+    adapters = model.adapters and model.adapters.trained(store, components)
+    return Model({name: _trained(name, network, store) for name, network in model.networks.items()}, adapters)
+
+
+def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
+    """Return a network with the trained weights in the place of their average."""
+    prefix = f"master/{name}."
+    stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
+    keys = pipeline_folder.file_keys(network.component, stored)
+    return network.changed(
+        {keys[plain]: streamed_tensor.stored_tensor(store, prefix + live) for plain, live in stored.items()}
+    )
+
+
+def write_pipeline(source: Source, model: Model, folder: Path, request: Request) -> None:
+    """Write a folder in the diffusers layout; weights that stay as they are share their bytes with the source."""
+    dtype = request.torch_dtype
+    changed = {name: network for name, network in model.networks.items() if not network.stays(dtype)}
+    _check_space((tensor for network in changed.values() for tensor in network.tensors.values()), request)
+    _place_parts(source.pipeline, folder, without_weights=changed)
+    for name, network in changed.items():
+        component = network.component
+        write_streamed(folder / name / weights_file(component), network.tensors, dtype=dtype)
+        stale = {"dtype", "torch_dtype"} & component.config.keys()
+        if stale and request.dtype is not None:  # transformers would convert back to it
+            config = component.config | dict.fromkeys(stale, request.dtype)
+            write_json(folder / name / config_file(component, name), config)
+    if model.adapters is not None and model.adapters.stays(dtype):
+        checkpoint.hard_link(model.adapters.path, folder / LORA_NAME)
+    elif model.adapters is not None:
+        write_streamed(folder / LORA_NAME, model.adapters.tensors, dtype=dtype, metadata=model.adapters.metadata)
+    if model.word is not None:
+        checkpoint.hard_link(model.word, folder / WORD_NAME)
+
+
+def write_single_file(source: Source, model: Model, folder: Path, request: Request) -> None:
+    """Write all networks as one file with the original names, and ``config/``: what such a file cannot hold.
+
+    The file is what other programs read; diffusers needs both unless the model is one of the published ones.
+    """
+    index, networks = read_json(source.pipeline / "model_index.json"), model.networks
+    who = f"run={request.run} format=single_file"
+    family = family_of(index["_class_name"], who=who)
+    layout = layout_of(family, networks["text_encoder"].component.config, who=who)
+    tensors = original_tensors({name: network.tensors for name, network in networks.items()}, layout, who=who)
+    _check_space(tensors.values(), request)
+    components = {name: _with_defaults(networks[name].component) for name in (family.denoiser, "vae")}
+    scheduler = read_json(source.pipeline / "scheduler" / "scheduler_config.json")
+    metadata = model_spec(
+        layout,
+        title=Path(request.output_dir).name,
+        prediction_type=scheduler.get("prediction_type", "epsilon"),
+        side=family.resolution(components),
+    )
+    write_streamed(folder / SINGLE_FILE_NAME, tensors, dtype=request.torch_dtype, metadata=metadata)
+    _place_parts(source.pipeline, folder / "config", without_weights=index)
+    for name, component in components.items():
+        write_json(folder / "config" / name / "config.json", component.config)
+
+
+def _with_defaults(component: Component) -> Component:
+    """Complete a diffusers configuration: its class fills gaps when it is built, the converter of one file does not."""
+    parameters = inspect.signature(pipeline_folder.class_of(component).__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return replace(component, config=defaults | component.config)
+
+
+def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]) -> None:
+    """Put the files of a pipeline into another folder: weights as hard links, what people may edit as copies."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy2(pipeline / "model_index.json", folder)
+    index = read_json(pipeline / "model_index.json")
+    for part in (path for path in pipeline.iterdir() if path.is_dir() and path.name in index):
+        (folder / part.name).mkdir()
+        for file in (file for file in part.iterdir() if file.is_file()):
+            target = folder / part.name / file.name
+            if not file.name.endswith(_WEIGHTS):
+                shutil.copy2(file, target)
+            elif part.name not in without_weights:
+                checkpoint.hard_link(file, target)
+
+
+def _check_space(tensors: Iterable[StreamedTensor], request: Request) -> None:
+    size = sum(t.numel * converted_dtype(t, request.torch_dtype).itemsize for t in tensors)
+    checkpoint.check_free_space(request.output_dir, size, f"format={request.format}", purpose="the export")

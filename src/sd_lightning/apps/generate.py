@@ -1,0 +1,263 @@
+"""Draw pictures with a trained run or a pretrained pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sd_lightning import _conf
+from sd_lightning._conf.annotations import list_element
+from sd_lightning._console import quiet_libraries
+from sd_lightning._errors import UsageError
+from sd_lightning.apps.pictures import mark_of, write_marked, write_png
+from sd_lightning.models.generation import SamplingOptions, generate
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.pipeline_folder import find_folder, read_json
+from sd_lightning.planner.inference_memory import inference_bytes
+from sd_lightning.quantization import Int8, quantize_
+from sd_lightning.storage import run_folder, runs
+from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from PIL import Image
+
+
+_GRID = "a grid of pictures"
+"""What a grid says of itself in its metadata."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pipeline of the hub or on disk."""
+
+    pretrained: str | None = None
+    revision: str | None = None
+    variant: str | None = None
+    vae: str | None = None
+
+
+@dataclass(frozen=True)
+class Request(SamplingOptions):
+    """What to draw, with what, how, and where to put it; ``conf/generate.yaml`` explains the keys."""
+
+    run: str | None = None
+    model: Pretrained = field(default_factory=Pretrained)
+    prompts: list[str] | str = ""
+    negative_prompt: str = ""
+    num_images_per_prompt: int = 1
+    seed: int = 0
+    batch_size: int = 4
+    device: str = "auto"
+    output_dir: str = "generated"
+    columns: int | None = None
+    quantization: Int8 | None = None
+    save_to: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.model.pretrained is None):
+            given = "neither" if self.run is None else "both"
+            raise UsageError(
+                f"generate got {given} of run= and model.pretrained=; give run=runs/<name>, or model.pretrained=<hub "
+                "id or folder>"
+            )
+        for name in ("num_images_per_prompt", "columns"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"generate got {name}={value}; expected at least 1, e.g. {name}=4")
+        if self.save_to is not None and self.quantization is None:
+            raise UsageError(
+                f"generate got save_to={self.save_to} without quantization; add quantization=int8, or copy the model "
+                "as it is with python -m sd_lightning.export"
+            )
+        of_hub = {name: getattr(self.model, name) for name in ("revision", "variant")}
+        unused = [f"model.{name}={value}" for name, value in of_hub.items() if value is not None]
+        if self.run is not None and unused:
+            raise UsageError(
+                f"generate got {' and '.join(unused)} with run={self.run}; a run has one version: leave it out"
+            )
+        super().__post_init__()
+
+    @property
+    def source(self) -> str | Path:
+        return self.model.pretrained or runs.find_pipeline(str(self.run), who="run")
+
+
+def run(cfg: DictConfig) -> int:
+    """Draw the pictures, write each with its settings in its metadata, and a grid of all."""
+    quiet_libraries()
+    request: Request = _conf.instantiate(cfg)
+    only_save = request.save_to is not None and not request.prompts
+    captions = [] if only_save else read_prompts(request.prompts)
+    prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
+    device = _device(request.device)
+    seeds, output_dir = _seeds(request.seed, len(prompts)), _output_dir(request.output_dir)
+    save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
+    folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
+    schedule = folder / "scheduler" / "scheduler_config.json"
+    if schedule.is_file():  # or else loading says what is missing
+        request.check_steps(read_json(schedule))  # before weights are read
+    model = _load(request, device)
+    request.check(model)
+    if save_to is not None:
+        with complete_or_absent(save_to, given=f"save_to={request.save_to}") as folder:
+            model.save_pretrained(folder)
+        print(f"{request.source} in int8 -> {request.save_to}")
+    if only_save:
+        return 0
+    output_dir.mkdir(parents=True, exist_ok=True)
+    negative_prompt = request.negative_prompt
+    images = generate(model, prompts, seeds=seeds, options=request, negative_prompt=negative_prompt, device=device)
+    if request.quantization is not None:
+        print_memory(model, request, len(prompts), device)
+    settings = {
+        "model": str(request.source),
+        "negative_prompt": negative_prompt,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "scheduler": type(model.sampling_scheduler(request.scheduler)).__name__,
+        **_less_usual(request),
+    }
+    for image, prompt, seed in zip(images, prompts, seeds, strict=True):
+        each = {"prompt": prompt, "seed": seed, **settings}
+        write_png(image, picture_path(output_dir, each), each)
+    grid = _write_grid(images, prompts, output_dir, request.columns)
+    count = "1 picture" if len(images) == 1 else f"{len(images)} pictures"
+    print(f"{count} in {output_dir}/, all in {grid}")
+    return 0
+
+
+def _less_usual(request: Request) -> dict[str, Any]:
+    """Return the settings that a picture depends on, too, as far as they are not the defaults."""
+    given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling")}
+    given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
+    given["quantization"] = request.quantization and asdict(request.quantization)
+    return {name: value for name, value in given.items() if value}
+
+
+def _load(request: Request, device: torch.device) -> LatentDiffusion:
+    where, config = request.model, request.quantization
+    # Left in their files, quantize_ reads a few rows at a time.
+    deferred = [] if config is None else ["all"]
+    model = LatentDiffusion.from_pretrained(
+        request.source, revision=where.revision, variant=where.variant, vae=where.vae, deferred=deferred
+    )
+    if config is not None and config.dtype is None and device.type == "cuda":
+        config = replace(config, dtype="float16")
+    return model if config is None else quantize_(model, config)
+
+
+def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int, device: torch.device) -> None:
+    """Say what the model takes in int8, and what it would take in half and in full precision."""
+    height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
+    batch_size = min(options.batch_size, num_pictures)
+    with model.family.decoding_in_tiles(model.vae, options.vae_tiling):
+        (weights, peak), half, full = (
+            inference_bytes(model, height=height, width=width, batch_size=batch_size, dtype=dtype)
+            for dtype in (None, torch.float16, torch.float32)
+        )
+    print(f"weights {_gb(weights)} in int8, {_gb(half[0])} in fp16, {_gb(full[0])} in fp32")
+    count = f"{batch_size} picture{'s' if batch_size > 1 else ''} of {width}x{height} at a time"
+    print(f"computed peak, {count}: {_gb(peak)} in int8, {_gb(half[1])} in fp16, {_gb(full[1])} in fp32")
+    if device.type == "cuda":
+        print(f"measured peak on the GPU: {_gb(torch.cuda.max_memory_allocated(device))} in int8")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+def read_prompts(prompts: Any) -> list[str]:
+    """Return the captions of a list, or of a text file with one caption per line.
+
+    Raises:
+        UsageError: There are none, or the file cannot be read.
+    """
+    if isinstance(prompts, str):
+        path = Path(prompts)
+        if not path.is_file():
+            raise UsageError(
+                f"generate got prompts={prompts!r}, which is not a file; write 'prompts=[{list_element(prompts)}]' for "
+                "a caption, or give a text file with one caption per line"
+            )
+        try:
+            captions = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"generate got prompts={prompts}, which cannot be read as UTF-8 text ({error}); save it as UTF-8"
+            ) from error
+    else:
+        captions = [str(p) for p in prompts or []]
+    captions = [caption for caption in captions if caption]
+    if not captions:
+        raise UsageError("generate got no prompts; write 'prompts=[a handwritten three]' or prompts=captions.txt")
+    return captions
+
+
+def file_name(prompt: str, seed: int) -> str:
+    """Return "a-handwritten-three-seed-0.png"."""
+    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+    return f"{slug}-seed-{seed}.png"
+
+
+def picture_path(folder: Path, settings: Mapping[str, Any]) -> Path:
+    """Return where to write a picture: its :func:`file_name`, or with a hash if a picture of other settings has it."""
+    path, text = folder / file_name(settings["prompt"], settings["seed"]), json.dumps(settings)
+    if not path.exists() or mark_of(path) == text:
+        return path
+    return path.with_stem(f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+
+
+def _write_grid(images: Sequence[Image.Image], prompts: Sequence[str], folder: Path, columns: int | None) -> Path:
+    """Write all pictures as one, in the place of the last such grid but of no other picture."""
+    from sd_lightning.report import image_grid
+
+    names = itertools.chain(["grid.png"], (f"grid-{number}.png" for number in itertools.count(2)))
+    path = next(path for name in names if not (path := folder / name).exists() or mark_of(path) == _GRID)
+    grid = image_grid(list(images), columns or math.ceil(math.sqrt(len(images))), captions=list(prompts))
+    write_marked(grid, path, _GRID)
+    return path
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # "meta" has tensors, but no values
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise UsageError(
+            f"generate got device={name}, which is not there to compute on; expected auto, cpu, or cuda where there is "
+            "such a GPU; write device=cpu or auto"
+        ) from error
+    return device
+
+
+def _seeds(first: int, count: int) -> range:
+    if not 0 <= first <= 2**63 - count:
+        raise UsageError(f"generate got seed={first}; expected a whole number from 0 to 2**63 - {count}, e.g. seed=0")
+    return range(first, first + count)
+
+
+def _output_dir(name: str) -> Path:
+    """Check that pictures can be written there, without making the folder yet."""
+    run_folder.check_place(name, key="output_dir")
+    path = Path(name)
+    try:
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"output_dir={name}: a file is in the way; choose another output_dir=<folder>")
+        runs.check_writable(path)
+    except OSError as error:
+        raise UsageError(
+            f"output_dir={name} cannot be written ({error.strerror}); choose another output_dir=<folder>"
+        ) from error
+    return path

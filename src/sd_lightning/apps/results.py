@@ -1,0 +1,130 @@
+"""What a run leaves behind: the pipeline, ``summary.json``, the report, and some lines on the console."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.storage import checkpoint, runs
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from sd_lightning.callbacks import PortableCheckpoint
+    from sd_lightning.data.datamodule import SDDataModule
+    from sd_lightning.training.module import SDLightningModule
+
+CallbackT = TypeVar("CallbackT", bound="pl.Callback")
+
+
+def callback_of(trainer: pl.Trainer, kind: type[CallbackT]) -> CallbackT | None:
+    """Return the trainer's callback of a kind, if it has one."""
+    return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def locked(trainer: pl.Trainer, run_dir: Path) -> Iterator[None]:
+    """Keep other processes out of a run's directory, as ``fit`` did, while its results are made."""
+    if trainer.is_global_zero:
+        runs.lock(run_dir)
+        runs.go_back(run_dir, trainer.global_step)  # fit does, too, where there is something to train
+    try:
+        yield
+    finally:
+        runs.unlock(run_dir)
+
+
+def catch_up(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataModule) -> None:
+    """Validate and draw for a run that was killed between its last checkpoint and its results."""
+    from sd_lightning.callbacks import SampleGrid
+
+    if datamodule.source_val is not None and trainer.limit_val_batches:
+        trainer.validate(module, datamodule, verbose=False)
+    if module.device != trainer.strategy.root_device:  # some strategies leave it in host memory
+        module.to(trainer.strategy.root_device)
+    samples = callback_of(trainer, SampleGrid)
+    if samples is not None:
+        samples.on_train_end(trainer, module)
+
+
+def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
+    """Publish the pipeline, write summary and report, and tell where everything is.
+
+    Returns:
+        Exit code: 0, or 75 if a signal stopped the run.
+    """
+    from sd_lightning.callbacks import PortableCheckpoint, StopOnSignal
+    from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
+    from sd_lightning.report import read_metrics, write_report
+
+    bad_samples = datamodule.gather_bad_samples()
+    checkpoints, stop = callback_of(trainer, PortableCheckpoint), callback_of(trainer, StopOnSignal)
+    is_stopped = stop is not None and stop.stopped
+    if not trainer.is_global_zero:
+        return EXIT_INTERRUPTED if is_stopped else 0
+    assert checkpoints is not None, "the pre-flight refuses runs without callbacks.checkpoint"
+    saved = checkpoints.last_saved
+    if is_stopped:
+        step, at = trainer.global_step, None if saved is None else checkpoint.step_of(saved)
+        told = f"saved {saved}" if at == step else f"not saved, since its loss is not finite; the last is {saved}"
+        print(f"stopped by a signal at step {step}; {told}; resume=auto continues")
+        return EXIT_INTERRUPTED
+    assert saved is not None
+    pipeline = runs.publish_pipeline(run_dir, saved)
+    summary = _summary(trainer, checkpoints, datamodule.no_caption_gap, bad_samples)
+    summary |= {"checkpoint": str(saved), "pipeline": str(pipeline)}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    metrics = read_metrics(run_dir / "logs") if (run_dir / "logs").exists() else {}
+    write_report(run_dir, summary, metrics, (run_dir / "config.yaml").read_text())
+    print("\n".join(_lines(summary, run_dir)))
+    return 0
+
+
+def _summary(
+    trainer: pl.Trainer, checkpoints: PortableCheckpoint, why_no_gap: str | None, bad_samples: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what ``summary.json`` holds besides paths; None stands for what was not measured."""
+    from sd_lightning.callbacks import SampleGrid, Throughput
+
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    samples, throughput = callback_of(trainer, SampleGrid), callback_of(trainer, Throughput)
+    speed = throughput.summary() if throughput is not None else {}
+    accuracy = samples.prompted_accuracy if samples is not None else None
+    gap = metrics.get("val/caption_gap")
+    return {
+        "steps": trainer.global_step,
+        "train_seconds": round(checkpoints.train_seconds, 2),
+        **{name: speed.get(name) for name in ("images_per_second", "data_wait", "peak_memory_gib", "mfu")},
+        "final_loss": checkpoints.loss,
+        "val_loss": metrics.get("val/loss"),
+        "caption_gap": gap,
+        "no_caption_gap": None if gap is not None else why_no_gap or "nothing was validated",
+        "prompted_accuracy": accuracy,
+        "prompted_accuracy_samples": samples.accuracy_samples if samples is not None and accuracy is not None else 0,
+        "bad_samples": len(bad_samples),
+        "bad_sample_names": sorted(bad_samples)[:100],
+    }
+
+
+def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Return what the console shows of a run."""
+    rate, gap, bad = (summary[name] for name in ("images_per_second", "caption_gap", "bad_samples"))
+    accuracy, num_drawn = (summary[name] for name in ("prompted_accuracy", "prompted_accuracy_samples"))
+    pipeline = summary["pipeline"]
+    measured = f"not measured: {summary['no_caption_gap']}"
+    lora = f"; then pipeline.load_lora_weights('{pipeline}')" if Path(pipeline, LORA_NAME).is_file() else ""
+    shown = {
+        "steps": f"{summary['steps']} in {summary['train_seconds']:.0f} s",
+        "images per second": rate and f"{rate:.0f}",
+        "caption gap": measured if gap is None else f"{gap:.3f} (0: the model ignores its prompts)",
+        "prompted accuracy": None if accuracy is None else f"{accuracy:.1%} of {num_drawn} pictures",
+        "bad samples": bad and f"{bad} left out, named in summary.json",
+        "pictures": f"{run_dir}/samples/",
+        "pipeline": f"{pipeline} (diffusers: DiffusionPipeline.from_pretrained{lora})",
+        "report": f"{run_dir}/report.html",
+    }
+    return [f"{name:<18} {text}" for name, text in shown.items() if text]

@@ -1,0 +1,176 @@
+"""Train a latent-diffusion model: build, fit, and write what a person looks at afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_lightning import _conf
+from sd_lightning._console import quiet_libraries
+from sd_lightning._errors import UsageError
+from sd_lightning._imports import require
+from sd_lightning._launchers import is_first_process
+from sd_lightning.apps.preflight import LOAD_MODEL, Parts, check_model, is_lightning_checkpoint, preflight
+from sd_lightning.apps.results import callback_of, catch_up, finish, locked
+from sd_lightning.storage import checkpoint, runs
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import Strategy
+    from omegaconf import DictConfig
+
+    from sd_lightning.data.datamodule import SDDataModule
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.training.module import SDLightningModule
+
+    Prepare = Callable[[DictConfig, Strategy, Parts], None]
+
+log = logging.getLogger(__name__)
+
+
+def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
+    """Run the main job.
+
+    Args:
+        cfg: The configuration.
+        prepare: Called with the strategy and the small parts when all has been checked that can be without data and
+            model, before these are built.
+
+    Returns:
+        Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
+    """
+    run_dir = Path(cfg.output_dir)
+    resume, parts = preflight(cfg, run_dir)
+    trained = resume is not None and cfg.trainer.max_steps <= checkpoint.step_of(resume)
+    if resume is not None and trained and runs.is_finished(run_dir, checkpoint.step_of(resume)):
+        log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
+        return 0
+    quiet_libraries()
+    trainer = build_trainer(cfg, resume)
+    check_model(cfg)
+    if prepare is not None:
+        prepare(cfg, trainer.strategy, parts)
+    datamodule = _conf.instantiate(cfg.data)
+    module = build_module(cfg, parts)
+    check_parts(trainer, module, datamodule)
+    open_run(cfg, run_dir, trainer)
+    from sd_lightning.strategies.processes.group import parting
+
+    with parting(trainer):
+        trainer.fit(module, datamodule)
+        with locked(trainer, run_dir):
+            if trained:
+                catch_up(trainer, module, datamodule)
+            return finish(trainer, datamodule, run_dir)
+
+
+def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
+    """Build Lightning's trainer with our callbacks, loggers and strategy."""
+    chosen = {name: node for name, node in cfg.callbacks.items() if node is not None}
+    given = {"checkpoint": {"resume": resume}}
+    callbacks = [_conf.instantiate(node, **given.get(name, {})) for name, node in chosen.items()]
+    nodes = [node for node in (cfg.get("logger") or {}).values() if node is not None]
+    if any(node["_target_"].endswith("WandbLogger") for node in nodes):
+        require("wandb", extra="loggers", who="logger=wandb")  # Lightning looks for it only at the first metric
+    loggers = [_conf.instantiate(node) for node in nodes]
+    options = {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": cfg.output_dir}
+    strategy = _conf.instantiate(cfg.strategy)
+    from sd_lightning.training.precision import precision_options
+
+    return _conf.instantiate(
+        cfg.trainer,
+        strategy=strategy,
+        **{"precision": None, **precision_options(cfg.trainer.precision, strategy)},
+        callbacks=callbacks,
+        logger=loggers or False,
+        use_distributed_sampler=False,
+        **{key: value for key, value in options.items() if key not in cfg.trainer},
+    )
+
+
+def build_module(cfg: DictConfig, parts: Parts) -> SDLightningModule:
+    """Build the model, wrap it for training, and apply the speed switches."""
+    module = wrap(cfg, _conf.instantiate(cfg.model, **deferral(cfg, _trained_networks(cfg))), parts)
+    if is_lightning_checkpoint(cfg.init_from):
+        runs.load_lightning_checkpoint(cfg.init_from, module)
+    parts.speed.apply_(module.trained_networks().values())
+    return module
+
+
+def wrap(cfg: DictConfig, latent_diffusion: LatentDiffusion, parts: Parts) -> SDLightningModule:
+    """Wrap a model for training, with what is trained beside, or in the place of, its own weights."""
+    optional = {"lora": parts.lora, "learned_token": parts.learned_token}  # which a module of one's own need not know
+    return _conf.instantiate(
+        cfg.module,
+        latent_diffusion=latent_diffusion,
+        objective=parts.objective,
+        optimizer=parts.optimizer,
+        lr_scheduler=parts.lr_scheduler,
+        **{name: part for name, part in optional.items() if part is not None},
+    )
+
+
+def _trained_networks(cfg: DictConfig) -> tuple[str, ...]:
+    """Name the networks that are trained as they are in their files."""
+    grows = cfg.get("learned_token") is not None  # a row is added to the text encoder's weights
+    return ("denoiser", "text_encoders") if cfg.module.train_text_encoder and not grows else ("denoiser",)
+
+
+def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
+    """Return the argument of the model that leaves the weights of networks in their files, where that is possible."""
+    if cfg.model["_target_"] != LOAD_MODEL or is_lightning_checkpoint(cfg.init_from):
+        return {}  # a Lightning checkpoint is loaded before there is a trainer
+    return {"deferred": tuple(names)}
+
+
+def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataModule) -> None:
+    """Refuse what shows only when all parts are there, but must not wait until they are at work.
+
+    Raises:
+        UsageError: They do not fit together, or not with the checkpoint to resume.
+    """
+    from sd_lightning.callbacks import EngineMemory, PortableCheckpoint, SampleGrid
+
+    memory = callback_of(trainer, EngineMemory)
+    if memory is not None:
+        memory.check(trainer.strategy)
+    datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
+    saving = callback_of(trainer, PortableCheckpoint)
+    assert saving is not None, "the pre-flight refuses runs without callbacks.checkpoint"
+    saving.check_resume(module, datamodule)
+    if is_first_process():  # it looks at files; the others hear of it before the first step
+        saving.check_data(datamodule)
+    if hasattr(trainer.strategy, "check"):
+        trainer.strategy.check(trainer, module)  # which configures the optimizer, too
+    else:
+        module.configure_optimizers()  # makes no states yet
+    samples = callback_of(trainer, SampleGrid)
+    if samples is not None:
+        samples.options.check(module.latent_diffusion)
+    batches = datamodule.num_train_samples // datamodule.batch_size * trainer.accumulate_grad_batches
+    interval = trainer.val_check_interval
+    if trainer.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > batches:
+        raise UsageError(
+            f"trainer.val_check_interval={interval}: an epoch has only {batches} forward passes; write "
+            "trainer.check_val_every_n_epoch=null to count on over epochs, or a smaller number"
+        )
+
+
+def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
+    """Make the run's directory, write the configuration into it, and start the loggers."""
+    from omegaconf import OmegaConf
+
+    if not trainer.is_global_zero:
+        return  # the others wait for rank 0 before they look into it
+    runs.prepare(run_dir, overwrite=cfg.overwrite)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    for logger in trainer.loggers:
+        try:
+            _ = logger.experiment  # type: ignore[attr-defined]
+        except Exception as error:  # W&B without a key or a network, a broken database, ...
+            raise UsageError(
+                f"logger: {type(logger).__name__} cannot start ({type(error).__name__}: {error}); mend that, or write "
+                "logger=default"
+            ) from error

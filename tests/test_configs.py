@@ -22,7 +22,7 @@ from sd_lightning import dreambooth as dreambooth_program
 from sd_lightning import export as export_program
 from sd_lightning import generate as generate_program
 from sd_lightning import train as train_program
-from sd_lightning.data.digits import Digits
+from sd_lightning.data.sources.digits import Digits
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.quantization import Int8
 from sd_lightning.training.speed import Speed

@@ -200,8 +200,8 @@ def test_module_and_strategies_do_not_know_each_other() -> None:
 
 
 def test_datamodule_is_the_only_part_of_data_that_knows_lightning() -> None:
-    for path in (PACKAGE / "data").glob("*.py"):
-        if path.stem == "datamodule":
+    for path in (PACKAGE / "data").rglob("*.py"):
+        if path.parent.name == "datamodule":
             continue
         assert not [name for name, _ in imports(path) if name.split(".")[0] in LIGHTNING], name_of(path)
 

@@ -17,7 +17,7 @@ from sd_lightning._launchers import is_first_process
 from sd_lightning.apps import class_images
 from sd_lightning.apps.dreambooth_checks import base_of, check_base, check_folders, check_used, load_base
 from sd_lightning.apps.preflight import LOAD_MODEL, adopt_base, check_model, num_processes
-from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
+from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import runs
 

@@ -23,7 +23,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
+from sd_lightning.data.sources.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 

@@ -15,21 +15,22 @@ _NAMED = 20
 """Bad samples that warnings and errors name."""
 
 
-class BadSamples(dict[str, str]):
-    """Names of samples that cannot be used, and why.
+class BadSamples:
+    """The samples that cannot be used.
 
     Attributes:
+        found: Their names, and why.
         limit: So many are tolerated.
     """
 
     def __init__(self, max_fraction: float, num_samples: int) -> None:
-        """Tolerate none yet.
+        """Start without any.
 
         Args:
             max_fraction: Fraction of the samples that may be bad.
             num_samples: All samples, usable or not.
         """
-        super().__init__()
+        self.found: dict[str, str] = {}
         self.max_fraction = max_fraction
         self.limit = int(max_fraction * num_samples)
 
@@ -40,22 +41,22 @@ class BadSamples(dict[str, str]):
             UsageError: They are too many.
         """
         for name, reason in bad.items():
-            if name in self:
+            if name in self.found:
                 continue
-            self[name] = reason
-            if len(self) <= _NAMED:
+            self.found[name] = reason
+            if len(self.found) <= _NAMED:
                 log.warning("data: %s is left out: %s", name, reason)
-            elif len(self) == _NAMED + 1:
+            elif len(self.found) == _NAMED + 1:
                 log.warning("data: more than %d samples are left out; further ones are only counted", _NAMED)
         self.check()
 
     def gather(self) -> None:
         """Add the bad samples of all ranks; a collective call."""
         if dist.is_available() and dist.is_initialized():
-            parts = [dict(self)] * dist.get_world_size()
-            dist.all_gather_object(parts, dict(self))
+            parts = [self.found] * dist.get_world_size()
+            dist.all_gather_object(parts, self.found)
             for part in parts:
-                self |= part
+                self.found |= part
 
     def check_all_ranks(self) -> None:
         """Stop all ranks when what each of them tolerates is too much together; a collective call.
@@ -72,14 +73,14 @@ class BadSamples(dict[str, str]):
         Raises:
             UsageError: They are more than ``limit``.
         """
-        if len(self) > self.limit:
+        if len(self.found) > self.limit:
             raise UsageError(
-                f"data: {len(self)} samples cannot be used, more than data.max_bad_fraction={self.max_fraction} allows "
-                f"({self.limit}): {self.listed()}; mend or remove them, or raise data.max_bad_fraction"
+                f"data: {len(self.found)} samples cannot be used, more than data.max_bad_fraction={self.max_fraction} "
+                f"allows ({self.limit}): {self.listed()}; mend or remove them, or raise data.max_bad_fraction"
             )
 
     def listed(self) -> str:
         """Return the first twenty with their reasons, for a message."""
-        shown = [f"{name} ({reason})" for name, reason in list(self.items())[:_NAMED]]
-        more = len(self) - len(shown)
+        shown = [f"{name} ({reason})" for name, reason in list(self.found.items())[:_NAMED]]
+        more = len(self.found) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,8 +1,8 @@
 """What the datamodule, the callbacks and the trained module ask of each other.
 
-``SDDataModule`` is everything that a callback asks of a datamodule. The callbacks also work with a datamodule that is
-only some of it: one that is no ``ResumableData`` cannot be saved by ``PortableCheckpoint``; one that is no
-``ComparableData`` resumes without a look at its samples; one that is no ``CountedData`` has no bad samples.
+``SDDataModule`` satisfies all three protocols of data. Our callbacks work with other datamodules, too:
+``PortableCheckpoint`` needs ``ResumableData``; without ``ComparableData`` it does not look for changed samples on
+resume, without ``CountedData`` it saves no bad samples. The other callbacks need none.
 """
 
 from __future__ import annotations

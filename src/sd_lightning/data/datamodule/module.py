@@ -82,9 +82,10 @@ class SDDataModule(LightningDataModule):
         self._check_options(max_bad_fraction)
         self._sources = [source for source in (self.source_train, self.source_val) if source is not None]
         dropped = {name for source in self._sources for name in source.dropped}
-        self.bad_samples = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped))
+        self._bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped))
+        self.bad_samples = self._bad.found
         for source in self._sources:
-            self.bad_samples.count(source.dropped)
+            self._bad.count(source.dropped)
 
     def _check_options(self, max_bad_fraction: float) -> None:
         if self.batch_size < 1:
@@ -162,7 +163,7 @@ class SDDataModule(LightningDataModule):
             tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loader_options.build(dataset, self.train_sampler, on_cuda=self._on_cuda())
-        return EpochLoader(loader, self.train_sampler, on_start=self.bad_samples.check_all_ranks)
+        return EpochLoader(loader, self.train_sampler, on_start=self._bad.check_all_ranks)
 
     def val_dataloader(self) -> WholeBatchLoader | list[Batch]:
         """Return the loader over this rank's share of the held-out images, in order, nothing random.
@@ -190,9 +191,9 @@ class SDDataModule(LightningDataModule):
             return batch
         source = self.source_train if self._attached().training else self.source_val
         assert source is not None
-        self.bad_samples.count({source.name(index): reason for index, reason in batch.pop("bad")})
+        self._bad.count({source.name(index): reason for index, reason in batch.pop("bad")})
         if "index" not in batch:
-            raise UsageError(f"data: none of the {len(source)} images can be read: {self.bad_samples.listed()}")
+            raise UsageError(f"data: none of the {len(source)} images can be read: {self._bad.listed()}")
         if self._attached().training:
             self._position = None
             batch.pop("captions", None)  # Lightning would look into every string for tensors to move
@@ -200,7 +201,7 @@ class SDDataModule(LightningDataModule):
 
     def gather_bad_samples(self) -> dict[str, str]:
         """Return the bad samples that any rank has met; a collective call."""
-        self.bad_samples.gather()
+        self._bad.gather()
         return self.bad_samples
 
     def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
@@ -224,7 +225,7 @@ class SDDataModule(LightningDataModule):
         Raises:
             UsageError: They are too many with those of this start.
         """
-        self.bad_samples.count(bad)
+        self._bad.count(bad)
 
     def _dataset(self, source: Source, images: ImageOptions, *, wrong_captions: bool = False) -> CaptionedImages:
         module = self._module()
@@ -235,7 +236,7 @@ class SDDataModule(LightningDataModule):
             seed=module.seed,
             wrong_captions=wrong_captions,
             latents=self._latent_table(source) if self.cache_latents else None,
-            max_bad=self.bad_samples.limit,
+            max_bad=self._bad.limit,
         )
 
     def _check_caption_gap(self, dataset: CaptionedImages) -> None:
@@ -266,7 +267,7 @@ class SDDataModule(LightningDataModule):
             )
             table = table if source.rows is None else table.of_samples(source.rows)
             self._latents[id(source)] = known = (encoder, table)
-        self.bad_samples.count({source.name(index): reason for index, reason in known[1].bad})
+        self._bad.count({source.name(index): reason for index, reason in known[1].bad})
         return known[1]
 
     def _attached(self) -> Trainer:

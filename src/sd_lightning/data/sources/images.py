@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
@@ -131,7 +131,7 @@ class ImageFolder(Source):
                 found.append(captions)
         return found
 
-    def _check_column(self, number: int, row: dict[str, Any]) -> None:
+    def _check_column(self, number: int, row: dict[str, object]) -> None:
         """Refuse a caption column that a line does not have, or that names the image."""
         others = [name for name in row if name != "file_name"]
         if self.caption_column in others:
@@ -144,7 +144,7 @@ class ImageFolder(Source):
             f"{has}; {'' if others else 'add captions to it, and '}write data.caption_column={column}"
         )
 
-    def _rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
         """Yield line numbers and objects of the metadata file; lines that hold none, or are too long, are dropped."""
         path = self.root / METADATA
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from sd_lightning.data.digits import Digits
+from sd_lightning.data.sources.digits import Digits
 
 GLYPH = 10
 """What the judge calls the subject; 0 to 9 are the digits."""

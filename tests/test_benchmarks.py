@@ -260,7 +260,7 @@ def test_both_sides_of_vs_diffusers_get_the_same_settings(tools: tuple[ModuleTyp
 def test_the_image_folder_holds_whole_batches(
     tools: tuple[ModuleType, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd_lightning.data.images import ImageFolder
+    from sd_lightning.data.sources.images import ImageFolder
 
     case = tools[0].load_case("vs_diffusers")
     assert case.STEPS_PER_EPOCH * case.BATCH_SIZE <= 1797

@@ -23,7 +23,7 @@ from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningMo
 from sd_lightning.apps import export, generate
 from sd_lightning.apps import train as train_program
 from sd_lightning.apps.preflight import Parts
-from sd_lightning.data.digits import Digits
+from sd_lightning.data.sources.digits import Digits
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.quantization import Int8
 from sd_lightning.training.speed import Speed

@@ -23,8 +23,9 @@ from torch import Tensor
 import small_training
 from sd_lightning import train
 from sd_lightning._errors import UsageError
-from sd_lightning.data.datamodule import SDDataModule, digits_data, validation_batches
+from sd_lightning.data.datamodule import SDDataModule, digits_data
 from sd_lightning.data.loader import LoaderOptions
+from sd_lightning.data.sampler import validation_batches
 from sd_lightning.data.samples import ImageOptions
 from sd_lightning.data.source import BadSample
 
@@ -331,7 +332,7 @@ def test_cached_latents_are_the_same_at_every_world_size() -> None:
 
 def test_validation_is_in_order_without_randomness_and_with_wrong_captions() -> None:
     module = Recorder()
-    trainer(3).fit(module, datamodule(val=Squares(5), val_batch_size=2))
+    trainer(3).fit(module, datamodule(val=Squares(5), loader=LoaderOptions(val_batch_size=2)))
     batches = module.val_batches[:3]
     assert [batch["index"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
     captions = sum((batch["captions"] for batch in batches), [])
@@ -441,7 +442,7 @@ def test_worker_processes_end_with_the_run() -> None:
     ("make", "message"),
     [
         (lambda: datamodule(batch_size=0), "data.batch_size=0: expected 1 or more"),
-        (lambda: datamodule(val_batch_size=0), "data.val_batch_size=0"),
+        (lambda: digits_data(val_batch_size=0), "data.val_batch_size=0"),
         (lambda: datamodule(max_bad_fraction=1.5), r"data.max_bad_fraction=1.5: expected a fraction in \[0, 1\]"),
         (lambda: datamodule(cache_latents=True), "cache_latents=true .* data.random_flip=true changes it"),
         (lambda: digits_data(center_crop=False), "cache_latents=true .* data.center_crop=false changes it"),

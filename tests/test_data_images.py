@@ -19,10 +19,12 @@ from PIL import Image
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.samples import _suggested_prompts
 from sd_lightning.data.datamodule import huggingface_data, image_folder_data
-from sd_lightning.data.images import HuggingFaceImages, ImageFolder, decode
 from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.samples import CaptionedImages, ImageOptions
 from sd_lightning.data.source import BadSample
+from sd_lightning.data.sources.huggingface import HuggingFaceImages
+from sd_lightning.data.sources.image_files import decode
+from sd_lightning.data.sources.images import ImageFolder
 
 
 def paint(path: Path, value: int = 100) -> None:
@@ -403,7 +405,7 @@ def test_a_column_of_numbers_or_of_words_that_name_no_file_is_refused_before_the
             HuggingFaceImages(tmp_path / "saved", **given)
 
 
-@pytest.mark.parametrize("name", ["digits", "images", "huggingface"])
+@pytest.mark.parametrize("name", ["digits", "images", "huggingface", "dreambooth"])
 def test_yaml_keys_are_the_builders_arguments_with_their_defaults(name: str, repo: Path) -> None:
     import inspect
 

@@ -1,5 +1,6 @@
 """Samples: images placed as diffusers' scripts do, captions chosen and dropped by the sample's own randomness."""
 
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -9,9 +10,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
 from sd_lightning.data.samples import CaptionedImages, ImageOptions
-from sd_lightning.data.source import SourceSubset, hold_out
+from sd_lightning.data.source import SourceSubset, as_source, hold_out
+from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
 from sd_lightning.data.transform import place, to_model_range, to_rgb
 
 
@@ -147,6 +148,34 @@ def test_hold_out_splits_evenly_without_overlap(asked: int | None, held: int) ->
     train, val = hold_out(source, asked)
     names = [[part.name(i) for i in range(len(part))] for part in (train, val)]
     assert len(names[1]) == held and len(set(names[0]) | set(names[1])) == len(source) == len(names[0]) + held
+
+
+class Undeclared:
+    """A source that does not inherit from Source, and has some of what it could leave out."""
+
+    loss_weights = torch.tensor([1.0, 3.0])
+
+    def __len__(self) -> int:
+        return 2
+
+    def image(self, index: int) -> Image.Image:
+        return noise(8, 8)
+
+    def captions(self, index: int) -> list[str]:
+        return [f"caption {index}"]
+
+    def name(self, index: int) -> str:
+        return f"own {index}"
+
+
+def test_what_a_source_has_goes_before_the_defaults_of_what_it_lacks() -> None:
+    own = pickle.loads(pickle.dumps(as_source(Undeclared())))
+    assert (len(own), own.name(1), own.captions(1), own.image(0).size) == (2, "own 1", ["caption 1"], (8, 8))
+    assert (own.together, own.rows, own.judge, own.fingerprint, dict(own.dropped)) == (1, None, None, None, {})
+    assert own.distinct is own and as_source(own) is own
+    assert own.evidence(1, thorough=True) == ("own 1", "", "caption 1") and own.evidence(1, thorough=False)[2] == ""
+    data = CaptionedImages(Undeclared(), lengths, options=ImageOptions(8), seed=0)
+    assert data.__getitems__([(0, 1), (0, 0)])["loss_weight"].tolist() == [3.0, 1.0]
 
 
 def test_hold_out_none_or_too_many() -> None:

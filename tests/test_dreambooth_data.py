@@ -12,7 +12,10 @@ from sd_lightning import UsageError
 from sd_lightning.apps import class_images
 from sd_lightning.apps.class_images import missing_pictures
 from sd_lightning.data.datamodule import dreambooth_data
-from sd_lightning.data.dreambooth import (
+from sd_lightning.data.latent_table import encode_source
+from sd_lightning.data.sampler import GlobalBatchSampler
+from sd_lightning.data.samples import CaptionedImages, ImageOptions
+from sd_lightning.data.sources.dreambooth import (
     Picture,
     SubjectAndClass,
     check_readable,
@@ -20,9 +23,6 @@ from sd_lightning.data.dreambooth import (
     find_class_pictures,
     find_photos,
 )
-from sd_lightning.data.latent_table import encode_source
-from sd_lightning.data.sampler import GlobalBatchSampler
-from sd_lightning.data.samples import CaptionedImages, ImageOptions
 
 SKS = "a photo of sks dog"
 DOG = "a photo of a dog"

@@ -13,7 +13,7 @@ import pytest
 
 from glyph import GLYPH, GlyphJudge, write_photos
 from sd_lightning import LatentDiffusion, SamplingOptions
-from sd_lightning.data.digits import GENERIC_CAPTION, PROMPTS
+from sd_lightning.data.sources.digits import GENERIC_CAPTION, PROMPTS
 from sd_lightning.models.generation import generate
 from test_bad_input import call
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from glyph import glyphs, write_photos
-from sd_lightning.data.dreambooth import class_folder
+from sd_lightning.data.sources.dreambooth import class_folder
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME
 from strategy_driver import run_jobs
 from suites import keep, wanted

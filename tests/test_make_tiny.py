@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd_lightning.data.digits import Digits
+from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.models.assets import make_tiny
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sd_lightning.data.digits import DigitJudge
+from sd_lightning.data.sources.digits import DigitJudge
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sd_lightning import UsageError
 from sd_lightning.callbacks import PortableCheckpoint
-from sd_lightning.data.images import ImageFolder
+from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.storage import checkpoint, run_folder, runs
 from sd_lightning.storage.new_folder import check_new_folder
 

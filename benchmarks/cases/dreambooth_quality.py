@@ -49,7 +49,7 @@ def _teach(folder: Path, trained: Path, judge: Any, *options: str) -> dict[str, 
     """Return how often each kind of prompt is drawn as its label says."""
     from glyph import GLYPH
     from sd_lightning import LatentDiffusion, SamplingOptions
-    from sd_lightning.data.digits import GENERIC_CAPTION, PROMPTS
+    from sd_lightning.data.sources.digits import GENERIC_CAPTION, PROMPTS
     from sd_lightning.models.generation import generate
 
     run_dir = folder / options[0].replace("=", "-")

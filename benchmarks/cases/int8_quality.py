@@ -51,7 +51,7 @@ def _unet(linear: Any, *, gaussian: bool = False) -> float:
 
 def _digits(pipeline: Path) -> dict[str, float]:
     from sd_lightning import LatentDiffusion, SamplingOptions
-    from sd_lightning.data.digits import Digits
+    from sd_lightning.data.sources.digits import Digits
     from sd_lightning.models.generation import generate
     from sd_lightning.quantization import quantize_
 
@@ -101,7 +101,7 @@ def _vae(plain: Any, int8: Any) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from sd_lightning.data.digits import Digits
+    from sd_lightning.data.sources.digits import Digits
 
     digits = Digits("val")
     pixels = torch.stack([torch.from_numpy(np.array(digits.image(i))) for i in range(len(digits))])

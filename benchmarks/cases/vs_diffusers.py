@@ -36,7 +36,7 @@ class Measured:
 
 def write_images(folder: Path) -> None:
     """Write the digits as PNG files with ``metadata.jsonl``."""
-    from sd_lightning.data.digits import Digits
+    from sd_lightning.data.sources.digits import Digits
 
     folder.mkdir(parents=True)
     sources = [(digits, i) for digits in (Digits("train"), Digits("val")) for i in range(len(digits))]

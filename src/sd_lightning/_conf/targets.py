@@ -16,6 +16,9 @@ from sd_lightning._errors import UsageError
 EXTRA_OF_PACKAGE = {"datasets": "datasets", "deepspeed": "deepspeed", "ray": "ray", "wandb": "loggers"}
 """Which extra of this package installs an optional package that a ``_target_`` may name."""
 MOVED = {
+    "sd_lightning.data.digits": "sd_lightning.data.sources.digits",
+    "sd_lightning.data.images.HuggingFaceImages": "sd_lightning.data.sources.huggingface.HuggingFaceImages",
+    "sd_lightning.data.images": "sd_lightning.data.sources.images",
     "sd_lightning.encoder": "sd_lightning.models.encoder",
     "sd_lightning.export.Request": "sd_lightning.apps.export.Request",
     "sd_lightning.generate.Pretrained": "sd_lightning.apps.generate.Pretrained",

@@ -17,7 +17,7 @@ from sd_lightning.apps import class_images, train
 from sd_lightning.apps import dreambooth_checks as checks
 from sd_lightning.apps.preflight import LOAD_MODEL, Parts, is_lightning_checkpoint
 from sd_lightning.apps.trainer_checks import cuda_devices, num_processes
-from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos
+from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 

@@ -13,7 +13,7 @@ from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.preflight import LOAD_MODEL, is_lightning_checkpoint, is_resumed
-from sd_lightning.data.dreambooth import num_per_prompt
+from sd_lightning.data.sources.dreambooth import num_per_prompt
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.storage import runs
 

@@ -69,7 +69,7 @@ def train_vae(images: Tensor, *, seed: int = 0) -> Any:
 
 
 def main(folder: Path) -> None:
-    from sd_lightning.data import digits
+    from sd_lightning.data.sources import digits
     from sd_lightning.data.transform import place, to_model_range
 
     source = digits.Digits("train")

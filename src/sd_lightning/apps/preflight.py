@@ -187,7 +187,7 @@ def _reads(cfg: DictConfig, *, resumed: bool) -> dict[str, str]:
 
 def _check_scanned(cfg: DictConfig, run_dir: Path) -> None:
     """Refuse a run inside a folder that ``datasets`` scans as a whole: its pictures would become data."""
-    from sd_lightning.data.images import is_saved_dataset
+    from sd_lightning.data.sources.huggingface import is_saved_dataset
 
     name = cfg.data.get("dataset_name")
     if not name or not Path(name).is_dir() or is_saved_dataset(name):

@@ -18,12 +18,14 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
 from sd_lightning.callbacks.throughput import paused
-from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.source import BadSample, Judge, Source, as_source
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.report import image_grid
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from sd_lightning.data.datamodule import SDDataModule
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +119,10 @@ class SampleGrid(Callback):
         self.last_grid, self._drawn_step = path, trainer.global_step
         return path
 
-    def _measure(self, trainer: pl.Trainer, pl_module: Any, judge: Any) -> float:
+    def _measure(self, trainer: pl.Trainer, pl_module: Any, judge: Judge) -> float:
         prompts, labels = judge.prompts(self.accuracy_samples)
         images = self._sample(trainer, pl_module, prompts)
-        accuracy = float(judge.accuracy(images, labels))
+        accuracy = judge.accuracy(images, labels)
         for logger in trainer.loggers:
             logger.log_metrics({"samples/prompted_accuracy": accuracy}, step=trainer.global_step)
         return accuracy
@@ -149,18 +151,18 @@ def sample_collectively(
     return [Image.fromarray(array) for array in gathered[: len(prompts)]]
 
 
-def _judge(trainer: pl.Trainer) -> Any:
+def _judge(trainer: pl.Trainer) -> Judge | None:
     """Return what can tell whether a picture shows its prompt, if the data has it."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return getattr(data.source_train, "judge", None)
+    data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    return as_source(data.source_train).judge
 
 
 def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
     """Return the first captions that are held out, or trained on if none can be read."""
     judge = _judge(trainer)
     if judge is not None:
-        return list(judge.prompts(count)[0])
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        return judge.prompts(count)[0]
+    data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
     held_out = [] if data.source_val is None else list(islice(_captions(data.source_val), count))
     return held_out or list(islice(_captions(data.source_train), count))
 

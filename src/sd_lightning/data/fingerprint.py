@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lightning.data.source import Source, evidence_of
+from sd_lightning.data.source import Source, as_source
 
+Fingerprint = dict[str, Any]
+"""What a checkpoint says of the training set; see :func:`fingerprint`."""
 THOROUGH = 10_000
 """Samples up to which a little of every file is read."""
 COUNTED = 100_000
@@ -30,7 +32,7 @@ _NAMED = 3
 _ASPECTS = ("identities", "images", "captions")
 
 
-def fingerprint(source: Source) -> dict[str, Any]:
+def fingerprint(source: Source) -> Fingerprint:
     """Return what tells whether a source is still the same; for a checkpoint.
 
     Returns:
@@ -43,23 +45,23 @@ def fingerprint(source: Source) -> dict[str, Any]:
         for i, aspect in enumerate(_ASPECTS)
     }
     few = len(samples) <= COUNTED
-    own = getattr(source, "fingerprint", None)
+    own = as_source(source).fingerprint
     return {"num_samples": len(samples), **digests, "own": own, "samples": samples if few else None}
 
 
 @dataclass(frozen=True)
 class Change:
-    """What has become of a training set."""
+    """How a training set has changed."""
 
     told: str
-    """For a person."""
+    """In words, for a message."""
     moves: bool
     """Whether other samples, or the same ones in another order, are at the positions of an epoch."""
     is_resized: bool
-    """Whether their number is another, so that the order of every epoch is, too."""
+    """Whether the number of samples has changed, and with it the order of every epoch."""
 
 
-def change(saved: Mapping[str, Any], ours: Mapping[str, Any], source: Source) -> Change | None:
+def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Change | None:
     """Compare two fingerprints; None if the samples are the same.
 
     Args:
@@ -108,16 +110,16 @@ def file_evidence(path: str, *, thorough: bool) -> str:
 
 def _hashes(source: Source) -> Tensor:
     """Return (N, 3) int64, the hashes of every sample; samples that share a file are looked at once."""
-    thorough = len(source) <= THOROUGH
-    distinct: Source = getattr(source, "distinct", source)
-    rows = []
+    source = as_source(source)
+    distinct, thorough = as_source(source.distinct), len(source) <= THOROUGH
+    found = []
     seen: Counter[str] = Counter()
     for index in range(len(distinct)):
-        identity, image, captions = evidence_of(distinct, index, thorough=thorough)
+        identity, image, captions = distinct.evidence(index, thorough=thorough)
         seen[identity] += 1  # photos and pictures of a class may have files of the same name
-        rows.append([_hash(f"{identity} {seen[identity]}"), _hash(image), _hash(captions)])
-    hashes = torch.tensor(rows, dtype=torch.int64).view(-1, len(_ASPECTS))
-    return hashes[source.rows] if hasattr(source, "rows") else hashes
+        found.append([_hash(f"{identity} {seen[identity]}"), _hash(image), _hash(captions)])
+    hashes = torch.tensor(found, dtype=torch.int64).view(-1, len(_ASPECTS))
+    return hashes if source.rows is None else hashes[source.rows]
 
 
 def _hash(text: str) -> int:

@@ -7,9 +7,8 @@ every world size. It holds the moments of the VAE's posterior, from which every 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.loader import as_is
+from sd_lightning.data.loader import Batch, as_is
 from sd_lightning.data.source import Bad, BadSample, Source
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, read_placed, to_model_range
 
@@ -63,13 +62,13 @@ class LatentTable:
         }
 
 
-class _Blocks(Dataset[dict[str, Any]]):
+class _Blocks(Dataset[Batch]):
     """The readable ones among some samples, as pixels."""
 
     def __init__(self, source: Source, resolution: int, max_pixels: int) -> None:
         self.source, self.resolution, self.max_pixels = source, resolution, max_pixels
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
         good, placed, bad = [], [], []
         for i in indices:
             try:
@@ -97,7 +96,7 @@ def encode_source(
         source: The images; centre-cropped, not flipped.
         encode_moments: Pixels (B, 3, H, W) in [-1, 1] on ``device`` to moments (B, 2C, h, w).
         resolution: Side of the images, in pixels.
-        device: Where to encode, and where the ranks exchange their parts.
+        device: Where to encode.
         num_workers: Processes that read images.
         max_pixels: Pixels that an image may have, as it is and after resizing.
 
@@ -108,62 +107,34 @@ def encode_source(
         UsageError: No image can be read.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    blocks = [list(range(i, min(i + _BLOCK, len(source)))) for i in range(0, len(source), _BLOCK)]
+    total = len(source)
+    blocks = [list(range(i, min(i + _BLOCK, total))) for i in range(0, total, _BLOCK)]
     # Every rank gets the same number of blocks (some of them empty): encoding is followed by a collective.
     mine = [blocks[i] if i < len(blocks) else [] for i in range(rank, -(-len(blocks) // world) * world, world)]
     dataset = _Blocks(source, resolution, max_pixels)
-    loader = DataLoader(dataset, batch_sampler=mine, collate_fn=as_is, num_workers=num_workers)
     moments: Tensor | None = None
-    sizes = torch.zeros(len(source), 4, dtype=torch.int64)
+    sizes = torch.zeros(total, 4, dtype=torch.int64)
     bad: list[Bad] = []
-    for block in loader:
-        encoded = encode_moments(torch.cat(block["pixels"]).to(device)).float() if block["pixels"] else None
-        bad += block["bad"]
-        for rows, values, row_sizes in _exchange(block, encoded, world, device):
+    for block in DataLoader(dataset, batch_sampler=mine, collate_fn=as_is, num_workers=num_workers):
+        pixels = block.pop("pixels")
+        block["moments"] = encode_moments(torch.cat(pixels).to(device)).float().cpu() if pixels else None
+        parts = [block] * world
+        if world > 1:
+            dist.all_gather_object(parts, block)
+        for part in parts:
+            bad += part["bad"]
+            if part["moments"] is None:
+                continue
             if moments is None:
-                moments = torch.zeros(len(source), *values.shape[1:])
-                log.info("encoding %d images once: %.2f GiB of latents per process", len(source), _gib(moments))
-            moments[rows] = values
-            sizes[rows] = row_sizes
-    bad = _all_lists(bad, world)
+                moments = torch.zeros(total, *part["moments"].shape[1:])
+                log.info("encoding %d images once: %.2f GiB of latents per process", total, moments.nbytes / 2**30)
+            moments[part["index"]] = part["moments"]
+            sizes[part["index"]] = part["sizes"]
+    bad.sort()
     if moments is None:
         shown = "; ".join(f"{source.name(i)}: {reason}" for i, reason in bad[:20])
-        raise UsageError(f"data.cache_latents=true: none of the {len(source)} images can be read ({shown})")
-    substitute = _substitutes(len(source), {i for i, _ in bad})
-    return LatentTable(moments, sizes[:, :2], sizes[:, 2:], substitute, bad)
-
-
-def _exchange(
-    block: dict[str, Any], encoded: Tensor | None, world: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield rows, moments and sizes of this block on every rank."""
-    if world == 1:
-        if encoded is not None:
-            yield block["index"], encoded.cpu(), block["sizes"]
-        return
-    shapes = _gather_objects(None if encoded is None else tuple(encoded.shape[1:]), world)
-    shape = next((s for s in shapes if s is not None), None)
-    if shape is None:
-        return
-    padded = torch.zeros(_BLOCK, *shape, device=device)
-    if encoded is not None:
-        padded[: len(encoded)] = encoded
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded)
-    rows = _gather_objects((block["index"], block["sizes"]), world)
-    for part, (index, row_sizes) in zip(parts, rows):
-        yield index, part[: len(index)].cpu(), row_sizes
-
-
-def _gather_objects(value: Any, world: int) -> list[Any]:
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def _all_lists(bad: list[Bad], world: int) -> list[Bad]:
-    """Join the ranks' lists, in index order."""
-    return sorted(bad if world == 1 else [entry for part in _gather_objects(bad, world) for entry in part])
+        raise UsageError(f"data.cache_latents=true: none of the {total} images can be read ({shown})")
+    return LatentTable(moments, sizes[:, :2], sizes[:, 2:], _substitutes(total, {i for i, _ in bad}), bad)
 
 
 def _substitutes(num_samples: int, bad: set[int]) -> Tensor:
@@ -174,7 +145,3 @@ def _substitutes(num_samples: int, bad: set[int]) -> Tensor:
         good = good if i in bad else i
         substitute[i] = good
     return substitute
-
-
-def _gib(tensor: Tensor) -> float:
-    return tensor.numel() * tensor.element_size() / 2**30

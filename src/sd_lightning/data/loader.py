@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.sampler import GlobalBatchSampler
+from sd_lightning.data.sampler import GlobalBatchSampler, Key
+
+T = TypeVar("T")
+Batch = dict[str, Any]
+"""A batch by the names of its parts; see ``CaptionedImages``."""
+BatchKeys = Iterable[list[Key]]
+"""The keys of each batch."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class LoaderOptions:
     """Keep the worker processes from epoch to epoch."""
     prefetch_factor: int | None = None
     """Batches each worker keeps ready; ``None`` is torch's default of 2."""
+    val_batch_size: int | None = None
+    """Validation samples per process and batch; ``None`` takes the global batch size."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 0:
@@ -37,17 +45,17 @@ class LoaderOptions:
             raise UsageError(
                 f"data.prefetch_factor={self.prefetch_factor}: expected 1 or more; write data.prefetch_factor=2"
             )
-        if self.num_workers == 0:
-            for name, given in (
-                ("persistent_workers=true", self.persistent_workers),
-                (f"prefetch_factor={self.prefetch_factor}", self.prefetch_factor is not None),
-            ):
-                if given:
-                    raise UsageError(
-                        f"data.{name} has no effect with data.num_workers=0; add data.num_workers=4 or leave it out"
-                    )
+        if self.val_batch_size is not None and self.val_batch_size < 1:
+            raise UsageError(
+                f"data.val_batch_size={self.val_batch_size}: expected 1 or more; write data.val_batch_size=64"
+            )
+        if not self.num_workers and (self.persistent_workers or self.prefetch_factor is not None):
+            idle = "persistent_workers=true" if self.persistent_workers else f"prefetch_factor={self.prefetch_factor}"
+            raise UsageError(
+                f"data.{idle} has no effect with data.num_workers=0; add data.num_workers=4 or leave it out"
+            )
 
-    def build(self, dataset: Dataset[Any], batch_sampler: Any, *, on_cuda: bool) -> DataLoader[Any]:
+    def build(self, dataset: Dataset[Batch], batch_sampler: BatchKeys, *, on_cuda: bool) -> DataLoader[Batch]:
         """Build the DataLoader of a dataset that returns whole batches."""
         if self.num_workers:
             # Fast tokenizers warn, and turn single-threaded, in every forked worker unless told before.
@@ -63,19 +71,19 @@ class LoaderOptions:
         )
 
 
-def as_is(batch: Any) -> Any:
+def as_is(batch: T) -> T:
     """Return the batch: the dataset has built it already (a named function, so that workers can be spawned)."""
     return batch
 
 
 class WholeBatchLoader:
-    """Iterable over a DataLoader, which Lightning leaves as it is.
+    """Iterable over a DataLoader that Lightning leaves as it is: our samplers divide the data themselves.
 
-    Into a ``DataLoader`` with a batch sampler of its own Lightning tries to put a
-    ``DistributedSampler``, and fails; our samplers divide the data themselves.
+    In a ``DataLoader`` with a batch sampler of its own, Lightning would try to replace it with a
+    ``DistributedSampler``, and fail.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Batch]) -> None:
         self._loader = loader
         self.dataset = loader.dataset
         self.num_workers = loader.num_workers
@@ -84,13 +92,13 @@ class WholeBatchLoader:
         """Batches of this rank."""
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Yield the batches."""
         return iter(self._loader)
 
     @property
     def _iterator(self) -> Any:
-        """The worker processes' end, by the name under which Lightning shuts them down."""
+        """The DataLoader's iterator, by the name under which Lightning looks for it to shut down worker processes."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -110,10 +118,10 @@ class EpochLoader(WholeBatchLoader):
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[Batch],
         batch_sampler: GlobalBatchSampler,
         *,
-        on_start: Callable[[], None] | None = None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         """Wrap a DataLoader.
 
@@ -127,10 +135,9 @@ class EpochLoader(WholeBatchLoader):
         self.batch_sampler = batch_sampler
         self._given = (0, 0)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Yield the micro-batches of the rest of the epoch."""
-        if self._on_start is not None:
-            self._on_start()
+        self._on_start()
         sampler = self.batch_sampler
         epoch, start = sampler.epoch, sampler.batches_done * sampler.accumulate
         for given, batch in enumerate(self._loader, start + 1):

@@ -181,3 +181,10 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             for micro in range(self.accumulate):
                 start = batch * self.global_batch_size + (micro * self.world_size + self.rank) * self.batch_size
                 yield [(epoch, index) for index in order[start : start + self.batch_size].tolist()]
+
+
+def validation_batches(num_samples: int, batch_size: int, world_size: int = 1, rank: int = 0) -> list[list[Key]]:
+    """Return this rank's batches of validation keys (epoch 0): its contiguous, equally large share."""
+    share = max(1, num_samples // world_size)
+    keys = [(0, (rank * share + i) % num_samples) for i in range(share)]
+    return [keys[i : i + batch_size] for i in range(0, share, batch_size)]

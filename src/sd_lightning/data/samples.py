@@ -8,10 +8,11 @@ everybody else's samples stay as they were.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +21,19 @@ from torch.utils.data import Dataset
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.latent_table import LatentTable
+from sd_lightning.data.loader import Batch
 from sd_lightning.data.sampler import Key
-from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.source import BadSample, Source, as_source
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, read_placed, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 
+log = logging.getLogger(__name__)
+
+_LOOKED_AT = 1000
+"""Samples whose captions tell how many the tokenizer cuts."""
 Tokenize = Callable[[list[str]], dict[str, Tensor]]
-"""Captions to token ids ``(B, num_text_encoders, length)`` int64."""
+"""Captions to token ids by text encoder, (B, L) int64."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class ImageOptions:
         return replace(self, center_crop=True, random_flip=False, proportion_empty_prompts=0.0)
 
 
-class CaptionedImages(Dataset[dict[str, Any]]):
+class CaptionedImages(Dataset[Batch]):
     """Dataset of ready batches; index it with lists of ``(epoch, index)`` through ``__getitems__``.
 
     A batch holds
@@ -111,7 +117,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             max_bad: Give up replacing samples once this many are bad in one batch; such a batch
                 holds ``bad`` only.
         """
-        self.source = source
+        self.source = as_source(source)
         self.tokenize = tokenize
         self.options = options
         self.seed = seed
@@ -123,11 +129,11 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         """Return the number of samples of the source."""
         return len(self.source)
 
-    def __getitem__(self, key: Key) -> dict[str, Any]:
+    def __getitem__(self, key: Key) -> Batch:
         """Build a batch of one."""
         return self.__getitems__([key])
 
-    def __getitems__(self, keys: Sequence[Key]) -> dict[str, Any]:
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
         """Build the batch of some keys.
 
         Args:
@@ -138,13 +144,14 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         """
         epoch, index = torch.tensor(keys, dtype=torch.int64).unbind(1)
         bad: dict[int, str] = {}
-        if self.latents is None:
-            images, used = self._read_pixels(epoch, index, bad)
-            if not images:
-                return {"bad": list(bad.items())}
-        else:
+        if self.latents is not None:
             used = self.latents.substitute[index].tolist()
             images = self.latents.batch(used)
+        else:
+            found = self._read_images(epoch, index, bad)
+            if found is None:
+                return {"bad": list(bad.items())}
+            images, used = found
         captions = self._captions(epoch, index, used)
         batch = images | {
             "input_ids": self.tokenize(captions),
@@ -154,7 +161,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             "captions": captions,
             "bad": list(bad.items()),
         }
-        if hasattr(self.source, "loss_weights"):
+        if self.source.loss_weights is not None:
             batch["loss_weight"] = self.source.loss_weights[used]
         if self.wrong_captions and self.has_wrong_captions:
             batch["wrong_input_ids"] = self.tokenize([self._wrong_caption(i) for i in used])
@@ -163,69 +170,9 @@ class CaptionedImages(Dataset[dict[str, Any]]):
     @cached_property
     def has_wrong_captions(self) -> bool:
         """Whether two samples have first captions that the tokenizer tells apart; read until there are two."""
-        first: Tensor | None = None
-        for i in range(len(self)):
-            ids = self._first_ids(i)
-            first = ids if first is None else first
-            if ids is not None and first is not None and not torch.equal(ids, first):
-                return True
-        return False
-
-    def _first_ids(self, index: int) -> Tensor | None:
-        """Return the token ids of a sample's first caption, of all text encoders; None if it cannot be read."""
-        try:
-            return torch.cat([*self.tokenize([self.source.captions(index)[0]]).values()], dim=1)
-        except BadSample:
-            return None
-
-    def _read_pixels(self, epoch: Tensor, index: Tensor, bad: dict[int, str]) -> tuple[dict[str, Tensor], list[int]]:
-        """Read, crop and flip the images; return them with the indices they really came from."""
-        options = self.options
-        crops: list[Any] = [None] * len(index)
-        flips = [False] * len(index)
-        if not options.center_crop:
-            crops = randomness.uniform(self.seed, epoch, index, Purpose.CROP, (2,)).tolist()
-        if options.random_flip:
-            flips = (randomness.uniform(self.seed, epoch, index, Purpose.FLIP) < 0.5).tolist()
-        placed, used = [], []
-        for requested, crop, flip in zip(index.tolist(), crops, flips):
-            image, i = self._readable(requested, crop, flip, bad)
-            if image is None:
-                return {}, []
-            placed.append(image)
-            used.append(i)
-        pixels = torch.from_numpy(np.stack([p.pixels for p in placed]))
-        images = {
-            "pixel_values": to_model_range(pixels),
-            "original_size": torch.tensor([p.original_size for p in placed]),
-            "crop_top_left": torch.tensor([p.crop_top_left for p in placed]),
-        }
-        return images, used
-
-    def _readable(
-        self, index: int, crop: tuple[float, float] | None, flip: bool, bad: dict[int, str]
-    ) -> tuple[Placed | None, int]:
-        """Return the first sample from ``index`` on that can be read, placed, and where it is."""
-        resolution, max_pixels = self.options.resolution, self.options.max_image_pixels
-        for i in (*range(index, len(self)), *range(index)):
-            try:
-                return read_placed(self.source, i, resolution, max_pixels=max_pixels, crop=crop, flip=flip), i
-            except BadSample as reason:
-                bad[i] = str(reason)
-            if len(bad) > self.max_bad:
-                break
-        return None, index
-
-    def _captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> list[str]:
-        """Choose one caption of each sample, and drop some."""
-        if self.wrong_captions:
-            return [self.source.captions(i)[0] for i in used]
-        choices = [self.source.captions(i) for i in used]
-        which, drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION, (2,)).T.tolist()
-        share = self.options.proportion_empty_prompts
-        return [
-            "" if d < share else choice[int(u * len(choice))] for u, d, choice in zip(which, drop, choices, strict=True)
-        ]
+        readable = (ids for ids in map(self._first_ids, range(len(self))) if ids is not None)
+        first = next(readable, None)
+        return first is not None and any(not torch.equal(ids, first) for ids in readable)
 
     def _wrong_caption(self, index: int) -> str:
         """Return the first caption of the next sample with another one, which the tokenizer tells apart."""
@@ -235,3 +182,77 @@ class CaptionedImages(Dataset[dict[str, Any]]):
             if ids is not None and right is not None and not torch.equal(ids, right):
                 return self.source.captions(i)[0]
         raise RuntimeError(f"sample {index} has no wrong caption")
+
+    def _first_ids(self, index: int) -> Tensor | None:
+        """Return the token ids of a sample's first caption, of all text encoders; None if it cannot be read."""
+        try:
+            return torch.cat([*self.tokenize([self.source.captions(index)[0]]).values()], dim=1)
+        except BadSample:
+            return None
+
+    def _read_images(
+        self, epoch: Tensor, index: Tensor, bad: dict[int, str]
+    ) -> tuple[dict[str, Tensor], list[int]] | None:
+        """Read, crop and flip the images; return them with the samples they really are, None if too many are bad."""
+        crops: list[tuple[float, float] | None] = [None] * len(index)
+        flips = [False] * len(index)
+        if not self.options.center_crop:
+            crops = randomness.uniform(self.seed, epoch, index, Purpose.CROP, (2,)).tolist()
+        if self.options.random_flip:
+            flips = (randomness.uniform(self.seed, epoch, index, Purpose.FLIP) < 0.5).tolist()
+        placed, used = [], []
+        for requested, crop, flip in zip(index.tolist(), crops, flips):
+            image = self._readable(requested, crop, flip, bad)
+            if image is None:
+                return None
+            placed.append(image[0])
+            used.append(image[1])
+        images = {
+            "pixel_values": to_model_range(torch.from_numpy(np.stack([p.pixels for p in placed]))),
+            "original_size": torch.tensor([p.original_size for p in placed]),
+            "crop_top_left": torch.tensor([p.crop_top_left for p in placed]),
+        }
+        return images, used
+
+    def _readable(
+        self, index: int, crop: tuple[float, float] | None, flip: bool, bad: dict[int, str]
+    ) -> tuple[Placed, int] | None:
+        """Return the first sample from ``index`` on that can be read, placed, and where it is."""
+        resolution, max_pixels = self.options.resolution, self.options.max_image_pixels
+        for i in (*range(index, len(self)), *range(index)):
+            try:
+                return read_placed(self.source, i, resolution, max_pixels=max_pixels, crop=crop, flip=flip), i
+            except BadSample as reason:
+                bad[i] = str(reason)
+            if len(bad) > self.max_bad:
+                break
+        return None
+
+    def _captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> list[str]:
+        """Choose one caption of each sample, and drop some."""
+        choices = [self.source.captions(i) for i in used]
+        if self.wrong_captions:
+            return [choice[0] for choice in choices]
+        which, drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION, (2,)).T.tolist()
+        share = self.options.proportion_empty_prompts
+        return ["" if d < share else choice[int(u * len(choice))] for u, d, choice in zip(which, drop, choices)]
+
+
+def tell_of_long_captions(source: Source, truncated: Callable[[list[str]], list[bool]]) -> None:
+    """Log which share of a source's captions the tokenizer cuts, as far as a look at some tells.
+
+    Args:
+        source: Where the captions come from.
+        truncated: Tells of each caption whether it is cut.
+    """
+    total = len(source)
+    captions: list[str] = []
+    for i in range(min(_LOOKED_AT, total)):
+        with suppress(BadSample):
+            captions += source.captions(i * total // min(_LOOKED_AT, total))
+    cut = truncated(captions)
+    if captions:
+        level = logging.WARNING if any(cut) else logging.INFO
+        of = "" if total <= _LOOKED_AT else f" of {_LOOKED_AT} samples"
+        share = sum(cut) / len(cut)
+        log.log(level, "data: %.1f %% of the captions%s are longer than the tokenizer reads", 100 * share, of)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-from PIL import Image
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sd_lightning._errors import UsageError
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
 
 Bad = tuple[int, str]
 """Index of a sample that could not be read, and why."""
@@ -17,73 +20,136 @@ class BadSample(Exception):
     """One sample is unusable (broken image, empty caption); the message is the reason."""
 
 
-class Source(Protocol):
-    """A collection of captioned images, addressed by index; picklable for worker processes."""
+class Judge(Protocol):
+    """Reads what generated pictures show; the prompted accuracy is measured with it."""
 
-    @property
-    def dropped(self) -> Mapping[str, str]:
-        """Names and reasons of entries found unusable when the source was opened; not in its length."""
+    def prompts(self, num_samples: int, /) -> tuple[list[str], list[int]]:
+        """Return prompts, and the label that each asks for."""
 
+    def accuracy(self, images: Sequence[Image.Image], labels: Sequence[int]) -> float:
+        """Return the fraction of images that show their label."""
+
+
+class Source(ABC):
+    """Captioned images, addressed by index.
+
+    To train on data of your own, inherit from this class, write ``__len__``, ``image``, ``captions`` and ``name``, and
+    pass an instance to ``SDDataModule``. Everything else has a default. Instances are pickled for worker processes.
+    """
+
+    dropped: Mapping[str, str] = {}
+    """Names and reasons of the entries found unusable when the source was opened; not in its length."""
+    loss_weights: Tensor | None = None
+    """(N,) float32, the weight of each sample's loss; None weighs all the same."""
+    together: int = 1
+    """Consecutive samples that stay neighbours when the order is shuffled; divides the number of samples."""
+    fingerprint: str | None = None
+    """A fingerprint that comes with the data and stands for their images, as a Hugging Face dataset's does."""
+    rows: Tensor | None = None
+    """(N,) int64, the image of each sample in ``distinct``, where samples share images."""
+
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
 
+    @abstractmethod
     def image(self, index: int) -> Image.Image:
-        """Decode an image as RGB; raise ``BadSample`` if it is broken."""
+        """Decode an image as upright RGB; raise ``BadSample`` if it is broken."""
 
+    @abstractmethod
     def captions(self, index: int) -> Sequence[str]:
         """Return the captions of an image without decoding it; raise ``BadSample`` if there are none."""
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """Return what a person finds the sample by, e.g. its path."""
 
-    # What ``data/fingerprint.py`` asks for where a source has it: ``evidence(index, thorough=)`` and ``fingerprint``.
+    @property
+    def distinct(self) -> Source:
+        """Every image once: the source that ``rows`` refers to."""
+        return self
+
+    @property
+    def judge(self) -> Judge | None:
+        """Reads what pictures generated from these captions show, if anything can."""
+        return None
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        """Return what tells whether a sample is still the same when a run is resumed (``data/fingerprint.py``).
+
+        Args:
+            index: Of the sample.
+            thorough: Whether content may be read; with many samples, only what costs nothing.
+
+        Returns:
+            What its identity, image and captions are hashed from; "" for what is not looked at.
+        """
+        return self.name(index), "", self.caption_evidence(index) if thorough else ""
+
+    def caption_evidence(self, index: int) -> str:
+        """Return a sample's captions as one string, "" if they cannot be read."""
+        try:
+            return "\n".join(self.captions(index))
+        except BadSample:
+            return ""
 
 
-def evidence_of(source: Source, index: int, *, thorough: bool) -> tuple[str, str, str]:
-    """Return what a sample's identity, image and captions are hashed from; "" stands for what is not looked at."""
-    if hasattr(source, "evidence"):
-        identity, image, captions = source.evidence(index, thorough=thorough)
-        return identity, image, captions
-    return source.name(index), "", caption_evidence(source, index) if thorough else ""
+_WITH_DEFAULT = frozenset(name for name in vars(Source) if name[0] != "_") - Source.__abstractmethods__
 
 
-def caption_evidence(source: Source, index: int) -> str:
-    """Return a sample's captions as one string, "" if they cannot be read."""
-    try:
-        return "\n".join(source.captions(index))
-    except BadSample:
-        return ""
+class _Undeclared(Source):
+    """An object with the four methods of a source that does not inherit the rest; what it has goes before defaults."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _WITH_DEFAULT and hasattr(self._own, name):
+            return getattr(self._own, name)
+        return super().__getattribute__(name)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def image(self, index: int) -> Image.Image:
+        return self._own.image(index)
+
+    def captions(self, index: int) -> Sequence[str]:
+        return self._own.captions(index)
+
+    def name(self, index: int) -> str:
+        return self._own.name(index)
 
 
-class SourceSubset:
+def as_source(source: Source) -> Source:
+    """Return a source that has every member of ``Source``, also of an object that does not inherit from it."""
+    return source if isinstance(source, Source) else _Undeclared(source)
+
+
+class SourceSubset(Source):
     """Some of a source's samples, as a source of its own."""
 
     def __init__(self, source: Source, indices: Sequence[int]) -> None:
         """Choose the samples of ``source`` at ``indices``."""
-        self.source = source
+        self.source = as_source(source)
         self.indices = indices
-        self.dropped = source.dropped
-        self.fingerprint: str | None = getattr(source, "fingerprint", None)
+        self.dropped = self.source.dropped
+        self.fingerprint = self.source.fingerprint
 
     def __len__(self) -> int:
-        """Return the number of chosen samples."""
         return len(self.indices)
 
     def image(self, index: int) -> Image.Image:
-        """See ``Source.image``."""
         return self.source.image(self.indices[index])
 
     def captions(self, index: int) -> Sequence[str]:
-        """See ``Source.captions``."""
         return self.source.captions(self.indices[index])
 
     def name(self, index: int) -> str:
-        """See ``Source.name``."""
         return self.source.name(self.indices[index])
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        """See :func:`evidence_of`."""
-        return evidence_of(self.source, self.indices[index], thorough=thorough)
+        return self.source.evidence(self.indices[index], thorough=thorough)
 
 
 def hold_out(source: Source, num_val_samples: int | None) -> tuple[Source, Source | None]:

@@ -1,4 +1,4 @@
-"""From a decoded image to a square of pixels: orientation, colour, size, crop, flip. by PIL.
+"""From a decoded image to a square of pixels: orientation, colour, size, crop and flip, all by PIL.
 
 The random numbers come from the caller, so that an image's crop belongs to the sample and the
 epoch, not to a worker process. How many pixels an image has is checked before they are allocated.

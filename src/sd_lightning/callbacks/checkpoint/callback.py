@@ -41,6 +41,7 @@ from sd_lightning.callbacks.checkpoint.trainer_state import (
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
 from sd_lightning.callbacks.throughput import paused
+from sd_lightning.data.contract import ResumableData
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.state.optimizer_change import keep_states
 from sd_lightning.state.shards import ParameterShard, SavedParameter
@@ -543,8 +544,8 @@ def _fail_together(trainer: pl.Trainer, refused: str | None) -> None:
         raise UsageError(refused)
 
 
-def _check_data(datamodule: Any) -> None:
-    if not all(hasattr(datamodule, name) for name in ("train_sampler", "batch_size", "resume")):
+def _check_data(datamodule: object) -> None:
+    if not isinstance(datamodule, ResumableData):
         given = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
         raise UsageError(
             f"PortableCheckpoint got {given}; expected an SDDataModule, whose sampler says where a run stands and goes "

@@ -11,26 +11,25 @@ import lightning.pytorch as pl
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.position import RunPosition
-from sd_lightning.data.fingerprint import Change
+from sd_lightning.data.contract import ComparableData, CountedData
+from sd_lightning.data.fingerprint import Change, Fingerprint
 
 log = logging.getLogger(__name__)
 
-# Datamodules of one's own need none of what is asked for here.
 
-
-def data_fingerprint(trainer: pl.Trainer) -> dict[str, Any] | None:
+def data_fingerprint(trainer: pl.Trainer) -> Fingerprint | None:
     """Return what tells whether the training set is still the same."""
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule.fingerprint() if hasattr(datamodule, "fingerprint") else None
+    datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule.fingerprint() if isinstance(datamodule, ComparableData) else None
 
 
 def gather_bad_samples(trainer: pl.Trainer) -> dict[str, str]:
     """Return the samples that any rank could not use; a collective call."""
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return dict(datamodule.gather_bad_samples()) if hasattr(datamodule, "gather_bad_samples") else {}
+    datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
+    return dict(datamodule.gather_bad_samples()) if isinstance(datamodule, CountedData) else {}
 
 
-def compare_data(datamodule: Any, saved: dict[str, Any], path: Path) -> Change | None:
+def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Change | None:
     """Return what has become of the training set since a checkpoint; it looks at files.
 
     Args:
@@ -41,9 +40,9 @@ def compare_data(datamodule: Any, saved: dict[str, Any], path: Path) -> Change |
     Raises:
         UsageError: The epoch that the checkpoint is in the middle of holds other samples by now.
     """
-    if saved.get("data") is None or not hasattr(datamodule, "change_since"):
+    if saved.get("data") is None or not isinstance(datamodule, ComparableData):
         return None
-    change: Change | None = datamodule.change_since(saved["data"])
+    change = datamodule.change_since(saved["data"])
     position = RunPosition(**saved["position"])
     if change is not None and change.moves and position.steps_in_epoch and datamodule.changed != "accept":
         then = f"a new epoch begins, without the rest of epoch {position.epoch}"
@@ -63,12 +62,12 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
     Raises:
         UsageError: The epoch holds other samples by now, or too many samples cannot be used.
     """
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
     change, refused, bad = None, None, {}
     if trainer.is_global_zero:
         try:
             change = compare_data(datamodule, saved, path)
-            if hasattr(datamodule, "still_bad"):
+            if isinstance(datamodule, CountedData):
                 bad = datamodule.still_bad(saved.get("bad_samples", {}))
         except UsageError as error:
             refused = str(error)
@@ -79,7 +78,7 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
         log.warning("resume=%s: it does not say what data it was trained on; they are taken as they are", path)
     if change is not None:
         log.warning("resume=%s: the training set has changed since: %s", path, change.told)
-    if bad:
+    if bad and isinstance(datamodule, CountedData):
         datamodule.recall_bad(bad)
     position = RunPosition(**saved["position"])
     if change is not None and change.is_resized and position.steps_in_epoch:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.contract import ResumableData
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class RunPosition:
     @classmethod
     def of(cls, trainer: pl.Trainer) -> RunPosition:
         """Read the position off a running trainer."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
         module: Any = trainer.lightning_module
         sampler = data.train_sampler
+        assert sampler is not None
         steps = trainer.global_step
         # Not from the total of batches: a fit that ended in the middle of an epoch leaves the rest of it out.
         epoch, done = sampler.epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -62,7 +64,7 @@ class RunPosition:
 
 def restore_position(trainer: pl.Trainer, position: RunPosition) -> None:
     """Set Lightning's loop counters and the sampler, for this run's world size and accumulation."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
     data.resume(position.epoch, position.steps_in_epoch)
     batches = position.steps_in_epoch * trainer.accumulate_grad_batches
     total = position.optimizer_steps * trainer.accumulate_grad_batches

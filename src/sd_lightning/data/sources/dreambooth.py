@@ -11,71 +11,63 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from PIL import Image
-from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
-from sd_lightning.data.images import SUFFIXES, decode, read_captions
-from sd_lightning.data.source import BadSample
+from sd_lightning.data.source import BadSample, Source, SourceSubset
+from sd_lightning.data.sources.image_files import SUFFIXES, decode, read_captions
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, resized
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _KOHYA = re.compile(r"(\d+)_(.+)")
 _LEAST_PHOTOS = 2
 _OTHER_IMAGES = frozenset(
     {".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".rw2", ".orf", ".psd"}
 )
-"""Endings of what cameras and phones write, and nothing here decodes."""
+"""File endings that cameras and phones write, and nothing here decodes."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image file and what it is trained with."""
+    """An image file and its caption."""
 
     path: str
     caption: str
 
 
-class Pictures:
-    """Source of image files with one caption each.
-
-    Attributes:
-        dropped: Nothing: files are looked at when they are decoded.
-    """
+class Pictures(Source):
+    """Source of image files with one caption each, which are looked at when they are decoded."""
 
     def __init__(self, pictures: Sequence[Picture], *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
         self.pictures = list(pictures)
         self.max_image_pixels = max_image_pixels
-        self.dropped: dict[str, str] = {}
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
         return len(self.pictures)
 
     def image(self, index: int) -> Image.Image:
-        """Decode an image as upright RGB; ``BadSample`` if it is broken."""
         return decode(self.pictures[index].path, max_pixels=self.max_image_pixels)
 
     def captions(self, index: int) -> list[str]:
-        """Return a picture's only caption."""
         return [self.pictures[index].caption]
 
     def name(self, index: int) -> str:
-        """Return the path of an image."""
         return self.pictures[index].path
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        """Return the name of a file (kohya's folder belongs to it), and what tells its image and its caption."""
+        """Identify a picture by its file name, with kohya's folder where it lies in one."""
         picture = self.pictures[index]
         path = Path(picture.path)
-        is_kohya = _KOHYA.fullmatch(path.parent.name) is not None
-        name = f"{path.parent.name}/{path.name}" if is_kohya else path.name
+        name = f"{path.parent.name}/{path.name}" if _KOHYA.fullmatch(path.parent.name) else path.name
         return name, file_evidence(picture.path, thorough=thorough), picture.caption
 
 
-class SubjectAndClass:
+class SubjectAndClass(SourceSubset):
     """Source of photos of a subject, each followed by a picture of its class if there are any.
 
     An epoch shows every photo equally often and, with prior preservation, as many class pictures as photos, side by
@@ -83,11 +75,8 @@ class SubjectAndClass:
     each.
 
     Attributes:
-        distinct: Every file once.
-        rows: (N,) int64, the file of each sample.
         loss_weights: (N,) float32. The mean of the weighted losses over a batch is DreamBooth's
             ``instance_loss + prior_loss_weight * prior_loss`` (arXiv 2208.12242, equation 2).
-        together: Consecutive samples that belong together.
     """
 
     def __init__(
@@ -116,38 +105,22 @@ class SubjectAndClass:
                 f"dreambooth got prior_loss_weight={prior_loss_weight}; expected a number of at least 0; write "
                 "prior_loss_weight=1"
             )
+        groups = [group for group in (photos, class_pictures) if group]
         files = list(dict.fromkeys([*photos, *class_pictures]))
         row = {picture: i for i, picture in enumerate(files)}
-        self.together = 2 if class_pictures else 1
+        self.together = len(groups)
         least = max(len(class_pictures), -(-min_samples // self.together))
         count = -(-least // len(photos)) * len(photos)
-        columns = [[row[photos[i % len(photos)]] for i in range(count)]]
-        if class_pictures:
-            columns.append([row[class_pictures[i % len(class_pictures)]] for i in range(count)])
-        self.distinct = Pictures(files, max_image_pixels=max_image_pixels)
-        self.dropped = self.distinct.dropped
-        self.rows: Tensor = torch.tensor(columns).T.reshape(-1)
+        rows = [row[group[i % len(group)]] for i in range(count) for group in groups]
+        super().__init__(Pictures(files, max_image_pixels=max_image_pixels), rows)
+        self.rows = torch.tensor(rows)
         weights = [2.0, 2.0 * prior_loss_weight] if class_pictures else [1.0]
         self.loss_weights = torch.tensor(weights).repeat(count)
 
-    def __len__(self) -> int:
-        """Return the number of samples in an epoch."""
-        return len(self.rows)
-
-    def image(self, index: int) -> Image.Image:
-        """Decode an image as upright RGB; ``BadSample`` if it is broken."""
-        return self.distinct.image(int(self.rows[index]))
-
-    def captions(self, index: int) -> list[str]:
-        """Return a sample's only caption."""
-        return self.distinct.captions(int(self.rows[index]))
-
-    def name(self, index: int) -> str:
-        """Return the path of an image."""
-        return self.distinct.name(int(self.rows[index]))
-
-
-# ---------------------------------------------------------------------- finding files
+    @property
+    def distinct(self) -> Source:
+        """Every file once."""
+        return self.source
 
 
 def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
@@ -192,15 +165,17 @@ def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
 
 
 def ignored_photos(folder: str | Path) -> str | None:
-    """Say which files look like photos but are none of :func:`find_photos`, and what makes them some.
+    """Say which files look like photos but are not used by :func:`find_photos`, and how to have them used.
 
     Photos in a folder of no repeats (``0_left out``) are left out on purpose, and not named.
     """
     root = Path(folder)
     parts = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     numbers = {part: _KOHYA.fullmatch(part.name) for part in parts}
-    unknown = [path for part in [root, *(p for p, k in numbers.items() if k and int(k[1]))] for path in _others(part)]
-    misplaced = [path for part, kohya in numbers.items() if not kohya for path in [*images_in(part), *_others(part)]]
+    used = [root, *(part for part, kohya in numbers.items() if kohya and int(kohya[1]))]
+    unknown = [path for part in used for path in _files(part, _OTHER_IMAGES)]
+    unnumbered = [part for part, kohya in numbers.items() if not kohya]
+    misplaced = [path for part in unnumbered for path in [*images_in(part), *_files(part, _OTHER_IMAGES)]]
     reasons = []
     if unknown:
         reasons.append(f"{_named(unknown)} of a kind that cannot be read: convert to JPEG")
@@ -211,11 +186,6 @@ def ignored_photos(folder: str | Path) -> str | None:
             "photos are captioned with, or move its photos up"
         )
     return "; ".join(reasons) or None
-
-
-def _named(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return f"{len(files)} file(s) ({', '.join(map(str, files[:3]))}{more})"
 
 
 def check_readable(photos: Sequence[Picture], *, resolution: int, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
@@ -250,7 +220,7 @@ def find_class_pictures(folder: str | Path, prompts: Sequence[str], count: int) 
 def num_per_prompt(prompts: Sequence[str], count: int) -> dict[str, int]:
     """Divide ``num_class_images`` among the class prompts; one that is listed twice gets twice as many.
 
-    What is left over goes to the first ones, so that all together are ``num_class_images``.
+    The remainder goes to the first ones, so that all together are ``num_class_images``.
     """
     each, left = divmod(count, len(prompts))
     shares = dict.fromkeys(prompts, 0)
@@ -286,10 +256,6 @@ def images_in(folder: Path) -> list[Path]:
     return _files(folder, SUFFIXES)
 
 
-def _others(folder: Path) -> list[Path]:
-    return _files(folder, _OTHER_IMAGES)
-
-
 def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
     if not folder.is_dir():
         return []
@@ -297,11 +263,17 @@ def _files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
     return sorted(path for path in files if path.is_file())
 
 
-def _caption(path: Path, prompt: str | None, folder_says: str | None) -> str:
+def _named(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return f"{len(files)} file(s) ({', '.join(map(str, files[:3]))}{more})"
+
+
+def _caption(path: Path, prompt: str | None, of_folder: str | None) -> str:
     """Return the caption of a photo, "" if nothing gives it one."""
     if prompt:
         return prompt
     beside = path.with_suffix(".txt")
+    captions: list[str] = []
     if beside.is_file():
         try:
             captions = read_captions(beside)
@@ -309,6 +281,4 @@ def _caption(path: Path, prompt: str | None, folder_says: str | None) -> str:
             raise UsageError(
                 f"dreambooth cannot read the caption of {path}: {reason}, or write instance_prompt=<caption of all>"
             ) from reason
-        if captions:
-            return captions[0]
-    return folder_says or ""
+    return captions[0] if captions else of_folder or ""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.source import Source
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEMPLATES = ("a handwritten {}", "a handwritten digit {}", "the digit {}", "a drawing of a {}")
@@ -40,21 +41,7 @@ def evaluation_prompts(num_samples: int) -> tuple[list[str], list[int]]:
     return [PROMPTS[label] for label in labels], labels
 
 
-def _load(split: Literal["train", "val"]) -> tuple[np.ndarray, np.ndarray]:
-    """Return digits (N, 64) float64 in 0..16 and labels (N,): 80 % train, 20 % val, stratified."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    if split not in ("train", "val"):
-        raise UsageError(f"Digits got split={split!r}; expected 'train' or 'val'. Write split=train")
-    digits = load_digits()
-    train_x, val_x, train_y, val_y = train_test_split(
-        digits.data, digits.target, test_size=0.2, stratify=digits.target, random_state=0
-    )
-    return (train_x, train_y) if split == "train" else (val_x, val_y)
-
-
-class Digits:
+class Digits(Source):
     """Source of RGB digits with nine captions each (see ``captions_of``).
 
     Attributes:
@@ -65,25 +52,31 @@ class Digits:
         """Load the digits.
 
         Args:
-            split: 1437 digits to train on, or the 360 held out (stratified, always the same).
+            split: 1437 digits to train on (80 %), or the 360 held out (stratified, always the same).
             size: Side of the images, in pixels.
 
         Raises:
             UsageError: There is no such split.
         """
-        values, labels = _load(split)
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        if split not in ("train", "val"):
+            raise UsageError(f"Digits got split={split!r}; expected 'train' or 'val'. Write split=train")
+        digits = load_digits()
+        train_x, val_x, train_y, val_y = train_test_split(
+            digits.data, digits.target, test_size=0.2, stratify=digits.target, random_state=0
+        )
+        values, labels = (train_x, train_y) if split == "train" else (val_x, val_y)
         self.split = split
-        self.dropped: dict[str, str] = {}
         self.labels: list[int] = labels.tolist()
         self._captions = [captions_of(label) for label in range(len(WORDS))]
         self._images = [_enlarge(digit, size) for digit in values.reshape(-1, 8, 8)]
 
     def __len__(self) -> int:
-        """Return the number of digits."""
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """Return a digit as an RGB image."""
         return Image.fromarray(self._images[index]).convert("RGB")
 
     def captions(self, index: int) -> list[str]:
@@ -100,7 +93,7 @@ class Digits:
         return f"digits/{self.split}/{index}"
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        """Return what tells whether a digit is still the same, as another release of scikit-learn may have others."""
+        """Look at the pixels, too: another release of scikit-learn may have other digits."""
         return self.name(index), self._images[index].tobytes().hex(), "\n".join(self.captions(index))
 
 

@@ -1,0 +1,220 @@
+"""Functions that build an ``SDDataModule`` from plain values: the ``_target_`` of ``conf/data/*.yaml``.
+
+Their keyword arguments are flat (``data.batch_size=64``), while their code takes the groups that belong together
+(``ImageOptions``, ``LoaderOptions``, ...); :func:`_flat` turns one into the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, get_type_hints
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.datamodule.module import SDDataModule
+from sd_lightning.data.loader import LoaderOptions
+from sd_lightning.data.samples import ImageOptions
+from sd_lightning.data.source import Source, SourceSubset, hold_out
+from sd_lightning.data.sources.digits import Digits
+from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
+from sd_lightning.data.sources.huggingface import HuggingFaceImages
+from sd_lightning.data.sources.images import ImageFolder
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """``SDDataModule``'s own options."""
+
+    batch_size: int = 16
+    """Samples per optimizer step, over all processes."""
+    cache_latents: bool = False
+    """Encode all images once, before the first step."""
+    max_bad_fraction: float = 0.01
+    """Stop the run when more than this fraction of the samples cannot be used."""
+    changed: Literal["refuse", "accept"] = "refuse"
+    """Whether a run may be resumed in the middle of an epoch that holds other samples by now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns of a Hugging Face dataset."""
+
+    image_column: str = "image"
+    """Images, or paths of images."""
+    caption_column: str = "text"
+    """Captions, each a string or a list of strings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    """Prior preservation: pictures of the subject's class beside the photos."""
+
+    class_data_dir: str | None = None
+    """Folder of the pictures."""
+    class_prompts: list[str] | None = None
+    """Their captions; without any, there is no prior preservation."""
+    num_class_images: int = 100
+    """Pictures to use, divided among the prompts."""
+    prior_loss_weight: float = 1.0
+    """Weight of their loss."""
+
+    def find(self) -> list[Picture]:
+        """Return the pictures.
+
+        Raises:
+            UsageError: There are prompts and no pictures.
+        """
+        if not self.class_prompts:
+            return []
+        if self.class_data_dir is None:
+            raise UsageError(
+                "data.class_prompts without data.class_data_dir; write data.class_data_dir=<folder>, where the "
+                "pictures of the class lie"
+            )
+        pictures = find_class_pictures(self.class_data_dir, self.class_prompts, self.num_class_images)
+        if not pictures:
+            raise UsageError(
+                f"data.class_data_dir={self.class_data_dir} has no pictures of {self.class_prompts[0]!r}; draw them "
+                "with python -m sd_lightning.dreambooth, or leave data.class_prompts out"
+            )
+        return pictures
+
+
+_Builder = Callable[..., SDDataModule]
+_OF_MANY_IMAGES: dict[str, Any] = {
+    "batches": Batches(),
+    "images": ImageOptions(proportion_empty_prompts=0.1),
+    "loader": LoaderOptions(num_workers=4),
+}
+
+
+def _flat(*, without: str = "", **groups: Any) -> Callable[[_Builder], _Builder]:
+    """Replace parameters of a builder, each a dataclass, by the fields of that dataclass.
+
+    The signature and the annotations of the result are flat, too: the configuration is checked against them.
+
+    Args:
+        without: A field that has no meaning for this builder, and stays at its default.
+        **groups: By parameter: an instance of its dataclass, with the defaults of this builder.
+    """
+
+    def decorate(build: _Builder) -> _Builder:
+        own = inspect.signature(build, eval_str=True).parameters.values()
+        flat = [each for each in own if each.name not in groups]
+        for group in groups.values():
+            hints = get_type_hints(type(group))
+            flat += [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+                for name, default in vars(group).items()
+                if name != without
+            ]
+        signature = inspect.Signature(flat, return_annotation=SDDataModule)
+
+        @functools.wraps(build)
+        def built(*args: Any, **kwargs: Any) -> SDDataModule:
+            given = signature.bind(*args, **kwargs).arguments
+            for name, group in groups.items():
+                fields = {field: given.pop(field) for field in vars(group) if field in given}
+                given[name] = dataclasses.replace(group, **fields)
+            return build(**given)
+
+        del built.__wrapped__  # or it would be asked for signature and annotations
+        built.__annotations__ = {each.name: each.annotation for each in flat}
+        built.__signature__ = signature  # type: ignore[attr-defined]
+        return built
+
+    return decorate
+
+
+@_flat(
+    batches=Batches(64, cache_latents=True),
+    images=ImageOptions(32, center_crop=True, proportion_empty_prompts=0.1),
+    loader=LoaderOptions(),
+    without="max_image_pixels",
+)
+def digits_data(
+    *, num_val_samples: int = 128, batches: Batches, images: ImageOptions, loader: LoaderOptions
+) -> SDDataModule:
+    """Build the embedded digits (``Digits``), validated on the first ``num_val_samples`` of the 360 held out."""
+    held_out = Digits("val")
+    if not 1 <= num_val_samples <= len(held_out):
+        raise UsageError(
+            f"data.num_val_samples={num_val_samples}: expected 1 to {len(held_out)}; write data.num_val_samples=128"
+        )
+    val = SourceSubset(held_out, range(num_val_samples))
+    return SDDataModule(Digits("train"), val, images=images, loader=loader, **vars(batches))
+
+
+@_flat(**_OF_MANY_IMAGES)
+def image_folder_data(
+    train_data_dir: str,
+    val_data_dir: str | None = None,
+    *,
+    num_val_samples: int | None = None,
+    caption_column: str = "text",
+    batches: Batches,
+    images: ImageOptions,
+    loader: LoaderOptions,
+) -> SDDataModule:
+    """Build a folder of images (``ImageFolder``); without a val folder ``hold_out`` splits ``num_val_samples`` off."""
+
+    def read(folder: str) -> Source:
+        return ImageFolder(folder, caption_column=caption_column, max_image_pixels=images.max_image_pixels)
+
+    train, val = read(train_data_dir), None if val_data_dir is None else read(val_data_dir)
+    if val is None:
+        train, val = hold_out(train, num_val_samples)
+    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+
+
+@_flat(columns=Columns(), **_OF_MANY_IMAGES)
+def huggingface_data(
+    dataset_name: str,
+    *,
+    split: str = "train",
+    val_split: str | None = None,
+    num_val_samples: int | None = None,
+    columns: Columns,
+    batches: Batches,
+    images: ImageOptions,
+    loader: LoaderOptions,
+) -> SDDataModule:
+    """Build a Hugging Face dataset (``HuggingFaceImages``); ``num_val_samples`` as in ``image_folder_data``."""
+
+    def read(part: str) -> Source:
+        pixels = images.max_image_pixels
+        return HuggingFaceImages(dataset_name, split=part, max_image_pixels=pixels, **vars(columns))
+
+    train, val = read(split), None if val_split is None else read(val_split)
+    if val is None:
+        train, val = hold_out(train, num_val_samples)
+    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+
+
+@_flat(
+    prior=Prior(),
+    batches=Batches(2, cache_latents=True),
+    images=ImageOptions(center_crop=True),
+    loader=LoaderOptions(),
+    without="val_batch_size",
+)
+def dreambooth_data(
+    instance_data_dir: str,
+    instance_prompt: str | None = None,
+    *,
+    prior: Prior,
+    batches: Batches,
+    images: ImageOptions,
+    loader: LoaderOptions,
+) -> SDDataModule:
+    """Build photos of a subject, beside pictures of its class (``SubjectAndClass``) where there are class prompts."""
+    source = SubjectAndClass(
+        find_photos(instance_data_dir, instance_prompt),
+        prior.find(),
+        prior_loss_weight=prior.prior_loss_weight,
+        min_samples=16 * batches.batch_size,
+        max_image_pixels=images.max_image_pixels,
+    )
+    return SDDataModule(source, images=images, loader=loader, **vars(batches))

@@ -1,0 +1,294 @@
+"""The datamodule: joins a source, the sampler and the trainer; the only data file that knows Lightning."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule, Trainer
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.contract import TrainedModule
+from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
+from sd_lightning.data.latent_table import LatentTable, encode_source
+from sd_lightning.data.loader import Batch, EpochLoader, LoaderOptions, WholeBatchLoader
+from sd_lightning.data.sampler import GlobalBatchSampler, validation_batches
+from sd_lightning.data.samples import CaptionedImages, ImageOptions, tell_of_long_captions
+from sd_lightning.data.source import BadSample, Source, as_source
+
+log = logging.getLogger(__name__)
+
+
+class SDDataModule(LightningDataModule):
+    """Batches for ``SDLightningModule`` (what they hold: ``CaptionedImages``).
+
+    ``batch_size`` is global: one optimizer step consumes so many samples on all processes together,
+    whatever their number and the gradient accumulation. From the trainer come the rank, the number
+    of data-parallel processes and the accumulation; from its module what ``TrainedModule`` names.
+
+    Attributes:
+        batch_size: The global batch.
+        bad_samples: Names of the samples that could not be used, and why (on this rank, so far).
+        train_sampler: The sampler of the training loader, once there is one.
+        no_caption_gap: Why the validation measures no caption gap; None if it does.
+    """
+
+    def __init__(
+        self,
+        source_train: Source,
+        source_val: Source | None = None,
+        *,
+        batch_size: int = 64,
+        images: ImageOptions | None = None,
+        loader: LoaderOptions | None = None,
+        max_bad_fraction: float = 0.01,
+        changed: Literal["refuse", "accept"] = "refuse",
+        cache_latents: bool = False,
+    ) -> None:
+        """Check the options against each other and the sources.
+
+        Args:
+            source_train: Captioned images to train on.
+            source_val: Held-out ones; without them there is no validation.
+            batch_size: Samples per optimizer step, over all processes.
+            images: Size, augmentation and caption dropout.
+            loader: DataLoader options.
+            max_bad_fraction: Stop the run when more than this fraction of the samples cannot be used. Every rank
+                counts its own; they are added up at the start of each epoch.
+            changed: Whether a run may be resumed in the middle of an epoch that holds other samples by now.
+            cache_latents: Encode all images once, before the first step, and keep the latents in
+                host memory.
+
+        Raises:
+            UsageError: The options cannot work together, or too many samples are bad already.
+        """
+        super().__init__()
+        self.source_train = as_source(source_train)
+        self.source_val = None if source_val is None else as_source(source_val)
+        self.batch_size = batch_size
+        self.images = images or ImageOptions()
+        self.loader_options = loader or LoaderOptions()
+        self.changed = changed
+        self.cache_latents = cache_latents
+        self.train_sampler: GlobalBatchSampler | None = None
+        self.no_caption_gap: str | None = "nothing was validated"
+        self._told_of_long_captions = False
+        self._latents: dict[int, tuple[object, LatentTable]] = {}
+        self._position: tuple[int, int] | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._check_options(max_bad_fraction)
+        self._sources = [source for source in (self.source_train, self.source_val) if source is not None]
+        dropped = {name for source in self._sources for name in source.dropped}
+        self._bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped))
+        self.bad_samples = self._bad.found
+        for source in self._sources:
+            self._bad.count(source.dropped)
+
+    def _check_options(self, max_bad_fraction: float) -> None:
+        if self.batch_size < 1:
+            raise UsageError(f"data.batch_size={self.batch_size}: expected 1 or more; write data.batch_size=64")
+        if not 0 <= max_bad_fraction <= 1:
+            raise UsageError(
+                f"data.max_bad_fraction={max_bad_fraction}: expected a fraction in [0, 1]; "
+                "write data.max_bad_fraction=0.01"
+            )
+        if self.changed not in ("refuse", "accept"):
+            raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
+        if self.cache_latents and (self.images.random_flip or not self.images.center_crop):
+            random = "data.random_flip=true" if self.images.random_flip else "data.center_crop=false"
+            raise UsageError(
+                f"data.cache_latents=true encodes each image once, but {random} changes it every epoch; write "
+                "data.center_crop=true data.random_flip=false, or data.cache_latents=false"
+            )
+
+    def check_batches(self, world_size: int, accumulate: int) -> None:
+        """Check that the training set fills a global batch on that many processes.
+
+        Raises:
+            UsageError: It does not, or the batch cannot be divided among them.
+        """
+        size = self.num_train_samples
+        GlobalBatchSampler(size, batch_size=self.batch_size, world_size=world_size, accumulate=accumulate, seed=0)
+
+    @property
+    def num_train_samples(self) -> int:
+        """Length of the training source."""
+        return len(self.source_train)
+
+    def fingerprint(self) -> Fingerprint:
+        """Return what the training set is, as when this was first asked for; see ``data/fingerprint.py``."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.source_train)
+        return self._fingerprint
+
+    def change_since(self, saved: Mapping[str, Any]) -> Change | None:
+        """Return how the training set has changed since a fingerprint was taken, if it has."""
+        return change(saved, self.fingerprint(), self.source_train)
+
+    def resume(self, epoch: int, batches_done: int) -> None:
+        """Continue ``epoch`` after its first ``batches_done`` global batches; call before the first batch.
+
+        Args:
+            epoch: Epoch to continue.
+            batches_done: Optimizer steps already taken in it.
+
+        Raises:
+            UsageError: The epoch does not have that many batches.
+        """
+        self._position = (epoch, batches_done)
+        if self.train_sampler is not None:
+            self.train_sampler.resume(epoch, batches_done)
+
+    def train_dataloader(self) -> EpochLoader:
+        """Return the loader over this rank's part of every global batch."""
+        trainer = self._attached()
+        world_size, rank = self._data_parallel()
+        self.train_sampler = GlobalBatchSampler(
+            len(self.source_train),
+            batch_size=self.batch_size,
+            world_size=world_size,
+            rank=rank,
+            accumulate=trainer.accumulate_grad_batches,
+            seed=self._module().seed,
+            shuffle=not trainer.overfit_batches,  # type: ignore[attr-defined]
+            together=self.source_train.together,
+        )
+        if self._position is not None:
+            self.train_sampler.resume(*self._position)
+        if not self._told_of_long_captions and trainer.is_global_zero:
+            self._told_of_long_captions = True
+            tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
+        dataset = self._dataset(self.source_train, self.images)
+        loader = self.loader_options.build(dataset, self.train_sampler, on_cuda=self._on_cuda())
+        return EpochLoader(loader, self.train_sampler, on_start=self._bad.check_all_ranks)
+
+    def val_dataloader(self) -> WholeBatchLoader | list[Batch]:
+        """Return the loader over this rank's share of the held-out images, in order, nothing random.
+
+        The shares are equally large, as sharded networks need: with W processes, N % W samples are left out.
+        """
+        if self.source_val is None:
+            # No validation is what was asked for; Lightning asks whether it was intended.
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+            self.no_caption_gap = "no data are held out"
+            return []
+        dataset = self._dataset(self.source_val, self.images.evaluation(), wrong_captions=True)
+        self._check_caption_gap(dataset)
+        size = self.loader_options.val_batch_size or self.batch_size
+        batches = validation_batches(len(self.source_val), size, *self._data_parallel())
+        return WholeBatchLoader(self.loader_options.build(dataset, batches, on_cuda=self._on_cuda()))
+
+    def test_dataloader(self) -> WholeBatchLoader | list[Batch]:
+        """Return the held-out images again: training does not select by them."""
+        return self.val_dataloader()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Take the bad samples out of a batch and count them (Lightning calls this in the main process)."""
+        if not (isinstance(batch, dict) and "bad" in batch):
+            return batch
+        source = self.source_train if self._attached().training else self.source_val
+        assert source is not None
+        self._bad.count({source.name(index): reason for index, reason in batch.pop("bad")})
+        if "index" not in batch:
+            raise UsageError(f"data: none of the {len(source)} images can be read: {self._bad.listed()}")
+        if self._attached().training:
+            self._position = None
+            batch.pop("captions", None)  # Lightning would look into every string for tensors to move
+        return batch
+
+    def gather_bad_samples(self) -> dict[str, str]:
+        """Return the bad samples that any rank has met; a collective call."""
+        self._bad.gather()
+        return self.bad_samples
+
+    def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
+        """Return which bad samples of an earlier start are still there and cannot be used yet."""
+        unknown = saved.keys() - self.bad_samples.keys()
+        found: dict[str, str] = {}
+        for source in self._sources if unknown else ():
+            distinct = source.distinct
+            for index in range(len(distinct)):
+                if distinct.name(index) in unknown:
+                    try:
+                        distinct.captions(index)
+                        distinct.image(index)
+                    except BadSample as reason:
+                        found[distinct.name(index)] = str(reason)
+        return found
+
+    def recall_bad(self, bad: Mapping[str, str]) -> None:
+        """Count bad samples of earlier starts of the run.
+
+        Raises:
+            UsageError: They are too many with those of this start.
+        """
+        self._bad.count(bad)
+
+    def _dataset(self, source: Source, images: ImageOptions, *, wrong_captions: bool = False) -> CaptionedImages:
+        module = self._module()
+        return CaptionedImages(
+            source,
+            module.latent_diffusion.tokenize,
+            options=images,
+            seed=module.seed,
+            wrong_captions=wrong_captions,
+            latents=self._latent_table(source) if self.cache_latents else None,
+            max_bad=self._bad.limit,
+        )
+
+    def _check_caption_gap(self, dataset: CaptionedImages) -> None:
+        """Say if there is no caption gap to measure: all ranks leave it out then, or none."""
+        was = self.no_caption_gap
+        if self.images.proportion_empty_prompts == 1:
+            self.no_caption_gap = "the model is trained without captions (data.proportion_empty_prompts=1)"
+        elif not self._attached().strategy.reduce_boolean_decision(dataset.has_wrong_captions):
+            self.no_caption_gap = "all held-out captions are the same to the tokenizer"
+        else:
+            self.no_caption_gap = None
+        dataset.has_wrong_captions = self.no_caption_gap is None
+        if self.no_caption_gap not in (None, was) and self._attached().is_global_zero:
+            log.warning("data: the caption gap is not measured: %s", self.no_caption_gap)
+
+    def _latent_table(self, source: Source) -> LatentTable:
+        """Encode a source once for an encoder, however often its loader is asked for."""
+        encoder = self._module().encoder
+        known = self._latents.get(id(source))
+        if known is None or known[0] is not encoder:
+            table = encode_source(
+                source.distinct,
+                encoder.encode_moments,
+                resolution=self.images.resolution,
+                device=self._attached().strategy.root_device,
+                num_workers=self.loader_options.num_workers,
+                max_pixels=self.images.max_image_pixels,
+            )
+            table = table if source.rows is None else table.of_samples(source.rows)
+            self._latents[id(source)] = known = (encoder, table)
+        self._bad.count({source.name(index): reason for index, reason in known[1].bad})
+        return known[1]
+
+    def _attached(self) -> Trainer:
+        """Return the trainer whose processes and module this datamodule serves."""
+        if self.trainer is None:
+            raise UsageError("SDDataModule got no trainer; its loaders exist inside trainer.fit(module, datamodule)")
+        return self.trainer
+
+    def _module(self) -> TrainedModule:
+        module = self._attached().lightning_module
+        if not isinstance(module, TrainedModule):
+            raise UsageError(
+                f"SDDataModule got a {type(module).__name__} to train; expected an SDLightningModule, whose seed, "
+                "tokenizer and encoder it uses; pass one to trainer.fit"
+            )
+        return module
+
+    def _data_parallel(self) -> tuple[int, int]:
+        """Return the number of data-parallel processes and the number of this one."""
+        parallel = self._attached().distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        return parallel["num_replicas"], parallel["rank"]
+
+    def _on_cuda(self) -> bool:
+        return self._attached().strategy.root_device.type == "cuda"

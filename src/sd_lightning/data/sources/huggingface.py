@@ -1,0 +1,161 @@
+"""Captioned images from a Hugging Face dataset."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_lightning._errors import UsageError
+from sd_lightning._imports import require
+from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.sources.image_files import clean_captions, decode
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from PIL import Image
+
+_LOOKED_AT = 20
+"""Rows that tell whether a column of text names images."""
+
+
+class HuggingFaceImages(Source):
+    """A split of a Hugging Face dataset with an image and a caption column.
+
+    Attributes:
+        dropped: Rows without a caption.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Path,
+        *,
+        split: str = "train",
+        image_column: str = "image",
+        caption_column: str = "text",
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
+    ) -> None:
+        """Open the dataset and check its columns and captions.
+
+        Args:
+            dataset: A folder written by ``Dataset.save_to_disk``, or a name for ``load_dataset``.
+            split: Split of it.
+            image_column: Column of images.
+            caption_column: Column of captions, each a string or a list of strings.
+            max_image_pixels: Pixels that an image may have.
+
+        Raises:
+            UsageError: ``datasets`` is not installed, there is no such dataset, split or column, or a column holds
+                something else than images or captions.
+        """
+        self._name, self._split = str(dataset), split
+        self._image_column, self._caption_column = image_column, caption_column
+        self.max_image_pixels = max_image_pixels
+        table = _open_dataset(self._name, split)
+        for option, column in (("image_column", image_column), ("caption_column", caption_column)):
+            if column not in table.column_names:
+                near = next(iter(difflib.get_close_matches(column, table.column_names, n=1)), "<one of them>")
+                raise UsageError(
+                    f"data.{option}={column}: the dataset {self._name} has the columns "
+                    f"{', '.join(table.column_names)}; write data.{option}={near}"
+                )
+        texts = [name for name, feature in table.features.items() if _is_text(feature)]
+        if caption_column not in texts:
+            raise UsageError(
+                f"data.caption_column={caption_column}: the column of {self._name} is not text "
+                f"({table.features[caption_column]}); {_choose('caption_column', texts)}"
+            )
+        self.fingerprint = table._fingerprint
+        self._images = self._open_images(table)
+        self._captions = table.select_columns([caption_column])
+        with_caption = [bool(clean_captions(entry[caption_column])) for entry in self._captions]
+        self._rows = [row for row, has in enumerate(with_caption) if has]
+        self.dropped = {
+            f"{self._name}/{split}/{row}": "its caption is empty" for row, has in enumerate(with_caption) if not has
+        }
+        if not self._rows:
+            texts.remove(caption_column)
+            raise UsageError(
+                f"data.caption_column={caption_column}: not one of the {len(table)} rows of {self._name} has a caption "
+                f"in it; {_choose('caption_column', texts)}"
+            )
+
+    def _open_images(self, table: Dataset) -> Dataset:
+        """Return the column of images, as encoded bytes: a broken image must be found sample by sample, by us."""
+        datasets = require("datasets", extra="datasets", who="data=huggingface")
+        column = self._image_column
+        feature = table.features[column]
+        try:
+            images = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+        except Exception:
+            images = None
+        if images is not None and not isinstance(feature, datasets.Image):
+            # Text may be paths.
+            first = [entry for entry in (images[row][column] for row in range(min(_LOOKED_AT, len(images)))) if entry]
+            if not any(entry.get("bytes") or os.path.isfile(entry["path"]) for entry in first):
+                images = None
+        if images is None:
+            columns = [name for name, each in table.features.items() if isinstance(each, datasets.Image)]
+            raise UsageError(
+                f"data.image_column={column}: the column of {self._name} is not images ({feature}); "
+                f"{_choose('image_column', columns)}"
+            )
+        return images
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def image(self, index: int) -> Image.Image:
+        entry = self._images[self._rows[index]][self._image_column]
+        if not entry or not (entry.get("bytes") or entry.get("path")):
+            raise BadSample("it has no image")
+        file = io.BytesIO(entry["bytes"]) if entry.get("bytes") else entry["path"]
+        return decode(file, max_pixels=self.max_image_pixels)
+
+    def captions(self, index: int) -> list[str]:
+        return clean_captions(self._captions[self._rows[index]][self._caption_column])
+
+    def name(self, index: int) -> str:
+        return f"{self._name}/{self._split}/{self._rows[index]}"
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        """Identify a row by its number; the dataset's own fingerprint stands for the images."""
+        return str(self._rows[index]), "", self.caption_evidence(index) if thorough else ""
+
+
+def _is_text(feature: Any) -> bool:
+    """Tell whether a column of a Hugging Face dataset holds strings, or lists of strings."""
+    inner = getattr(feature, "feature", feature)  # only the features of lists have one
+    return getattr(inner, "dtype", None) in ("string", "large_string", "string_view")  # some features have no dtype
+
+
+def _choose(option: str, columns: list[str]) -> str:
+    if not columns:
+        return "it has none; choose another dataset"
+    return f"write data.{option}={columns[0]}" + (f", or {', '.join(columns[1:])}" if len(columns) > 1 else "")
+
+
+def is_saved_dataset(name: str) -> bool:
+    """Whether a folder is one that ``Dataset.save_to_disk`` wrote, which names its files; others are scanned."""
+    return any(Path(name, marker).is_file() for marker in ("state.json", "dataset_dict.json"))
+
+
+def _open_dataset(name: str, split: str) -> Dataset:
+    """Load one split from a saved folder or by name."""
+    datasets = require("datasets", extra="datasets", who="data=huggingface")
+    try:
+        table = datasets.load_from_disk(name) if is_saved_dataset(name) else datasets.load_dataset(name, split=split)
+    except Exception as error:
+        raise UsageError(
+            f"data.dataset_name={name}: cannot load its split {split!r} ({type(error).__name__}: {error}); give "
+            "the name of a Hugging Face dataset, or a folder that Dataset.save_to_disk wrote"
+        ) from error
+    if isinstance(table, dict) and split not in table:
+        near = next(iter(difflib.get_close_matches(split, table, n=1)), next(iter(table), "<split>"))
+        raise UsageError(
+            f"data.split={split}: the dataset {name} has the splits {', '.join(table)}; write data.split={near}"
+        )
+    return table[split] if isinstance(table, dict) else table

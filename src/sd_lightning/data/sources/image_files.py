@@ -1,0 +1,122 @@
+"""Images and captions from files: what cannot be read is a bad sample with its reason."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import stat
+from pathlib import Path
+
+from PIL import Image
+
+from sd_lightning.data.source import BadSample
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size, to_rgb
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+MAX_CAPTION_BYTES = 2**20
+"""Length of a caption file, or of a line of ``metadata.jsonl``: captions are some words."""
+
+
+def decode(file: str | io.BytesIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """Decode an image completely.
+
+    Args:
+        file: Path or buffer.
+        max_pixels: Pixels that it may have; its header is asked before any are allocated.
+
+    Returns:
+        An upright RGB image.
+
+    Raises:
+        BadSample: It is too large, or cannot be decoded. PIL raises whatever its format plug-ins do (OSError,
+            SyntaxError, ValueError, struct.error, ...), so every exception but lack of memory counts.
+    """
+    # PIL's plug-ins ask its own limit before they allocate.
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
+    try:
+        with Image.open(file) as image:
+            check_size(image.size, max_pixels)
+            image.load()
+            return to_rgb(image)
+    except (BadSample, MemoryError):
+        raise
+    except Image.DecompressionBombError as error:
+        pixels = next(iter(re.findall(r"\((\d+) pixels\)", str(error))), "many more")
+        raise BadSample(
+            f"the image has {pixels} pixels, more than data.max_image_pixels={max_pixels} allows; make it smaller"
+        ) from error
+    except Exception as error:
+        # PIL's own message repeats the path, or the address of the buffer.
+        reason = "not an image" if type(error).__name__ == "UnidentifiedImageError" else str(error)
+        raise BadSample(f"cannot decode the image: {reason}") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def read_captions(path: str | Path) -> list[str]:
+    """Return the captions in a text file in UTF-8, with or without a byte-order mark, one on each line.
+
+    Raises:
+        BadSample: It cannot be read, is too long, or is in another encoding.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_CAPTION_BYTES + 1)
+    except OSError as error:
+        raise BadSample(f"cannot read the file {path} ({error.strerror})") from error
+    if len(data) > MAX_CAPTION_BYTES:
+        raise BadSample(_too_long(path))
+    return clean_captions(utf8(data, path).splitlines())
+
+
+def utf8(data: bytes, path: str | Path) -> str:
+    """Decode the text of a file.
+
+    Raises:
+        BadSample: It is in another encoding than UTF-8.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample(f"the file {path} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+    if "\0" in text:  # UTF-16 of English is UTF-8 with these
+        raise BadSample(f"the file {path} is not UTF-8 text (it has zero bytes); save it as UTF-8")
+    return text
+
+
+def clean_captions(value: object) -> list[str]:
+    """Return the captions in a string or list of strings, without blanks around them and without empty ones."""
+    return [v.strip() for v in _values(value) if isinstance(v, str) and v.strip()]
+
+
+def caption_problem(value: object) -> str:
+    """Return what is wrong with a value that holds no captions."""
+    other = next((v for v in _values(value) if v is not None and not isinstance(v, str)), None)
+    if other is None:
+        return "its caption is empty"
+    given = json.dumps(other, default=str)[:60]
+    remedy = f'"{given}", in quotes' if isinstance(other, int | float) else "one string, or a list of strings"
+    return f"its caption {given} is no text; write {remedy}"
+
+
+def file_problem(path: str, *, max_bytes: float = float("inf")) -> str | None:
+    """Return what is wrong with a file as far as its directory entry tells."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # a name with a zero byte
+        return f"there is no file {path}"
+    if not stat.S_ISREG(status.st_mode):  # reading from a pipe would wait for ever
+        return f"{path} is not a file"
+    if not status.st_size:
+        return f"the file {path} is empty"
+    return _too_long(path) if status.st_size > max_bytes else None
+
+
+def _values(value: object) -> list[object] | tuple[object, ...]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _too_long(path: str | Path) -> str:
+    return f"the file {path} is longer than captions are ({MAX_CAPTION_BYTES} bytes)"

@@ -1,0 +1,206 @@
+"""Captioned images from a folder.
+
+What can be seen without decoding (missing files, missing or empty captions) is found when the folder is opened and
+listed in ``dropped``; broken images are found when they are decoded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.fingerprint import file_evidence
+from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.sources.image_files import (
+    MAX_CAPTION_BYTES,
+    SUFFIXES,
+    caption_problem,
+    clean_captions,
+    decode,
+    file_problem,
+    read_captions,
+    utf8,
+)
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS
+from sd_lightning.storage.run_folder import is_run
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+log = logging.getLogger(__name__)
+
+METADATA = "metadata.jsonl"
+
+
+class ImageFolder(Source):
+    """Images in a folder, captioned by ``metadata.jsonl`` or by a ``.txt`` file beside each image.
+
+    Every line of ``metadata.jsonl`` is an object with ``file_name`` (relative to the folder) and the
+    caption, a string or a list of strings. Without that file all images below the folder are used,
+    but for the folders of runs, each with the ``.txt`` of the same name; every line of it is one caption.
+
+    Attributes:
+        dropped: Unusable entries and why.
+    """
+
+    def __init__(
+        self, root: str | Path, *, caption_column: str = "text", max_image_pixels: int = MAX_IMAGE_PIXELS
+    ) -> None:
+        """Find the images and check that files and captions exist.
+
+        Args:
+            root: The folder.
+            caption_column: Key of the caption in ``metadata.jsonl``.
+            max_image_pixels: Pixels that an image may have.
+
+        Raises:
+            UsageError: There is no such folder or column, not one usable image, or ``metadata.jsonl`` is not UTF-8.
+        """
+        self.root = Path(root)
+        self.max_image_pixels = max_image_pixels
+        self.caption_column = caption_column
+        self.dropped: dict[str, str] = {}
+        self._paths: list[str] = []
+        self._captions: list[list[str]] | None = None
+        if not self.root.is_dir():
+            raise UsageError(
+                f"ImageFolder: there is no folder {str(self.root)!r}; expected a folder of images. "
+                "Write data.train_data_dir=<folder>"
+            )
+        if (self.root / METADATA).is_file():
+            self._captions = self._read_metadata()
+        else:
+            self._find_sidecars()
+        if not self._paths:
+            name, reason = next(iter(self.dropped.items()), ("", ""))
+            why = f"{len(self.dropped)} unusable, the first is {name}: {reason}" if self.dropped else "it is empty"
+            raise UsageError(
+                f"ImageFolder: {str(self.root)!r} holds no usable captioned image ({why}); give a "
+                f"folder of images ({', '.join(sorted(SUFFIXES))}) with {METADATA} or a .txt caption beside each"
+            )
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def image(self, index: int) -> Image.Image:
+        return decode(self._paths[index], max_pixels=self.max_image_pixels)
+
+    def captions(self, index: int) -> list[str]:
+        if self._captions is not None:
+            return self._captions[index]
+        path = _sidecar(self._paths[index])
+        captions = read_captions(path)
+        if not captions:
+            raise BadSample(f"the caption file {path} is empty")
+        return captions
+
+    def name(self, index: int) -> str:
+        return self._paths[index]
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        path = self._paths[index]
+        if self._captions is None and not thorough:
+            captions = file_evidence(_sidecar(path), thorough=False)
+        else:
+            captions = self.caption_evidence(index)
+        return path.removeprefix(f"{self.root}{os.sep}"), file_evidence(path, thorough=thorough), captions
+
+    def _read_metadata(self) -> list[list[str]]:
+        """Collect the images of the metadata file, and return their captions."""
+        found: list[list[str]] = []
+        for number, row in self._rows():
+            file_name = row.get("file_name")
+            if not isinstance(file_name, str) or not file_name:
+                self.dropped[f"{self.root / METADATA}:{number}"] = "no file_name"
+                continue
+            if not self._paths:
+                self._check_column(number, row)
+            path = str(self.root / file_name)
+            captions = clean_captions(row.get(self.caption_column))
+            problem = file_problem(path) if captions else caption_problem(row.get(self.caption_column))
+            if problem:
+                self.dropped[path] = problem
+            else:
+                self._paths.append(path)
+                found.append(captions)
+        return found
+
+    def _check_column(self, number: int, row: dict[str, object]) -> None:
+        """Refuse a caption column that a line does not have, or that names the image."""
+        others = [name for name in row if name != "file_name"]
+        if self.caption_column in others:
+            return
+        column = next((name for name in others if clean_captions(row[name])), "<key of the caption>")
+        wrong = "names the image" if self.caption_column == "file_name" else f"is no key of line {number}"
+        has = f"which has {', '.join(row)}" if others else "which has no other key than file_name"
+        raise UsageError(
+            f"ImageFolder got data.caption_column={self.caption_column}, which {wrong} of {self.root / METADATA}, "
+            f"{has}; {'' if others else 'add captions to it, and '}write data.caption_column={column}"
+        )
+
+    def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
+        """Yield line numbers and objects of the metadata file; lines that hold none, or are too long, are dropped."""
+        path = self.root / METADATA
+        try:
+            with open(path, "rb") as file:  # whose lines end with "\n" only: U+2028 may stand in a caption
+                for number in itertools.count(1):
+                    line = file.readline(MAX_CAPTION_BYTES + 1)
+                    if not line:
+                        return
+                    if len(line) > MAX_CAPTION_BYTES:
+                        self.dropped[f"{path}:{number}"] = f"longer than captions are ({MAX_CAPTION_BYTES} bytes)"
+                        while line and not line.endswith(b"\n"):
+                            line = file.readline(MAX_CAPTION_BYTES)
+                    elif (text := utf8(line, path)).strip():
+                        row = _parsed(text)
+                        if isinstance(row, dict):
+                            yield number, row
+                        else:
+                            self.dropped[f"{path}:{number}"] = f"not a JSON object: {text.strip()[:60]!r}"
+        except OSError as error:
+            raise UsageError(f"ImageFolder cannot read {path} ({error.strerror}); mend that, or remove it") from error
+        except BadSample as reason:
+            raise UsageError(f"ImageFolder got data.train_data_dir={self.root}: {reason}") from reason
+
+    def _find_sidecars(self) -> None:
+        """Collect the images below the root in a stable order; one scan finds their captions, too.
+
+        Runs below it are left out: a run would train on pictures that it has drawn itself.
+        """
+        for folder, subfolders, names in os.walk(self.root, followlinks=True):
+            if Path(folder) != self.root and is_run(Path(folder)):
+                log.info("data: %s is the folder of a run, and left out", folder)
+                subfolders.clear()
+                continue
+            subfolders.sort()
+            present = set(names)
+            for name in sorted(names):
+                if os.path.splitext(name)[1].lower() not in SUFFIXES:
+                    continue
+                path, caption = os.path.join(folder, name), _sidecar(name)
+                if caption not in present:
+                    problem: str | None = f"it has no caption file {caption}"
+                else:
+                    problem = file_problem(path) or file_problem(_sidecar(path), max_bytes=MAX_CAPTION_BYTES)
+                if problem:
+                    self.dropped[path] = problem
+                else:
+                    self._paths.append(path)
+
+
+def _sidecar(path: str) -> str:
+    """Return the caption file of an image."""
+    return os.path.splitext(path)[0] + ".txt"
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # no JSON, a number without end, brackets without end
+        return None

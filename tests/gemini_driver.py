@@ -26,7 +26,8 @@ import held_out_models
 import ranks
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.chunked import Reader
+from sd_lightning.gemini.networks import Reader
+from sd_lightning.gemini.placement import Demand, smallest_budget
 
 BATCH, WIDTH, CLASSES, STEPS = 8, 24, 6, 12
 
@@ -559,7 +560,7 @@ def _note(training: Training) -> None:
         "at_rest": {str(tier): count for tier, count in ledger.current.items() if count},
         "kinds": {f"{tier}/{kind}": count for (tier, kind), count in ledger.by_kind.items() if count},
         "gathered_peak": ledger.kind_peak["fast", "gathered"],
-        "largest_unit": engine.runtime.largest_unit_bytes(),
+        "largest_unit": _largest_unit_bytes(engine),
         "sequence": engine.collectives.sequence_hash,
         "statistics": engine.statistics(),
         "num_chunks": len(engine.chunks),
@@ -568,6 +569,12 @@ def _note(training: Training) -> None:
         "plan": {} if engine.auto is None else _plan(engine),
         "skipped": 0 if engine.loss_scale is None else engine.loss_scale.skipped,
     }
+
+
+def _largest_unit_bytes(engine: GeminiEngine) -> int:
+    """The most bytes that one unit, with the containers around it, gathers temporarily."""
+    demand = Demand(0, 0, (), engine.runtime.chunks_of_units(), engine.collectives.world_size)
+    return smallest_budget(engine.layouts, engine.plan.chunks, demand)
 
 
 def _plan(engine: GeminiEngine) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from sd_lightning.gemini.auto import AutoPlacement, fast_tier_bytes
 from sd_lightning.gemini.chunked import ChunkedNetworks
+from sd_lightning.gemini.memory import Memory
 from sd_lightning.gemini.placement import Plan, whole_gradient_bytes
 from sd_lightning.gemini.probe import peak_allocated
-from sd_lightning.gemini.tiers import Memory
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class Accumulation:
         """Reduce now what was kept whole, if the plan that comes has no room for it; a collective call."""
         engine = self._engine
         if self._keeps and engine.config.reduce_once == "auto" and not plan.keeps_gradients:
-            engine.runtime.flush()
-            engine.runtime.keeps_gradients = self._keeps = False
+            engine.runtime.reducer.flush()
+            engine.runtime.reducer.keeps_gradients = self._keeps = False
 
     def _decide(self) -> bool:
         engine, mode = self._engine, self._engine.config.reduce_once

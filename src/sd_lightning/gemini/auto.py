@@ -110,7 +110,7 @@ class AutoPlacement:
                 self._plan()
         if is_new:
             self._measured.append(call)
-        self._storages = {chunk.full.untyped_storage()._cdata for chunk in self._engine.chunks}
+        self._storages = {chunk.weights.storage.full.untyped_storage()._cdata for chunk in self._engine.chunks}
         self._probe.enter()
 
     def _after(self, network: nn.Module, args: Any, output: Any) -> None:

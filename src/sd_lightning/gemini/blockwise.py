@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.layout import Shard, Slot, align
-from sd_lightning.gemini.progress import Progress
+from sd_lightning.gemini.update import Group, Progress, Ranges, Update, next_step
 
 _BLOCK = 256
 _SIGNED = {"state1": True, "state2": False}
+"""Whether the codes of a state have a sign."""
 
 
-class BlockwiseUpdate:
+class BlockwiseUpdate(Update):
     """``bitsandbytes.optim.AdamW8bit``, with its kernels for the accelerator and for the host.
 
-    A state of a chunk is one buffer of bytes. Each parameter has a part of it: codes and then the blocks' scales;
+    A state of a chunk is one buffer of bytes. Each parameter has a part of it: codes followed by the blocks' scales, or
     float32 values where the parameter is smaller than ``min_8bit_size``. Blocks begin where this rank's part of a
     parameter does, so they depend on the number of ranks and not on where chunks live.
 
@@ -32,7 +34,6 @@ class BlockwiseUpdate:
     """
 
     joins_parameters = False
-    scalar_names = ("step",)
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         if getattr(inner, "is_paged", False):
@@ -43,18 +44,19 @@ class BlockwiseUpdate:
         self._least_numel = int(inner.args.min_8bit_size)  # type: ignore[attr-defined]
         self._codes: dict[tuple[bool, torch.device], Tensor] = {}
 
-    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    @override
+    def states(self, group: Group) -> tuple[str, ...]:
         return tuple(_SIGNED)
 
+    @override
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {"step": progress.step}
 
-    def progress(self, scalars: Mapping[str, Any]) -> Progress:
-        return Progress(int(scalars.get("step", 1)))
-
+    @override
     def size(self, shard: Shard) -> tuple[int, torch.dtype]:
         return sum(self._nbytes(shard, slot) for slot in shard.layout.slots), torch.uint8
 
+    @override
     def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
         begin = 0
         for other in shard.layout.slots:
@@ -64,11 +66,13 @@ class BlockwiseUpdate:
         part = flat[begin : begin + self._nbytes(shard, slot)]
         return part if slot.numel >= self._least_numel else part.view(torch.float32)
 
+    @override
     def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
         if part.dtype == torch.float32:
             return part[:numel]
         return partial(self._dequantise, kind, part, numel)
 
+    @override
     def store(self, kind: str, part: Tensor, values: Tensor) -> None:
         from bitsandbytes.functional import quantize_blockwise
 
@@ -80,20 +84,16 @@ class BlockwiseUpdate:
         codes.copy_(quantised)
         scales.copy_(state.absmax)
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Mapping[str, Sequence[Tensor]],
-        progress: Progress | None,
-        group: Mapping[str, Any],
-        divisor: float,
-    ) -> Progress:
+    @override
+    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
-        step = 1 if progress is None else progress.step + 1
+        step = next_step(ranges.progress)
         (beta1, beta2), eps, lr, decay = group["betas"][:2], group["eps"], float(group["lr"]), group["weight_decay"]
-        for weight, gradient, first, second in zip(weights, gradients, states["state1"], states["state2"], strict=True):
+        first_moments, second_moments = ranges.states["state1"], ranges.states["state2"]
+        for weight, gradient, first, second in zip(
+            ranges.weights, ranges.gradients, first_moments, second_moments, strict=True
+        ):
             n = weight.numel()
             if first.dtype == torch.float32:
                 optimizer_update_32bit(
@@ -133,5 +133,5 @@ class BlockwiseUpdate:
 
 
 def _split(part: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of a part."""
+    """Return the codes and the scales of a part."""
     return part[:numel], part[align(numel) :].view(torch.float32)[: -(-numel // _BLOCK)]

@@ -14,9 +14,10 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.accumulation import Accumulation
 from sd_lightning.gemini.auto import AutoPlacement
-from sd_lightning.gemini.chunked import ChunkedNetworks, Reader
+from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.loss_scale import LossScale
+from sd_lightning.gemini.networks import Reader
 from sd_lightning.gemini.optimizer import GeminiOptimizer
 from sd_lightning.gemini.placement import Plan
 from sd_lightning.gemini.state import EngineState
@@ -74,9 +75,7 @@ class GeminiEngine(ChunkedNetworks):
         self.abort()
         self.optimizers.clear()
         for chunk in self.chunks:
-            for state in chunk.states.values():
-                self.memory.free(state)
-            chunk.states.clear()
+            chunk.free_states()
         self.memory.release_unused()
 
     def scale_loss(self, loss: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sd_lightning.gemini.tiers import Memory, Tier
+from sd_lightning.gemini.memory import Memory
+from sd_lightning.gemini.tiers import Tier
 
 
 class Probe(Protocol):

@@ -1,0 +1,98 @@
+"""What networks hold before and beside their chunks: names, types, the meta device, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.layout import ParameterSpec
+from sd_lightning.gemini.units import Unit
+
+Reader = Callable[[str, int, int], Tensor]
+"""(name, begin, end): values of a flat range of a parameter or buffer, of any type, on the CPU."""
+
+
+def replace_meta_parameters(networks: Iterable[nn.Module], reader: Reader | None) -> None:
+    """Replace parameters on the meta device by ones on the host that take no memory.
+
+    Raises:
+        UsageError: There are parameters or buffers on the meta device and no reader.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (module for network in networks for module in network.modules()):
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        meta = [name for name, tensor in tensors if tensor is not None and tensor.is_meta]
+        if meta and reader is None:
+            raise UsageError(
+                f"Gemini got {type(module).__name__}.{meta[0]} on the meta device and no reader; expected "
+                "reader=(name, begin, end) -> values, or networks with weights"
+            )
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in replaced:
+                empty = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[key] = replaced[parameter]
+
+
+def parameter_names(networks: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
+    """Return the first name of every parameter."""
+    names: dict[nn.Parameter, str] = {}
+    for prefix, network in networks.items():
+        for name, parameter in network.named_parameters():
+            names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+def parameter_specs(
+    units: Iterable[Unit], names: Mapping[nn.Parameter, str], config: GeminiConfig
+) -> list[ParameterSpec]:
+    """Return what goes into chunks, in the order of the units: all parameters of floating-point types.
+
+    Raises:
+        UsageError: A parameter cannot be trained in a chunk.
+    """
+    specs = []
+    for parameter in dict.fromkeys(p for unit in units for p in unit.parameters):
+        if not parameter.is_floating_point():
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"Gemini got {names[parameter]} of type {parameter.dtype} to train; expected a floating-point type"
+                )
+            continue  # whole on every rank
+        is_row_major = parameter.is_contiguous() or parameter.dim() != 4
+        if not is_row_major and parameter.is_contiguous(memory_format=torch.channels_last):
+            raise UsageError(
+                f"Gemini got {names[parameter]} in the channels_last format, and chunks are flat and row-major; leave "
+                "it out (speed.channels_last=false)"
+            )
+        dtype = config.compute_dtype or parameter.dtype
+        specs.append(ParameterSpec(names[parameter], parameter.numel(), dtype, parameter.requires_grad))
+    return specs
+
+
+def place_others(
+    networks: Mapping[str, nn.Module], in_chunks: Container[nn.Parameter], device: torch.device, reader: Reader | None
+) -> None:
+    """Bring what is in no chunk to the fast tier, whole: buffers, and parameters of integers."""
+
+    def read(name: str, tensor: Tensor) -> Tensor:
+        assert reader is not None
+        return reader(name, 0, tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
+
+    for prefix, network in networks.items():
+        for module_name, module in network.named_modules():
+            path = "".join(f"{part}." for part in (prefix, module_name) if part)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    values = read(path + key, buffer) if buffer.is_meta else buffer
+                    module._buffers[key] = values.to(device)
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter not in in_chunks:
+                    values = parameter.data if reader is None else read(path + key, parameter)
+                    parameter.data = values.to(device)

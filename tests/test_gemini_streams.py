@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from gemini_driver import Blocks, Job, _Fails, inputs, loss_of
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunked
 from sd_lightning.gemini.collectives import Collectives, Pending
+from sd_lightning.gemini.compute_weights import ChunkStorage
 from sd_lightning.gemini.memory import Arrival, Memory
 from sd_lightning.gemini.placement import plan_static
-from sd_lightning.gemini.storage import ChunkStorage
 from sd_lightning.gemini.tiers import Buffer, Kind, Tier
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches: each reduced by itself, or kept whole on every rank and reduced once a step."""
+"""Whether the gradients of several micro-batches are reduced one by one, or kept whole and reduced once a step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.memory import Memory
 from sd_lightning.gemini.placement import Plan, whole_gradient_bytes
 from sd_lightning.gemini.probe import peak_allocated
+from sd_lightning.gemini.tiers import mib
 
 log = logging.getLogger(__name__)
 
 _USABLE = 0.9
-"""Of the fast tier; the rest is for fragmentation and the buffers of collectives, as under ``memory_cap=0.9``."""
+"""Fraction of the fast tier; the rest is for fragmentation and collectives' buffers, as under ``memory_cap=0.9``."""
 
 
 class Accumulation:
@@ -38,7 +39,7 @@ class Accumulation:
         self._auto = auto
         self._whole_bytes = whole_gradient_bytes(engine.layouts)
         self._keeps: bool | None = None
-        """In the step under way."""
+        """The decision for the step under way."""
         self._has_stepped = False
         self._measured: int | None = None
         self._told: bool | None = None
@@ -62,7 +63,7 @@ class Accumulation:
 
     def _decide(self) -> bool:
         engine, mode = self._engine, self._engine.config.reduce_once
-        whole = _mib(self._whole_bytes)
+        whole = mib(self._whole_bytes)
         if mode != "auto":
             once = f"gradients of all micro-batches are reduced once; until then they take {whole}"
             each = f"each micro-batch is reduced; with {whole} to spare, reduce_once=true does it once"
@@ -73,12 +74,12 @@ class Accumulation:
         if spare is None:
             return False
         keeps = self._whole_bytes <= spare if self._auto is None else engine.plan.keeps_gradients
-        once = f"micro-batches are reduced once, in float32: {whole} of the {_mib(spare)} to spare"
-        each = f"each micro-batch is reduced: whole gradients take {whole}, and {_mib(max(spare, 0))} are to spare"
+        once = f"micro-batches are reduced once, in float32: {whole} of the {mib(spare)} to spare"
+        each = f"each micro-batch is reduced: whole gradients take {whole}, and {mib(max(spare, 0))} are to spare"
         return self._tell(keeps, once if keeps else each)
 
     def _spare_bytes(self) -> int | None:
-        """Return what is left of the fast tier on the rank with the least, None if nothing has been measured yet."""
+        """Return what is left of the fast tier on the rank with the least; None if nothing has been measured yet."""
         engine = self._engine
         if self._auto is not None:
             return self._auto.spare_bytes
@@ -108,7 +109,3 @@ def spare_bytes(memory: Memory, world_size: int) -> int:
     free, _ = module.mem_get_info(memory.device)
     reachable = free + module.memory_reserved(memory.device)
     return int(_USABLE * reachable) - peak_allocated(memory.device)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch.autograd import Variable
 
-from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.networks import Unit
 from sd_lightning.gemini.reducer import Reducer
-from sd_lightning.gemini.units import Unit
 
 
 class _TaskEnd:
@@ -59,7 +58,6 @@ class Pass:
     Args:
         units: All units.
         chunks_of: Chunk indices of each.
-        chunks: All chunks.
         reducer: Reduces chunks that are complete.
         access: Gathers a unit's chunks for a phase.
     """
@@ -68,7 +66,6 @@ class Pass:
         self,
         units: Sequence[Unit],
         chunks_of: Sequence[Sequence[int]],
-        chunks: Sequence[Chunk],
         reducer: Reducer,
         access: Callable[[int, str], None],
     ) -> None:
@@ -86,7 +83,7 @@ class Pass:
         """First entry of the schedule that is not done."""
         self._units = units
         self._chunks_of = chunks_of
-        self._chunks = chunks
+        self._chunks = reducer.chunks
         self._reducer = reducer
         self._access = access
         self._calls: Counter[int] = Counter()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from sd_lightning.gemini.collectives import Collectives
-from sd_lightning.gemini.units import Unit
+from sd_lightning.gemini.networks import Unit
 
 _MAX_IDLE = 16
 """Passes in which no rank calls a unit, after which it is no longer expected."""

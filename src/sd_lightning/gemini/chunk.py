@@ -2,16 +2,118 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
 
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.compute_weights import ComputeWeights
 from sd_lightning.gemini.gradients import ChunkGradients
 from sd_lightning.gemini.layout import ChunkLayout, Slot
-from sd_lightning.gemini.master_weights import MasterWeights
 from sd_lightning.gemini.memory import Memory
 from sd_lightning.gemini.placement import ChunkPlacement
-from sd_lightning.gemini.tiers import Buffer
+from sd_lightning.gemini.tiers import Buffer, Kind, Tier
+
+
+class MasterWeights:
+    """This rank's shard of a chunk in float32, or float64 if that is the compute type.
+
+    Where the compute weights have that type and live on the same tier, and for frozen weights, it is their shard.
+
+    Args:
+        compute: The compute weights of the chunk.
+    """
+
+    def __init__(self, compute: ComputeWeights) -> None:
+        self._compute = compute
+        self._own: Buffer | None = None
+        self._stash: Buffer | None = None
+        """The trained weights, while others are swapped in where the compute weights would be their only copy."""
+        self._is_swapped = False
+        if compute.layout.is_trained and not compute.is_master:
+            self._own = self._allocate(compute.placement.optim_tier, Kind.OPTIMIZER)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The trained weights, also while others are swapped in."""
+        if self._stash is not None:
+            return self._stash.tensor
+        return self._compute.shard if self._own is None else self._own.tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are not the compute weights' own."""
+        return 0 if self._own is None else self._own.nbytes
+
+    def fill(self, values: Tensor) -> None:
+        """Set this rank's weights, and the compute weights with them."""
+        compute = self._compute
+        self.tensor.copy_(values)
+        if not compute.is_master:
+            compute.memory.copy(compute.shard, values, Tier.SLOW, Tier.SLOW)
+        compute.invalidate()
+
+    def refresh(self, changed: Iterable[nn.Parameter] | None = None) -> None:
+        """Compute with the master weights as they are now.
+
+        Args:
+            changed: Parameters whose values differ; all by default.
+        """
+        if not self._compute.is_master:
+            self._compute.refresh(self.tensor)
+        self._compute.invalidate(changed)
+
+    def swap_in(self, weights: Mapping[str, Tensor]) -> None:
+        """Compute with other weights; each is the part of a parameter that this rank owns."""
+        compute = self._compute
+        if compute.is_master:
+            self._stash = self._allocate(Tier.SLOW, Kind.SWAPPED)
+            compute.memory.copy(self._stash.tensor, compute.shard, compute.placement.param_tier, Tier.SLOW)
+            compute.memory.wait_for_copies()
+        self._is_swapped = True
+        compute.wait()
+        for slot in compute.layout.slots:
+            target = compute.bounds.view_of(slot, compute.shard)
+            if target.numel():
+                target.copy_(weights[slot.name].reshape(-1))
+        compute.invalidate()
+
+    def swap_out(self) -> None:
+        """Compute with the trained weights again."""
+        self._compute.wait()
+        self._compute.shard.copy_(self.tensor)
+        if self._stash is not None:
+            self._compute.memory.free(self._stash)
+        self._stash, self._is_swapped = None, False
+        self._compute.invalidate()
+
+    def move(self, placement: ChunkPlacement) -> None:
+        """Move to another tier, before the compute weights do."""
+        compute, old = self._compute, self._stash or self._own
+        if not compute.layout.is_trained:
+            return
+        is_aliased = placement.aliases_master(compute.layout)
+        new: Buffer | None = None
+        if self._is_swapped or not is_aliased:
+            tier, kind = (Tier.SLOW, Kind.SWAPPED) if is_aliased else (placement.optim_tier, Kind.OPTIMIZER)
+            new = self._allocate(tier, kind)
+            source_tier = compute.placement.param_tier if old is None else old.tier
+            compute.memory.copy(new.tensor, self.tensor, source_tier, tier)
+            compute.memory.wait_for_copies()
+        if old is not None:
+            compute.memory.free(old)
+        self._own, self._stash = (None, new) if is_aliased else (new, None)
+
+    def discard(self) -> None:
+        """Free the memory."""
+        for buffer in (self._own, self._stash):
+            if buffer is not None:
+                self._compute.memory.free(buffer)
+        self._own = self._stash = None
+
+    def _allocate(self, tier: Tier, kind: Kind) -> Buffer:
+        compute = self._compute
+        return compute.memory.allocate(tier, kind, compute.bounds.numel, compute.layout.master_dtype)
 
 
 class Chunk:

@@ -17,6 +17,7 @@ from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, default_searc
 from sd_lightning.gemini.memory import Memory
 from sd_lightning.gemini.networks import (
     Reader,
+    find_units,
     parameter_names,
     parameter_specs,
     place_others,
@@ -25,7 +26,6 @@ from sd_lightning.gemini.networks import (
 from sd_lightning.gemini.placement import ChunkPlacement, Plan, plan_static, plan_trace
 from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.tiers import Ledger
-from sd_lightning.gemini.units import find_units
 
 
 class ChunkedNetworks:

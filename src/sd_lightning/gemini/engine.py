@@ -93,7 +93,7 @@ class GeminiEngine(ChunkedNetworks):
         With ``reduce_once`` they are kept whole, in float32, and reduced with those of the next pass outside; without
         it they are reduced now and only this rank's part is kept. All ranks call it.
         """
-        with self.runtime.keeping_gradients() if self.accumulation.keeps_gradients() else nullcontext():
+        with self.runtime.reducer.keeping_gradients() if self.accumulation.keeps_gradients() else nullcontext():
             yield
 
     @override

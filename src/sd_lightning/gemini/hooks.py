@@ -1,13 +1,33 @@
-"""Functions around the calls of modules, compiled ones too."""
+"""Functions around the calls of modules, compiled ones too, and what may look on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+Observer = Callable[[str, int], None]
+"""(phase: "forward", "backward" or "end", unit): called when the weights of the unit are there."""
+
+
+class Monitor(Protocol):
+    """Measures what takes memory beside the chunks."""
+
+    def access(self, phase: str, unit: int) -> None:
+        """Note that a unit's weights are about to be gathered."""
+        ...
+
+    def end_backward(self) -> None:
+        """Note that a backward pass has ended."""
+        ...
+
+    def abort(self) -> None:
+        """Forget the pass under way."""
+        ...
+
 
 Before = Callable[[nn.Module, Any], None]
 """(module, positional arguments)."""

@@ -12,11 +12,10 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.accumulation import Accumulation
-from sd_lightning.gemini.agreement import GradientAgreement
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.loss_scale import LossScale
-from sd_lightning.gemini.stepper import Stepper
+from sd_lightning.gemini.stepper import GradientAgreement, Stepper
 from sd_lightning.gemini.update import Progress, Update
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from sd_lightning.gemini.chunk import Chunk
 
@@ -16,24 +17,24 @@ class Reducer:
 
     Args:
         chunks: All chunks.
-        statistics: Counts reductions.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], statistics: Counter[str]) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = chunks
+        self.statistics: Counter[str] = Counter()
+        """Of the runtime: reductions, hits and misses, prefetches, evictions, passes that were aborted or scheduled."""
         self.keeps_gradients = False
         """Whether gradients are kept whole, to be reduced by a later pass."""
         self.kept: dict[int, None] = {}
         """Chunks with whole gradients that are kept."""
         self.late: set[int] = set()
         """Chunks that got gradients on this rank when no unit of theirs was there to have them reduced."""
-        self._chunks = chunks
-        self._statistics = statistics
         self._under_way: deque[Chunk] = deque()
 
     def reduce(self, index: int) -> None:
         """Begin to reduce a chunk's gradients, or keep them whole."""
         self.late.discard(index)
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         if not chunk.is_trained:
             return
         if self.keeps_gradients:
@@ -44,7 +45,7 @@ class Reducer:
             self.finish_oldest()
         chunk.gradients.reduce()
         self._under_way.append(chunk)
-        self._statistics["reductions"] += 1
+        self.statistics["reductions"] += 1
 
     def finish_oldest(self) -> bool:
         """Finish the reduction that began first; return whether there was one."""
@@ -63,16 +64,24 @@ class Reducer:
         while self.finish_oldest():
             pass
 
+    @contextmanager
+    def keeping_gradients(self, keeps: bool = True) -> Iterator[None]:
+        """Keep whole gradients in the body: a later pass reduces them."""
+        before, self.keeps_gradients = self.keeps_gradients, keeps
+        try:
+            yield
+        finally:
+            self.keeps_gradients = before
+
     def flush(self, late: Iterable[int] = ()) -> None:
         """Reduce what was kept whole, where no backward pass outside ``no_sync`` did.
 
         Args:
             late: Chunks that have late gradients on any rank.
         """
-        keeps, self.keeps_gradients = self.keeps_gradients, False
-        for index in sorted({*self.kept, *late}):
-            self.reduce(index)
-        self.keeps_gradients = keeps
+        with self.keeping_gradients(False):
+            for index in sorted({*self.kept, *late}):
+                self.reduce(index)
         self.finish_all()
 
     def drop(self) -> None:
@@ -80,6 +89,6 @@ class Reducer:
         self._under_way.clear()
         self.kept.clear()
         self.late.clear()
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.gradients.drop()
             chunk.weights.release()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +18,10 @@ from sd_lightning.gemini.calls import Call, Calls, Route, order_of
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.gatherer import Gatherer
-from sd_lightning.gemini.hooks import Undo, wrap_calls
-from sd_lightning.gemini.observers import Monitor, Observer
+from sd_lightning.gemini.hooks import Monitor, Observer, Undo, wrap_calls
+from sd_lightning.gemini.networks import Unit
 from sd_lightning.gemini.reducer import Reducer
 from sd_lightning.gemini.tracer import Tracer
-from sd_lightning.gemini.units import Unit
 
 _OUTSIDE = -1
 """Autograd's number of the graph task that runs, if none does."""
@@ -58,7 +55,6 @@ class Runtime:
         prefetch: int,
     ) -> None:
         self.units = list(units)
-        self.statistics: Counter[str] = Counter()
         self.touched: set[nn.Parameter] = set()
         """Parameters with gradients on this rank since the last optimizer step."""
         self.gradients_version = 0
@@ -69,16 +65,9 @@ class Runtime:
         index_of = {parameter: chunk.index for chunk in chunks for parameter in chunk.slots}
         self._chunks_of = [sorted({index_of[p] for p in unit.parameters}) for unit in units]
         self.tracer = Tracer(self._chunks_of)
-        self.reducer = Reducer(self._chunks, self.statistics)
-        self.gatherer = Gatherer(
-            self._chunks,
-            tracer=self.tracer,
-            reducer=self.reducer,
-            statistics=self.statistics,
-            in_use=lambda: self._pass.chunks_in_use(),
-            budget=budget,
-            prefetch=prefetch,
-        )
+        self.reducer = Reducer(self._chunks)
+        self.gatherer = Gatherer(self.tracer, self.reducer, budget=budget, prefetch=prefetch)
+        self.statistics = self.reducer.statistics
         self._pass = self._new_pass()
         self._calls = Calls(self.units, networks, collectives)
         self._undo: list[Undo] = []
@@ -99,15 +88,6 @@ class Runtime:
         for undo in self._undo:
             undo()
         self._undo.clear()
-
-    @contextmanager
-    def keeping_gradients(self) -> Iterator[None]:
-        """Keep whole gradients: the next backward pass outside reduces them."""
-        before, self.reducer.keeps_gradients = self.reducer.keeps_gradients, True
-        try:
-            yield
-        finally:
-            self.reducer.keeps_gradients = before
 
     def recover(self) -> None:
         """Forget the last backward pass if it ended in an exception; called outside of one.
@@ -154,7 +134,7 @@ class Runtime:
                 self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
 
     def _new_pass(self) -> Pass:
-        return Pass(self.units, self._chunks_of, self._chunks, self.reducer, self._access)
+        return Pass(self.units, self._chunks_of, self.reducer, self._access)
 
     def _reset(self) -> None:
         """Forget the pass under way."""
@@ -165,7 +145,7 @@ class Runtime:
         self.tracer.use(index)
         if self.monitor is not None:
             self.monitor.access(phase, index)
-        self.gatherer.gather(self._chunks_of[index])
+        self.gatherer.gather(self._chunks_of[index], self._pass.chunks_in_use)
         if self.observer is not None:
             self.observer(phase, index)
 

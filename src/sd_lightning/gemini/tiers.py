@@ -70,11 +70,6 @@ class Ledger:
         if source != target:
             self.moved[source, target] += nbytes
 
-    def reset_peak(self) -> None:
-        """Measure peaks from now on."""
-        self.peak = Counter(self.current)
-        self.kind_peak = Counter(self.by_kind)
-
 
 @dataclass(eq=False)
 class Buffer:
@@ -87,3 +82,8 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
+
+
+def mib(nbytes: int) -> str:
+    """Return bytes in words."""
+    return f"{nbytes / 2**20:.1f} MiB"

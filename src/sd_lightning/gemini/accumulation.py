@@ -22,7 +22,7 @@ _USABLE = 0.9
 
 
 class Accumulation:
-    """Decides for each step whether its micro-batches are reduced once, by ``reduce_once`` of the settings.
+    """Decides for each step whether its micro-batches are reduced once, by the setting ``reduce_once``.
 
     With ``"auto"``, ``placement=auto`` keeps whole gradients if its plan leaves room for them under ``memory_cap``. The
     fractions of ``placement=static`` have no cap: there the first step is reduced micro-batch by micro-batch, and the
@@ -30,8 +30,8 @@ class Accumulation:
     the optimizer steps; only a call with larger inputs, which is measured, reduces at once what has been kept.
 
     Args:
-        engine: Whose gradients.
-        auto: Places its chunks, with ``placement=auto``.
+        engine: Owns the gradients.
+        auto: Places the chunks, with ``placement=auto``.
     """
 
     def __init__(self, engine: ChunkedNetworks, auto: AutoPlacement | None) -> None:

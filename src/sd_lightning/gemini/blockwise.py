@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.layout import Shard, Slot, align
@@ -44,19 +43,15 @@ class BlockwiseUpdate(Update):
         self._least_numel = int(inner.args.min_8bit_size)  # type: ignore[attr-defined]
         self._codes: dict[tuple[bool, torch.device], Tensor] = {}
 
-    @override
     def states(self, group: Group) -> tuple[str, ...]:
         return tuple(_SIGNED)
 
-    @override
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {"step": progress.step}
 
-    @override
     def size(self, shard: Shard) -> tuple[int, torch.dtype]:
         return sum(self._nbytes(shard, slot) for slot in shard.layout.slots), torch.uint8
 
-    @override
     def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
         begin = 0
         for other in shard.layout.slots:
@@ -66,13 +61,11 @@ class BlockwiseUpdate(Update):
         part = flat[begin : begin + self._nbytes(shard, slot)]
         return part if slot.numel >= self._least_numel else part.view(torch.float32)
 
-    @override
     def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
         if part.dtype == torch.float32:
             return part[:numel]
         return partial(self._dequantise, kind, part, numel)
 
-    @override
     def store(self, kind: str, part: Tensor, values: Tensor) -> None:
         from bitsandbytes.functional import quantize_blockwise
 
@@ -84,7 +77,6 @@ class BlockwiseUpdate(Update):
         codes.copy_(quantised)
         scales.copy_(state.absmax)
 
-    @override
     def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 

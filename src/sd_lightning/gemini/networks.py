@@ -21,14 +21,14 @@ class Unit:
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
     is_container: bool = False
-    """Other units run inside it: it is in use until the backward pass ends."""
+    """Whether other units run inside it, so that it is in use until the backward pass ends."""
 
 
 def find_units(networks: Mapping[str, nn.Module], blocks: Iterable[nn.Module] | None = None) -> list[Unit]:
     """Divide networks into units that together own all parameters.
 
-    A block is a unit with all that is inside it. Outside of blocks, the largest modules without a block inside are
-    units; a module that has blocks inside and parameters of its own is one for the latter.
+    A block with everything inside it is a unit, and so are the largest modules outside of blocks that have no block
+    inside. A module that has blocks inside and parameters of its own is a unit for the latter.
 
     Args:
         networks: By the prefix of their parameters' names ("unet"; "" for none).

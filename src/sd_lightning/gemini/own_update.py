@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.update import Group, Progress, Ranges, Update
@@ -57,26 +56,21 @@ class OwnUpdate(Update):
         """Names of those tensors that have to be on the device of the weights."""
 
     @property
-    @override
     def scalar_names(self) -> tuple[str, ...]:
         return tuple(self._types)
 
-    @override
     def states(self, group: Group) -> tuple[str, ...]:
         found: tuple[str, ...] = ()
         for device in self._devices:
             found = self._try_out(group, device)
         return found
 
-    @override
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {name: _typed(value, self._types[name]) for name, value in progress.scalars}
 
-    @override
     def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
         return self._progress(scalars) if scalars.keys() >= self._types.keys() else None
 
-    @override
     def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         weights, gradients, states, progress = ranges.weights, ranges.gradients, ranges.states, ranges.progress
         if divisor != 1.0:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from sd_lightning.gemini.blockwise import BlockwiseUpdate
 from sd_lightning.gemini.own_update import OwnUpdate
@@ -20,15 +19,12 @@ class AdamUpdate(Update):
     def __init__(self, *, decoupled: bool) -> None:
         self._decoupled = decoupled
 
-    @override
     def states(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
-    @override
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {"step": torch.tensor(float(progress.step))}
 
-    @override
     def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         step = next_step(ranges.progress)
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
@@ -60,15 +56,12 @@ class SGDUpdate(Update):
 
     scalar_names = ()
 
-    @override
     def states(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    @override
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {}
 
-    @override
     def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         torch._fused_sgd_(
             ranges.weights,

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +27,8 @@ import held_out_models
 import ranks
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.chunked import Reader
+from sd_lightning.gemini.networks import Reader
+from sd_lightning.gemini.placement import Demand, smallest_budget
 
 BATCH, WIDTH, CLASSES, STEPS = 8, 24, 6, 12
 
@@ -483,7 +485,7 @@ def _act(training: Training, step: int) -> None:
     job, engine = training.job, training.engine
     assert engine is not None
     if job.act == "longer" and step == 10:
-        engine.ledger.reset_peak()  # the plan for shorter inputs could take more
+        engine.ledger.peak = Counter(engine.ledger.current)  # the plan for shorter inputs could take more
     if job.act == "sample" and step % 3 == 2:
         for _ in range(3):
             with torch.inference_mode():
@@ -559,7 +561,7 @@ def _note(training: Training) -> None:
         "at_rest": {str(tier): count for tier, count in ledger.current.items() if count},
         "kinds": {f"{tier}/{kind}": count for (tier, kind), count in ledger.by_kind.items() if count},
         "gathered_peak": ledger.kind_peak["fast", "gathered"],
-        "largest_unit": engine.runtime.largest_unit_bytes(),
+        "largest_unit": _largest_unit_bytes(engine),
         "sequence": engine.collectives.sequence_hash,
         "statistics": engine.statistics(),
         "num_chunks": len(engine.chunks),
@@ -568,6 +570,12 @@ def _note(training: Training) -> None:
         "plan": {} if engine.auto is None else _plan(engine),
         "skipped": 0 if engine.loss_scale is None else engine.loss_scale.skipped,
     }
+
+
+def _largest_unit_bytes(engine: GeminiEngine) -> int:
+    """The most bytes that one unit, with the containers around it, gathers temporarily."""
+    demand = Demand(0, 0, (), engine.runtime.chunks_of_units(), engine.collectives.world_size)
+    return smallest_budget(engine.layouts, engine.plan.chunks, demand)
 
 
 def _plan(engine: GeminiEngine) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, SavedStates
 from sd_lightning.gemini.accumulation import spare_bytes
 from sd_lightning.gemini.auto import Call
-from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.collectives import Collectives
+from sd_lightning.gemini.memory import Memory
+from sd_lightning.gemini.networks import place_others
 from sd_lightning.gemini.probe import AllocatorProbe, peak_allocated
-from sd_lightning.gemini.tiers import Kind, Memory, Tier
+from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.strategies.gemini import gemini
@@ -105,12 +106,7 @@ def test_parameters_of_integers_come_to_the_accelerator() -> None:
     network = nn.Linear(2, 2)
     network.table = nn.Parameter(torch.arange(3), requires_grad=False)
     sent_to: Any = torch.int16  # there is one device here: a type stands for another
-    chunked: Any = SimpleNamespace(
-        networks={"": network},
-        chunk_of=dict.fromkeys([network.weight, network.bias]),
-        memory=SimpleNamespace(device=sent_to),
-    )
-    ChunkedNetworks._place_others(chunked, None)
+    place_others({"": network}, {network.weight, network.bias}, sent_to, None)
     assert network.table.dtype == sent_to and network.table.tolist() == [0, 1, 2]
     assert network.weight.dtype == torch.float32, "the chunk moves it"
 

@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from gemini_driver import Blocks, Job, _Fails, inputs, loss_of
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunked
-from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives, Pending
+from sd_lightning.gemini.compute_weights import ChunkStorage
+from sd_lightning.gemini.memory import Arrival, Memory
 from sd_lightning.gemini.placement import plan_static
-from sd_lightning.gemini.tiers import Arrival, Buffer, Kind, Memory, Tier
+from sd_lightning.gemini.tiers import Buffer, Kind, Tier
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fast": {},
@@ -174,7 +175,7 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
     Args:
         with_network: Collectives take time, as between several ranks; they change no values.
     """
-    device, empty, allocate = Device(), torch.empty, Chunk._allocate
+    device, empty, create = Device(), torch.empty, ChunkStorage.__init__
 
     class WatchedMemory(Memory):
         def __init__(self, *args: Any) -> None:
@@ -210,13 +211,13 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
         def wait(self) -> None:
             device.current.merge(self.clock)
 
-    def allocate_known(chunk: Chunk) -> None:
-        allocate(chunk)
-        device.know(chunk.full, Tier.FAST)
+    def create_known(storage: ChunkStorage, *args: Any) -> None:
+        create(storage, *args)
+        device.know(storage.full, Tier.FAST)
 
-    def resize(chunk: Chunk, nbytes: int) -> None:
-        device.use(device.compute, chunk.full, is_write=True)
-        chunk.full.untyped_storage().resize_(nbytes)
+    def resize(storage: ChunkStorage, nbytes: int) -> None:
+        device.use(device.compute, storage.full, is_write=True)
+        storage.full.untyped_storage().resize_(nbytes)
 
     def gather(collectives: Collectives, buffer: Tensor, chunk: int) -> Pending:
         return Pending([Work(buffer)] if with_network else [])  # type: ignore[list-item]
@@ -227,8 +228,8 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch, Watch(device):
         patch.setattr(chunked, "Memory", WatchedMemory)
         patch.setattr(torch, "empty", lambda *args, pin_memory=False, **settings: empty(*args, **settings))
-        patch.setattr(Chunk, "_allocate", allocate_known)
-        patch.setattr(Chunk, "_resize_storage", resize)
+        patch.setattr(ChunkStorage, "__init__", create_known)
+        patch.setattr(ChunkStorage, "resize", resize)
         patch.setattr(Collectives, "reduce_scatter", reduce)
         patch.setattr(Collectives, "all_gather", gather)
         if with_network:  # as nccl does

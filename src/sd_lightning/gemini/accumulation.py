@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches: each reduced by itself, or kept whole on every rank and reduced once a step."""
+"""Whether the gradients of several micro-batches are reduced one by one, or kept whole and reduced once a step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch.distributed as dist
 
 from sd_lightning.gemini.auto import AutoPlacement, fast_tier_bytes
 from sd_lightning.gemini.chunked import ChunkedNetworks
+from sd_lightning.gemini.memory import Memory
 from sd_lightning.gemini.placement import Plan, whole_gradient_bytes
 from sd_lightning.gemini.probe import peak_allocated
-from sd_lightning.gemini.tiers import Memory
+from sd_lightning.gemini.tiers import mib
 
 log = logging.getLogger(__name__)
 
 _USABLE = 0.9
-"""Of the fast tier; the rest is for fragmentation and the buffers of collectives, as under ``memory_cap=0.9``."""
+"""Fraction of the fast tier; the rest is for fragmentation and collectives' buffers, as under ``memory_cap=0.9``."""
 
 
 class Accumulation:
-    """Decides for each step whether its micro-batches are reduced once, by ``reduce_once`` of the settings.
+    """Decides for each step whether its micro-batches are reduced once, by the setting ``reduce_once``.
 
     With ``"auto"``, ``placement=auto`` keeps whole gradients if its plan leaves room for them under ``memory_cap``. The
     fractions of ``placement=static`` have no cap: there the first step is reduced micro-batch by micro-batch, and the
@@ -29,8 +30,8 @@ class Accumulation:
     the optimizer steps; only a call with larger inputs, which is measured, reduces at once what has been kept.
 
     Args:
-        engine: Whose gradients.
-        auto: Places its chunks, with ``placement=auto``.
+        engine: Owns the gradients.
+        auto: Places the chunks, with ``placement=auto``.
     """
 
     def __init__(self, engine: ChunkedNetworks, auto: AutoPlacement | None) -> None:
@@ -38,7 +39,7 @@ class Accumulation:
         self._auto = auto
         self._whole_bytes = whole_gradient_bytes(engine.layouts)
         self._keeps: bool | None = None
-        """In the step under way."""
+        """The decision for the step under way."""
         self._has_stepped = False
         self._measured: int | None = None
         self._told: bool | None = None
@@ -57,12 +58,12 @@ class Accumulation:
         """Reduce now what was kept whole, if the plan that comes has no room for it; a collective call."""
         engine = self._engine
         if self._keeps and engine.config.reduce_once == "auto" and not plan.keeps_gradients:
-            engine.runtime.flush()
-            engine.runtime.keeps_gradients = self._keeps = False
+            engine.runtime.reducer.flush()
+            engine.runtime.reducer.keeps_gradients = self._keeps = False
 
     def _decide(self) -> bool:
         engine, mode = self._engine, self._engine.config.reduce_once
-        whole = _mib(self._whole_bytes)
+        whole = mib(self._whole_bytes)
         if mode != "auto":
             once = f"gradients of all micro-batches are reduced once; until then they take {whole}"
             each = f"each micro-batch is reduced; with {whole} to spare, reduce_once=true does it once"
@@ -73,12 +74,12 @@ class Accumulation:
         if spare is None:
             return False
         keeps = self._whole_bytes <= spare if self._auto is None else engine.plan.keeps_gradients
-        once = f"micro-batches are reduced once, in float32: {whole} of the {_mib(spare)} to spare"
-        each = f"each micro-batch is reduced: whole gradients take {whole}, and {_mib(max(spare, 0))} are to spare"
+        once = f"micro-batches are reduced once, in float32: {whole} of the {mib(spare)} to spare"
+        each = f"each micro-batch is reduced: whole gradients take {whole}, and {mib(max(spare, 0))} are to spare"
         return self._tell(keeps, once if keeps else each)
 
     def _spare_bytes(self) -> int | None:
-        """Return what is left of the fast tier on the rank with the least, None if nothing has been measured yet."""
+        """Return what is left of the fast tier on the rank with the least; None if nothing has been measured yet."""
         engine = self._engine
         if self._auto is not None:
             return self._auto.spare_bytes
@@ -108,7 +109,3 @@ def spare_bytes(memory: Memory, world_size: int) -> int:
     free, _ = module.mem_get_info(memory.device)
     reachable = free + module.memory_reserved(memory.device)
     return int(_USABLE * reachable) - peak_allocated(memory.device)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"

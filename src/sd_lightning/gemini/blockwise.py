@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.layout import Shard, Slot, align
-from sd_lightning.gemini.progress import Progress
+from sd_lightning.gemini.update import Group, Progress, Ranges, Update, next_step
 
 _BLOCK = 256
 _SIGNED = {"state1": True, "state2": False}
+"""Whether the codes of a state have a sign."""
 
 
-class BlockwiseUpdate:
+class BlockwiseUpdate(Update):
     """``bitsandbytes.optim.AdamW8bit``, with its kernels for the accelerator and for the host.
 
-    A state of a chunk is one buffer of bytes. Each parameter has a part of it: codes and then the blocks' scales;
+    A state of a chunk is one buffer of bytes. Each parameter has a part of it: codes followed by the blocks' scales, or
     float32 values where the parameter is smaller than ``min_8bit_size``. Blocks begin where this rank's part of a
     parameter does, so they depend on the number of ranks and not on where chunks live.
 
@@ -32,7 +33,6 @@ class BlockwiseUpdate:
     """
 
     joins_parameters = False
-    scalar_names = ("step",)
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         if getattr(inner, "is_paged", False):
@@ -43,14 +43,11 @@ class BlockwiseUpdate:
         self._least_numel = int(inner.args.min_8bit_size)  # type: ignore[attr-defined]
         self._codes: dict[tuple[bool, torch.device], Tensor] = {}
 
-    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def states(self, group: Group) -> tuple[str, ...]:
         return tuple(_SIGNED)
 
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {"step": progress.step}
-
-    def progress(self, scalars: Mapping[str, Any]) -> Progress:
-        return Progress(int(scalars.get("step", 1)))
 
     def size(self, shard: Shard) -> tuple[int, torch.dtype]:
         return sum(self._nbytes(shard, slot) for slot in shard.layout.slots), torch.uint8
@@ -80,20 +77,15 @@ class BlockwiseUpdate:
         codes.copy_(quantised)
         scales.copy_(state.absmax)
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Mapping[str, Sequence[Tensor]],
-        progress: Progress | None,
-        group: Mapping[str, Any],
-        divisor: float,
-    ) -> Progress:
+    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
-        step = 1 if progress is None else progress.step + 1
+        step = next_step(ranges.progress)
         (beta1, beta2), eps, lr, decay = group["betas"][:2], group["eps"], float(group["lr"]), group["weight_decay"]
-        for weight, gradient, first, second in zip(weights, gradients, states["state1"], states["state2"], strict=True):
+        first_moments, second_moments = ranges.states["state1"], ranges.states["state2"]
+        for weight, gradient, first, second in zip(
+            ranges.weights, ranges.gradients, first_moments, second_moments, strict=True
+        ):
             n = weight.numel()
             if first.dtype == torch.float32:
                 optimizer_update_32bit(
@@ -133,5 +125,5 @@ class BlockwiseUpdate:
 
 
 def _split(part: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of a part."""
+    """Return the codes and the scales of a part."""
     return part[:numel], part[align(numel) :].view(torch.float32)[: -(-numel // _BLOCK)]

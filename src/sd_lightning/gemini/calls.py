@@ -1,51 +1,59 @@
-"""Which units a rank calls, and how that is brought together with what other ranks call."""
+"""Which units a rank calls, and one order for all ranks where these differ."""
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
+from functools import reduce
+from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from sd_lightning.gemini.collectives import Collectives
+from sd_lightning.gemini.networks import Unit
+
 _MAX_IDLE = 16
-"""Passes that no rank calls a unit in, until it is not expected any more."""
+"""Passes in which no rank calls a unit, after which it is no longer expected."""
 
 
 class Call:
-    """A unit's call, which its part of autograd's graph alone holds."""
+    """A call of a unit that may go backward; only autograd's graph holds it."""
 
     def __init__(self, unit: int, key: int) -> None:
         self.unit = unit
         self.key = key
-        """Calls go backward from the largest; equal ones at the same node, in their order."""
+        """Calls go backward from the largest key down; equal keys are of one node, in the order of the calls."""
         self.has_begun = False
-        """Its backward pass."""
+        """Whether its backward pass has begun."""
         self.position: int | None = None
-        """In the schedule."""
+        """In the schedule, if there is one."""
 
 
 class Route:
     """The units of a network in the order of its forward pass, as all ranks know it.
 
     Args:
-        network: Whose.
-        units: At first in the order of registration.
+        network: Whose units.
+        units: In the order of registration; the order of calls is learnt.
     """
 
     def __init__(self, network: nn.Module, units: Sequence[int]) -> None:
         self.network = network
         self.units = list(units)
         self.position: int | None = None
-        """In a forward pass that is under way: what comes next."""
+        """Index of the next unit while a forward pass is under way."""
         self.called: list[int] = []
         self.num_idle: Counter[int] = Counter()
         """Passes since any rank called a unit, or ranks differed."""
 
     def skipped_before(self, unit: int | None) -> list[int]:
-        """Return what other ranks may call before a unit that is called now, or until the end if none is."""
+        """Return the units that other ranks may call before the one called now, or until the end if None is."""
         if self.position is None:
             return []
         ahead = self.units[self.position :]
@@ -56,7 +64,7 @@ class Route:
         return skipped
 
     def learn(self) -> None:
-        """Note that all ranks have called the same."""
+        """Take over the order of this pass, which was the same on all ranks."""
         if not self.called:
             return
         learnt = list(self.called)
@@ -71,13 +79,96 @@ class Route:
         self.units = learnt
 
 
+class Calls:
+    """The calls of this rank that may go backward, and what other ranks call beside them.
+
+    Args:
+        units: All units.
+        networks: What the units are in.
+        collectives: Over all ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit], networks: Iterable[nn.Module], collectives: Collectives) -> None:
+        self._units = units
+        self._collectives = collectives
+        self._alive: list[weakref.ref[Call]] = []
+        self.routes: list[Route] = []
+        for network in networks:
+            inside = set(network.modules())
+            self.routes.append(Route(network, [i for i, unit in enumerate(units) if unit.module in inside]))
+
+    def add(self, call: Call) -> None:
+        """Note a call in a forward pass."""
+        self._alive.append(weakref.ref(call))
+
+    def alive(self) -> list[Call]:
+        """Return the calls that autograd's graph still holds; the others are forgotten."""
+        alive = [call for reference in self._alive if (call := reference()) is not None]
+        self._alive = [weakref.ref(call) for call in alive]
+        return alive
+
+    def reset(self) -> None:
+        """Forget the pass under way."""
+        for route in self.routes:
+            route.position, route.called = None, []
+        for call in self.alive():
+            call.position = None
+
+    def skipped_before(self, unit: int) -> list[int]:
+        """Note that a unit is called; return the units that other ranks may have called before it."""
+        skipped = []
+        for route in self.routes:
+            if route.position is not None:
+                skipped += route.skipped_before(unit)
+                route.called.append(unit)
+        return skipped
+
+    def agree(self) -> list[tuple[int, int]] | None:
+        """Find out with one small collective whether the same calls go backward on all ranks; else merge their orders.
+
+        A rank cannot foresee whether a pass reaches a call; which trained parameters the pass reaches tells of most.
+
+        Returns:
+            None if the ranks agree, otherwise the schedule: (number of the node, unit) of every call of any rank. Each
+            call of this rank gets its position in it.
+        """
+        collectives = self._collectives
+        calls = [call for call in self.alive() if not call.has_begun]
+        self._alive = [weakref.ref(call) for call in calls]
+        if collectives.world_size == 1:
+            return None
+        calls.sort(key=lambda call: -call.key)
+        at_nodes = [list(group) for _, group in groupby(calls, key=lambda call: call.key)]
+        own = [tuple(call.unit for call in group) for group in at_nodes]
+        reached = [any(map(_is_reached, unit.parameters)) for unit in self._units]
+        called = [route.called for route in self.routes]
+        digest = int.from_bytes(hashlib.sha256(repr((own, reached, called)).encode()).digest()[:7], "big")
+        most, least = collectives.all_reduce(torch.tensor([digest, -digest]), dist.ReduceOp.MAX).tolist()
+        if most == -least:
+            for route in self.routes:
+                route.learn()
+            return None
+        everyone: list[list[tuple[int, ...]]] = [[]] * collectives.world_size
+        dist.all_gather_object(everyone, own, group=collectives.group)
+        nodes = reduce(merged, everyone)
+        places = iter(enumerate(nodes))
+        for group, units in zip(at_nodes, own, strict=True):
+            number = next(number for number, others in places if others == units)
+            begin = sum(map(len, nodes[:number]))
+            for offset, call in enumerate(group):
+                call.position = begin + offset
+        for route in self.routes:
+            route.num_idle.clear()
+        return [(number, unit) for number, units in enumerate(nodes) for unit in units]
+
+
 def order_of(tensor: Tensor) -> int:
-    """Return the number by which autograd's engine sorts: the largest goes backward first."""
+    """Return the number by which autograd's engine sorts nodes: the largest goes backward first."""
     return torch.iinfo(torch.int64).max if tensor.grad_fn is None else int(tensor.grad_fn._sequence_nr())
 
 
-def is_reached(parameter: nn.Parameter) -> bool:
-    """Whether the graph task that runs now will compute this gradient."""
+def _is_reached(parameter: nn.Parameter) -> bool:
+    """Whether the running graph task will compute the gradient of a parameter."""
     if not parameter.requires_grad:
         return False
     try:
@@ -87,7 +178,7 @@ def is_reached(parameter: nn.Parameter) -> bool:
 
 
 def merged(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return a short sequence that has both in it, in their order."""
+    """Return a short sequence that contains both, each in its order."""
     both = []
     for change, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
         both += one[a:b] if change == "equal" else one[a:b] + other[c:d]

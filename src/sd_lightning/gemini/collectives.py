@@ -1,4 +1,4 @@
-"""Every collective of the engine: one choice per backend, bytes counted, order recorded.
+"""The collectives of the engine: one choice per backend, with bytes counted and the order recorded.
 
 gloo's own ``all_gather`` and ``reduce_scatter`` copy the whole buffer on the way. Sending each shard straight from
 its place to its place moves the same bytes in a third of the time (two ranks, 33.5 M floats in 16 pieces: 60 against
@@ -60,7 +60,7 @@ class Collectives:
         self.gathered_bytes = 0
         """Received by this rank in all-gathers: ``(world_size - 1) / world_size`` of each buffer."""
         self.reduced_bytes = 0
-        """The same of reduce-scatters."""
+        """Received by this rank in reduce-scatters."""
         self.count = 0
         self._peers = [] if group is None else dist.get_process_group_ranks(group)
         self._sequence = hashlib.sha256()
@@ -71,12 +71,12 @@ class Collectives:
 
     @property
     def wait_on_host(self) -> bool:
-        """Whether the host itself waits for a collective, and not the stream that is current."""
+        """Whether waiting for a collective blocks the host, and not the current stream."""
         return self._is_direct
 
     @property
     def sequence_hash(self) -> str:
-        """What was called so far, in which order and of which chunks; the same on every rank."""
+        """A digest of the collectives so far, their order and their chunks; the same on every rank."""
         return self._sequence.hexdigest()
 
     def summed_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -85,12 +85,12 @@ class Collectives:
         return self.reduce_dtype if is_wider else dtype
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type that gradients have to have for :meth:`reduce_scatter` to sum them so."""
+        """Return the type in which :meth:`reduce_scatter` expects gradients."""
         return dtype if self._is_direct else self.summed_dtype(dtype)
 
     @property
     def widest_sent_dtype(self) -> torch.dtype | None:
-        """The type in which gradients of narrower types are sent; none if they are sent in their own."""
+        """The type in which gradients of narrower types are sent; None if they are sent in their own."""
         return None if self._is_direct or self.world_size == 1 else self.reduce_dtype
 
     def shard(self, buffer: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Collectives:
         return self._part(buffer, self.rank)
 
     def all_gather(self, buffer: Tensor, chunk: int) -> Pending:
-        """Fill the flat buffer of a chunk, in place, with every rank's shard of it."""
+        """Fill the flat buffer of a chunk, in place, with the shards of all ranks."""
         self._record("all_gather", buffer, chunk)
         if self.world_size == 1:
             return Pending([])
@@ -106,22 +106,20 @@ class Collectives:
         if not self._is_direct:
             work = dist.all_gather_into_tensor(buffer, self.shard(buffer), group=self.group, async_op=True)
             return Pending([work])
-        own = self.shard(buffer)
         works = []
-        for distance in range(1, self.world_size):
-            target, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            works += self._exchange(own, target, self._part(buffer, source), source)
+        for target, source in self._partners():
+            works += self._exchange(self.shard(buffer), target, self._part(buffer, source), source)
         return Pending(works)
 
     def reduce_scatter(self, buffer: Tensor, chunk: int) -> tuple[Pending, Tensor]:
-        """Sum the flat buffer of a chunk over the ranks, and keep this rank's shard; the buffer becomes undefined.
+        """Sum the flat buffer of a chunk over the ranks for this rank's shard; the buffer becomes undefined.
 
         Args:
             buffer: In the type of :meth:`sent_dtype`.
             chunk: Its index.
 
         Returns:
-            What to wait for, and the shard of the sums once that is done: that of the buffer, or memory of its own.
+            What to wait for, and the shard that then holds the sums: that of the buffer, or memory of its own.
         """
         self._record("reduce_scatter", buffer, chunk)
         own = self.shard(buffer)
@@ -133,8 +131,7 @@ class Collectives:
             return Pending([work]), own
         received: dict[int, Tensor] = {}
         works = []
-        for distance in range(1, self.world_size):
-            target, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+        for target, source in self._partners():
             received[source] = torch.empty_like(own)
             works += self._exchange(self._part(buffer, target), target, received[source], source)
         dtype = self.summed_dtype(own.dtype)
@@ -150,14 +147,8 @@ class Collectives:
         dist.all_reduce(on_control, op=op, group=self.group)
         return on_control.to(values.device)
 
-    def broadcast(self, buffer: Tensor) -> None:
-        """Give every rank the first rank's values, in place."""
-        self._record("broadcast", buffer)
-        if self.world_size > 1:
-            dist.broadcast(buffer, self._peers[0], group=self.group)
-
     def require_agreement(self, what: str, description: str) -> None:
-        """Check that all ranks came to the same decision.
+        """Check that all ranks made the same decision.
 
         Raises:
             UsageError: They did not.
@@ -199,6 +190,11 @@ class Collectives:
 
     def _crossing(self, buffer: Tensor) -> int:
         return buffer.numel() * buffer.element_size() // self.world_size * (self.world_size - 1)
+
+    def _partners(self) -> list[tuple[int, int]]:
+        """Return (rank to send to, rank to receive from), one pair after the other."""
+        size = self.world_size
+        return [((self.rank + distance) % size, (self.rank - distance) % size) for distance in range(1, size)]
 
     def _exchange(self, sent: Tensor, target: int, received: Tensor, source: int) -> list[dist.Work]:
         """Send to one rank and receive from another; the number of the collective keeps messages apart."""

@@ -1,4 +1,4 @@
-"""The engine as a whole: networks in chunks, and what trains them."""
+"""The Gemini engine: networks in chunks, and what trains them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.accumulation import Accumulation
 from sd_lightning.gemini.auto import AutoPlacement
-from sd_lightning.gemini.chunked import ChunkedNetworks, Reader
+from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.loss_scale import LossScale
+from sd_lightning.gemini.networks import Reader
 from sd_lightning.gemini.optimizer import GeminiOptimizer
 from sd_lightning.gemini.placement import Plan
 from sd_lightning.gemini.state import EngineState
@@ -26,7 +27,7 @@ class GeminiEngine(ChunkedNetworks):
     """Train networks whose parameters live in chunks: sharded, gathered when needed, placed on tiers.
 
     Call networks and ``loss.backward()`` as usual; build optimizers over the parameters afterwards and hand each to
-    :meth:`optimizer`. All ranks do the same calls, in the same order. Arguments are those of
+    :meth:`optimizer`. All ranks make the same calls, in the same order. Arguments are those of
     :class:`~sd_lightning.gemini.chunked.ChunkedNetworks`.
     """
 
@@ -49,7 +50,7 @@ class GeminiEngine(ChunkedNetworks):
         self.accumulation = Accumulation(self, self.auto)
 
     def optimizer(self, inner: torch.optim.Optimizer) -> GeminiOptimizer:
-        """Return what steps the chunks by the groups of a torch optimizer.
+        """Return an optimizer that steps the chunks by the groups of a torch optimizer.
 
         Args:
             inner: An elementwise optimizer over parameters of the networks, made after this engine.
@@ -74,9 +75,7 @@ class GeminiEngine(ChunkedNetworks):
         self.abort()
         self.optimizers.clear()
         for chunk in self.chunks:
-            for state in chunk.states.values():
-                self.memory.free(state)
-            chunk.states.clear()
+            chunk.free_states()
         self.memory.release_unused()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -89,12 +88,12 @@ class GeminiEngine(ChunkedNetworks):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Mark a backward pass whose gradients are not stepped yet.
+        """Mark backward passes of micro-batches before the last one of a step; a collective call.
 
         With ``reduce_once`` they are kept whole, in float32, and reduced with those of the next pass outside; without
-        it they are reduced now and only this rank's part is kept. All ranks call it.
+        it they are reduced now and only this rank's shard is kept.
         """
-        with self.runtime.keeping_gradients() if self.accumulation.keeps_gradients() else nullcontext():
+        with self.runtime.reducer.keeping_gradients() if self.accumulation.keeps_gradients() else nullcontext():
             yield
 
     @override

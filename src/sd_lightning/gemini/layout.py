@@ -1,4 +1,4 @@
-"""How parameters are packed into flat chunks: pure functions, the same on every rank."""
+"""Pack parameters into flat chunks: pure functions with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What packing has to know of a parameter."""
+    """A parameter to be packed."""
 
     name: str
     numel: int
     dtype: torch.dtype
-    """Type in which the parameter computes."""
+    """Compute type."""
     is_trained: bool
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lies in its chunk."""
+    """The range of a chunk that holds one parameter."""
 
     name: str
     begin: int
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """A flat range of memory and the parameters in it; all of one type, and all trained or all frozen."""
+    """Flat memory and the parameters in it: of one type, and either all trained or all frozen."""
 
     index: int
     dtype: torch.dtype
@@ -51,6 +51,11 @@ class ChunkLayout:
     def nbytes(self) -> int:
         """Bytes of the gathered chunk."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Type of the master weights and of accumulated gradients."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def padding(self) -> int:
@@ -74,22 +79,17 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """The same on every rank."""
+        """Elements, with padding; the same on every rank."""
         return self.layout.numel // self.world_size
 
     @property
     def begin(self) -> int:
-        """Where it begins in the chunk."""
+        """First element in the chunk."""
         return self.numel * self.rank
 
     @property
     def end(self) -> int:
         return self.begin + self.numel
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Type of the optimizer's weights."""
-        return torch.float64 if self.layout.dtype == torch.float64 else torch.float32
 
     def owned(self, slot: Slot) -> tuple[int, int]:
         """Return the range of a parameter's elements that the rank owns, possibly empty."""
@@ -104,7 +104,7 @@ class Shard:
         return (offset + begin, offset + end) if begin < end else (0, 0)
 
     def view_of(self, slot: Slot, flat: Tensor) -> Tensor:
-        """Return what a flat tensor like the shard holds of one parameter."""
+        """Return the part of one parameter in a flat tensor of the shard's size."""
         begin, end = self.range_of(slot)
         return flat[begin:end]
 
@@ -117,7 +117,7 @@ def align(numel: int, multiple: int = ALIGNMENT) -> int:
 def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> list[ChunkLayout]:
     """Pack parameters, in their order, into chunks of one size.
 
-    A parameter larger than a chunk gets one of its own. The last chunk of each kind ends where its parameters do.
+    A parameter larger than a chunk gets one of its own. The last chunk of each kind ends where its parameters end.
 
     Args:
         specs: In the order of execution; names are unique.
@@ -163,7 +163,8 @@ class _OpenChunk:
 def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
     """Return the range of chunk sizes to search: up to about 100 chunks, of 16 Ki to 32 Mi elements.
 
-    A wide one: of UNets' convolutions few sizes pack well (SD 2.1: 3 % padding at 5.0 Mi elements, 12 % at 18.8 Mi).
+    It is wide, since few sizes pack a UNet's convolutions well (SD 2.1: 3 % padding at 5.0 Mi elements, 12 % at 18.8
+    Mi).
     """
     lower = min(max(sum(spec.numel for spec in specs) // 96, 2**14), 2**22)
     return lower, 8 * lower
@@ -172,7 +173,7 @@ def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
 def search_chunk_numel(
     specs: Sequence[ParameterSpec], search: tuple[int, int], world_size: int, *, candidates: int = 256
 ) -> int:
-    """Return the chunk size of a range that wastes the fewest elements on padding; the largest of equally good ones.
+    """Return the chunk size with the least padding; the largest of equally good ones.
 
     Args:
         specs: Parameters in the order of execution.

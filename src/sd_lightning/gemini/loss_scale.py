@@ -22,12 +22,12 @@ class LossScale:
     good_steps: int = 0
     """Steps since the last change."""
     skipped: int = 0
-    """Optimizer steps left out because of an overflow."""
+    """Optimizer steps skipped because of an overflow."""
     used: float = 2.0**16
-    """The scale of the gradients that there are: several optimizers may step after one backward pass."""
+    """The scale of the current gradients: several optimizers may step after one backward pass."""
     has_succeeded: bool = False
     has_overflowed: bool = False
-    """What these optimizers found; the scale changes once for all of them."""
+    """Whether one of these optimizers overflowed; the scale changes once for all of them."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss to go backward from."""

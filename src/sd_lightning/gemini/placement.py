@@ -1,4 +1,4 @@
-"""Which chunks live where: pure functions, the same on every rank."""
+"""Place chunks on tiers: pure functions with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -23,17 +23,25 @@ class ChunkPlacement:
     param_tier: Tier = Tier.FAST
     """Where the shard of the compute weights lives."""
     optim_tier: Tier = Tier.FAST
-    """Where float32 weights and optimizer states live."""
+    """Where master weights and optimizer states live."""
 
     @property
     def fast_parts(self) -> int:
-        """How much of the fast tier it takes, to compare two of them."""
+        """A score of how much of the fast tier it takes, to compare two placements."""
         return 2 * (not self.is_sharded) + (self.param_tier is Tier.FAST) + 3 * (self.optim_tier is Tier.FAST)
 
     @property
     def step_tier(self) -> Tier:
-        """Where reduced gradients are kept and the optimizer computes."""
+        """Where reduced gradients are kept and the optimizer steps."""
         return Tier.FAST if self.optim_tier is Tier.FAST else Tier.SLOW
+
+    def is_resident(self, world_size: int) -> bool:
+        """Whether the whole weights stay on the fast tier, and not only while they are used."""
+        return not self.is_sharded or (world_size == 1 and self.param_tier is Tier.FAST)
+
+    def aliases_master(self, layout: ChunkLayout) -> bool:
+        """Whether the shard of the compute weights serves as the master weights, too."""
+        return layout.dtype == layout.master_dtype and self.param_tier is self.optim_tier
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,10 @@ class Plan:
     gathered_budget: int | None = None
     """Bytes of temporarily gathered weights."""
     keeps_gradients: bool = False
-    """``placement=auto`` has room for whole float32 gradients, from one micro-batch to the next."""
+    """Whether ``placement=auto`` has room to keep whole gradients from one micro-batch to the next."""
 
     def summary(self, layouts: Sequence[ChunkLayout]) -> str:
-        """Return in words how many chunks are where."""
+        """Describe in words how many chunks are where."""
         trained = [place for layout, place in zip(layouts, self.chunks, strict=True) if layout.is_trained]
         tiers = ", ".join(f"{sum(p.optim_tier is tier for p in trained)} {tier}" for tier in Tier)
         slow = sum(place.param_tier is Tier.SLOW for place in self.chunks)
@@ -59,8 +67,8 @@ class Plan:
 def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> Plan:
     """Place chunks by the fractions of the settings.
 
-    A fraction is of the elements, reached in whole chunks in the order of execution: at least as much as asked for.
-    What is not sharded is taken from the end, so that it never meets what is offloaded.
+    Each fraction of the elements is reached in whole chunks, in the order of execution, and never undershot. Chunks
+    that are not sharded are the last ones, so that they never meet offloaded ones.
     """
     offloads_optim = _first(layouts, config.offload_optim_frac, trained_only=True)
     on_disk = _first(layouts, config.disk_optim_frac, trained_only=True)
@@ -77,7 +85,7 @@ def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> Plan:
 
 
 def _first(layouts: Sequence[ChunkLayout], fraction: float, *, trained_only: bool = False) -> set[int]:
-    """Return the indices of the first chunks that together hold a fraction of all elements."""
+    """Return the first chunks that together hold a fraction of all elements."""
     eligible = [layout for layout in layouts if layout.is_trained or not trained_only]
     wanted = fraction * sum(layout.numel for layout in eligible)
     chosen: set[int] = set()
@@ -92,25 +100,25 @@ def _first(layouts: Sequence[ChunkLayout], fraction: float, *, trained_only: boo
 
 @dataclass(frozen=True)
 class Demand:
-    """What ``auto`` has to fit into the fast tier of every rank."""
+    """What ``placement=auto`` has to fit into the fast tier of every rank."""
 
     cap_bytes: int
-    """What may be used."""
+    """Bytes that may be used."""
     non_model_bytes: int
-    """What activations and everything else that is not in chunks takes at most."""
+    """Peak of activations and of everything else that is not in chunks."""
     state_bytes: tuple[int, ...]
     """Bytes of the optimizer states of each chunk's shard."""
     units: tuple[tuple[int, ...], ...]
     """Chunk indices of each unit, with those of the containers around it."""
     world_size: int
     keeps_gradients: bool | None = False
-    """Whole float32 gradients are kept from one micro-batch to the next; None: if they fit beside all the rest."""
+    """Whether whole gradients are kept from one micro-batch to the next; None: if they fit beside all the rest."""
     sent_dtype: torch.dtype | None = None
-    """Type in which whole gradients are sent to be summed, where that may be a wider one than they are computed in."""
+    """Type in which whole gradients are sent to be summed, if that may be wider than the compute type."""
 
 
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
-    """Return the bytes of the fast tier that chunks take at most in a step, with the smallest gathered budget.
+    """Return the peak bytes of chunks on the fast tier in a step, with the smallest gathered budget.
 
     Per parameter and rank, with ``c`` bytes of the compute type and ``w`` ranks: weights ``c`` or ``c / w``, float32
     weights ``4 / w`` unless they are the compute weights, optimizer states, ``4 / w`` for the reduced gradient; once:
@@ -122,18 +130,17 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
     whole_gradients, sent_gradients = [0], [0]
     for layout, place, state_bytes in zip(layouts, placements, demand.state_bytes, strict=True):
         shard = layout.numel // world_size
-        master = 8 if layout.dtype.itemsize == 8 else 4
+        master = layout.master_dtype.itemsize
         if place.param_tier is Tier.FAST:
             total += (shard if place.is_sharded else layout.numel) * layout.dtype.itemsize
         if not layout.is_trained:
             continue
-        if not is_temporary(place, world_size):
+        if place.is_resident(world_size):
             whole_gradients.append(layout.numel * (master if world_size == 1 else layout.dtype.itemsize))
         if demand.sent_dtype is not None and demand.sent_dtype.itemsize > layout.dtype.itemsize:
             sent_gradients.append(layout.numel * demand.sent_dtype.itemsize)
         if place.optim_tier is Tier.FAST:
-            is_alias = layout.dtype.itemsize == master and place.param_tier is Tier.FAST
-            total += shard * master * ((0 if is_alias else 1) + 1) + state_bytes
+            total += shard * master * (1 if place.aliases_master(layout) else 2) + state_bytes
     if demand.keeps_gradients:
         total += whole_gradient_bytes(layouts)
     total += sum(sorted(whole_gradients)[-_WHOLE_GRADIENTS:]) + sum(sorted(sent_gradients)[-_SENT_GRADIENTS:])
@@ -141,25 +148,20 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
 
 
 _WHOLE_GRADIENTS = 6
-"""Chunks whose whole gradients can be in memory at a time: four being reduced, two being filled."""
+"""Chunks whose whole gradients can be in memory at a time: four in reduction, two being filled."""
 _SENT_GRADIENTS = 4
-"""Of these, the ones that are being reduced."""
+"""Those in reduction."""
 
 
 def whole_gradient_bytes(layouts: Sequence[ChunkLayout]) -> int:
-    """Return the bytes of the whole gradients of all chunks, as they are added up over micro-batches."""
-    return sum(layout.numel * (8 if layout.dtype.itemsize == 8 else 4) for layout in layouts if layout.is_trained)
-
-
-def is_temporary(place: ChunkPlacement, world_size: int) -> bool:
-    """Whether a chunk's whole weights are in memory only while they are used."""
-    return place.is_sharded and not (world_size == 1 and place.param_tier is Tier.FAST)
+    """Return the bytes of whole gradients of all chunks, as they accumulate over micro-batches."""
+    return sum(layout.numel * layout.master_dtype.itemsize for layout in layouts if layout.is_trained)
 
 
 def smallest_budget(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
     """Return the bytes of the largest unit's temporarily gathered chunks."""
     sizes = (
-        sum(layouts[c].nbytes for c in set(unit) if is_temporary(placements[c], demand.world_size))
+        sum(layouts[c].nbytes for c in set(unit) if not placements[c].is_resident(demand.world_size))
         for unit in demand.units
     )
     return max(sizes, default=0)
@@ -168,8 +170,8 @@ def smallest_budget(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPl
 def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
     """Keep as much on the fast tier as fits.
 
-    From everything whole and fast on, until it fits: shard weights over the ranks, then move optimizer states to the
-    slow tier, then weights; chunk by chunk in the order of execution. What is left over takes the whole gradients of
+    Start with everything whole and fast. Until it fits, shard weights over the ranks, then move optimizer states to the
+    slow tier, then weights; chunk by chunk in the order of execution. What is left over holds the whole gradients of
     micro-batches, if the demand leaves that open and all of them fit, and becomes the budget of gathered weights.
 
     Raises:
@@ -194,8 +196,8 @@ def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
     keeps = bool(demand.keeps_gradients)
     if demand.keeps_gradients is None and whole_gradient_bytes(layouts) <= spare:
         keeps, spare = True, spare - whole_gradient_bytes(layouts)
-    is_any_temporary = any(is_temporary(place, demand.world_size) for place in placements)
-    budget = smallest_budget(layouts, placements, demand) + spare if is_any_temporary else None
+    all_resident = all(place.is_resident(demand.world_size) for place in placements)
+    budget = None if all_resident else smallest_budget(layouts, placements, demand) + spare
     return Plan(tuple(placements), budget, keeps)
 
 

@@ -1,16 +1,16 @@
-"""How much of the fast tier is taken by what is not in chunks: activations above all."""
+"""Measure how much of the fast tier is taken by what is not in chunks: activations above all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sd_lightning.gemini.tiers import Memory, Tier
+from sd_lightning.gemini.memory import Memory
+from sd_lightning.gemini.tiers import Tier
 
 
 class Probe(Protocol):
@@ -18,45 +18,40 @@ class Probe(Protocol):
 
     def begin(self) -> None:
         """Measure from now on."""
-        ...
 
     def enter(self) -> None:
-        """A network begins to run forward, with or without gradients."""
-        ...
+        """Note that a network begins to run forward, with or without gradients."""
+        return None
 
     def exit(self) -> None:
-        """That network has run."""
-        ...
+        """Note that the network has run."""
+        return None
 
     def note(self) -> int:
         """Return what is taken now, in bytes; called between units."""
-        ...
 
     def end(self) -> int:
         """Return the most that was taken since :meth:`begin`, in bytes."""
-        ...
 
 
 _peaks: dict[torch.device, int] = {}
-"""What allocators had taken at most before probes reset their statistics."""
+"""By device: the allocator's peak before probes reset its statistics; of the process, as those are."""
 
 
 def peak_allocated(device: torch.device) -> int:
-    """Return the most that this process has allocated on an accelerator, also before a probe measured there."""
+    """Return the peak that this process has allocated on an accelerator, also before a probe measured there."""
     return max(_peaks.get(device, 0), int(torch.get_device_module(device).max_memory_allocated(device)))
 
 
-class AllocatorProbe:
-    """Ask the accelerator's allocator, whose peak statistics are reset again and again while this measures.
+class AllocatorProbe(Probe):
+    """Ask the accelerator's allocator for its peak, and reset the peak at every note.
 
-    There is one peak for everybody, and no other way to see what a part of a pass takes: :func:`peak_allocated` keeps
-    the one of the whole process.
-
-    What chunks take now is subtracted from the peak since the last note. Chunks that were freed in between are counted
-    as activations: too much rather than too little.
+    The allocator has one peak, and no other way to tell what a part of a pass takes: :func:`peak_allocated` remembers
+    that of the whole process. What chunks take now is subtracted from the peak since the last note; chunks that were
+    freed in between count as activations, which errs on the safe side.
 
     Args:
-        memory: Knows what chunks take.
+        memory: Counts what chunks take.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -67,12 +62,6 @@ class AllocatorProbe:
     def begin(self) -> None:
         self._reset()
         self._peak = 0
-
-    def enter(self) -> None:
-        pass
-
-    def exit(self) -> None:
-        pass
 
     def note(self) -> int:
         in_chunks = self._memory.ledger.current[Tier.FAST]
@@ -91,10 +80,10 @@ class AllocatorProbe:
         self._module.reset_peak_memory_stats(device)
 
 
-class SavedTensorsProbe:
-    """Count what networks save for the backward pass, where no allocator tells: on the host.
+class SavedTensorsProbe(Probe):
+    """Count the tensors that networks save for the backward pass: on the host no allocator tells.
 
-    Inputs of checkpointed blocks are kept by the blocks themselves and not counted.
+    Inputs of checkpointed blocks are kept by the blocks themselves and are not counted.
 
     Args:
         is_weight: Tells whether a tensor lies in a chunk.
@@ -104,7 +93,7 @@ class SavedTensorsProbe:
         self._is_weight = is_weight
         self._seen: set[int] = set()
         self._bytes = 0
-        self._hooks: AbstractContextManager[None] | None = None
+        self._hooks: saved_tensors_hooks | None = None
         self._measures = False
 
     def begin(self) -> None:
@@ -113,12 +102,12 @@ class SavedTensorsProbe:
 
     def enter(self) -> None:
         if self._measures:
-            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
             self._hooks.__enter__()
 
     def exit(self) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
+            self._hooks.__exit__()
             self._hooks = None
 
     def note(self) -> int:
@@ -134,7 +123,3 @@ class SavedTensorsProbe:
             self._seen.add(storage.data_ptr())
             self._bytes += storage.nbytes()
         return tensor
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.optimizer import GeminiOptimizer
-from sd_lightning.gemini.progress import Progress
+from sd_lightning.gemini.update import Progress
 
 
 @dataclass
@@ -26,9 +26,9 @@ class OwnedRange:
     begin: int
     end: int
     master: Tensor
-    """The weights that the optimizer updates, also while others are swapped in."""
+    """The master weights, also while others are swapped in."""
     states: dict[str, Tensor | Callable[[], Tensor]]
-    """Optimizer states by torch's names; none before the parameter's first step. Functions give quantised ones."""
+    """Optimizer states by torch's names; none before the parameter's first step. Functions dequantise."""
     scalars: dict[str, Any]
     """What torch's optimizer keeps once per parameter, such as ``step``."""
 
@@ -46,11 +46,11 @@ class SavedStates:
 
 
 class EngineState:
-    """Reads and writes the state of an engine.
+    """Reads and writes the training state of an engine.
 
     Args:
         engine: The engine.
-        optimizers: Those of the engine at any time.
+        optimizers: The engine's own list, which changes with time.
     """
 
     def __init__(self, engine: ChunkedNetworks, optimizers: Sequence[GeminiOptimizer]) -> None:
@@ -73,7 +73,7 @@ class EngineState:
                     part = optimizer.update.part(chunk.bounds, slot, chunk.states[kind].tensor)
                     states[kind] = optimizer.update.values(kind, part, end - begin)
                 scalars = optimizer.update.scalars(progress)
-            master = chunk.bounds.view_of(slot, chunk.master)
+            master = chunk.bounds.view_of(slot, chunk.master.tensor)
             owned.append(OwnedRange(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
         return owned
 
@@ -95,38 +95,37 @@ class EngineState:
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
             if begin < end:
-                read("master", slot.name, chunk.bounds.view_of(slot, chunk.master), begin, end)
+                read("master", slot.name, chunk.bounds.view_of(slot, chunk.master.tensor), begin, end)
             if saved is not None:
                 self._load_states(chunk, slot, parameter, saved[slot.name], read)
         for chunk in self._trained_chunks():
-            chunk.refresh()
+            chunk.master.refresh()
 
     def _load_states(self, chunk: Chunk, slot: Slot, parameter: nn.Parameter, saved: SavedStates, read: Read) -> None:
         optimizer, _ = self._optimizer_of(parameter)
         if optimizer is None:
             return
-        kinds = optimizer.state_kinds(parameter)
+        kinds, update = optimizer.state_kinds(parameter), optimizer.update
         has_states = bool(saved.kinds or saved.scalars)
-        progress = optimizer.update.progress(saved.scalars) if has_states else None
+        progress = update.progress(saved.scalars) if has_states else None
         if has_states and (set(kinds) != set(saved.kinds) or progress is None):
             raise UsageError(
                 f"resume: the checkpoint holds {_listed(saved.kinds, saved.scalars)} of {slot.name}, and "
-                f"{type(optimizer.inner).__name__} keeps {_listed(kinds, optimizer.update.scalar_names)}; resume with "
-                "the optimizer of the checkpoint, or start a new run from its weights with init_from="
+                f"{type(optimizer.inner).__name__} keeps {_listed(kinds, update.scalar_names)}; resume with the "
+                "optimizer of the checkpoint, or start a new run from its weights with init_from="
             )
-        if progress is None:
-            optimizer.progress.pop(parameter, None)
-        else:
+        optimizer.progress.pop(parameter, None)
+        if progress is not None:
             optimizer.progress[parameter] = progress
         begin, end = chunk.bounds.owned(slot)
         for kind in kinds:
-            part = optimizer.update.part(chunk.bounds, slot, chunk.states[kind].tensor)
+            part = update.part(chunk.bounds, slot, chunk.states[kind].tensor)
             if not has_states or begin == end:
                 part.zero_()
                 continue
-            values = part if optimizer.update.joins_parameters else torch.empty(end - begin, device=part.device)
+            values = part if update.joins_parameters else torch.empty(end - begin, device=part.device)
             read(kind, slot.name, values, begin, end)
-            optimizer.update.store(kind, part, values)
+            update.store(kind, part, values)
 
     @torch.no_grad()
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
@@ -139,7 +138,9 @@ class EngineState:
         self._engine.release()
         self._engine.synchronize()
         for chunk in self._trained_chunks():
-            chunk.swap_in({slot.name: weights[slot.name, chunk.bounds.owned(slot)[0]] for slot in _nonempty(chunk)})
+            ranges = {slot.name: chunk.bounds.owned(slot) for slot in chunk.layout.slots}
+            own = {name: weights[name, begin] for name, (begin, end) in ranges.items() if begin < end}
+            chunk.master.swap_in(own)
         self._engine.is_swapped = True
 
     @torch.no_grad()
@@ -150,17 +151,17 @@ class EngineState:
         self._engine.release()
         self._engine.synchronize()
         for chunk in self._trained_chunks():
-            chunk.swap_out()
+            chunk.master.swap_out()
         self._engine.is_swapped = False
 
     def _check_not_swapped(self, what: str) -> None:
         if self._engine.is_swapped:
             raise RuntimeError(f"{what} called between swap_in and swap_out")
 
-    def _trained_chunks(self) -> Iterable[Chunk]:
-        return (chunk for chunk in self._engine.chunks if chunk.is_trained)
+    def _trained_chunks(self) -> list[Chunk]:
+        return [chunk for chunk in self._engine.chunks if chunk.is_trained]
 
-    def _slots(self) -> Iterable[tuple[Chunk, Slot, nn.Parameter]]:
+    def _slots(self) -> Iterator[tuple[Chunk, Slot, nn.Parameter]]:
         for chunk in self._trained_chunks():
             for slot in chunk.layout.slots:
                 yield chunk, slot, chunk.parameters[slot.name]
@@ -174,7 +175,3 @@ class EngineState:
 
 def _listed(kinds: Iterable[str], scalars: Iterable[str]) -> str:
     return ", ".join([*kinds, *scalars]) or "no states"
-
-
-def _nonempty(chunk: Chunk) -> list[Slot]:
-    return [slot for slot in chunk.layout.slots if chunk.bounds.owned(slot)[0] < chunk.bounds.owned(slot)[1]]

@@ -1,4 +1,4 @@
-"""The order in which units are used, learnt from one pass and expected of the next."""
+"""The order in which units are used, recorded in one pass and expected of the next."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 
 class Tracer:
-    """Record the units a pass uses and foretell what comes next.
+    """Record the units that a pass uses, and predict what comes next.
 
-    A pass is one forward and backward, or one forward without gradients. As long as a pass does what the one of its
-    kind before it did, the future is known; once it differs, nothing is foretold until the next pass.
+    A pass is one forward and backward, or one forward without gradients. The future is known for as long as a pass
+    does what the one of its kind before it did; once it differs, nothing is predicted until the next pass.
 
     Args:
         chunks_of: Chunk indices of each unit.
@@ -26,13 +26,7 @@ class Tracer:
         self._with_gradients = True
         self._current: list[int] = []
         self._is_known = False
-        self.num_changes = 0
-        """How often a pass differed from the one before it."""
-
-    @property
-    def is_known(self) -> bool:
         """Whether the pass has followed the expected one so far."""
-        return self._is_known
 
     @property
     def order(self) -> list[int]:
@@ -67,7 +61,6 @@ class Tracer:
         if not self._current:
             return
         if self._current != self._expected:
-            self.num_changes += bool(self._expected)
             self._expected_of[self._with_gradients] = self._current
             uses = self._uses_of[self._with_gradients] = {}
             for position, unit in enumerate(self._expected):
@@ -77,7 +70,7 @@ class Tracer:
         self._is_known = True
 
     def forget(self) -> None:
-        """Foretell nothing until a pass has been seen: after a failure ranks may have recorded different ones."""
+        """Predict nothing until a pass has been seen: after a failure ranks may have recorded different ones."""
         self._expected_of = {True: [], False: []}
         self._uses_of = {True: {}, False: {}}
         self._current = []

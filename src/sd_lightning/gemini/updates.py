@@ -1,150 +1,43 @@
-"""Elementwise optimizers as functions on flat ranges: what stepping in chunks needs."""
+"""torch's Adam, AdamW and SGD on flat ranges, and the choice of an update for an optimizer."""
 
 from __future__ import annotations
 
-import inspect
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sd_lightning._errors import UsageError
 from sd_lightning.gemini.blockwise import BlockwiseUpdate
-from sd_lightning.gemini.layout import Shard, Slot
-from sd_lightning.gemini.progress import Progress
+from sd_lightning.gemini.own_update import OwnUpdate
+from sd_lightning.gemini.update import Group, Progress, Ranges, Update, next_step
 
 
-class Update(Protocol):
-    """How an optimizer changes flat ranges of weights; the group is the user's, with its current learning rate."""
-
-    @property
-    def joins_parameters(self) -> bool:
-        """Whether neighbouring parameters can be updated as one range."""
-        ...
-
-    @property
-    def scalar_names(self) -> tuple[str, ...]:
-        """The names of what is kept once per parameter."""
-        ...
-
-    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the states that the group keeps, one value per weight.
-
-        Raises:
-            UsageError: With these settings the update is not elementwise.
-        """
-        ...
-
-    def scalars(self, progress: Progress) -> dict[str, Any]:
-        """Return what torch's optimizer keeps once per parameter, in its own types."""
-        ...
-
-    def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
-        """Return the progress of a parameter from what :meth:`scalars` gave, None if some of it is missing."""
-        ...
-
-    def size(self, shard: Shard) -> tuple[int, torch.dtype]:
-        """Return elements and type of one state of this rank's shard of a chunk."""
-        ...
-
-    def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
-        """Return what a state of a shard holds of one parameter."""
-        ...
-
-    def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
-        """Return a part as float32 values, live or by a function."""
-        ...
-
-    def store(self, kind: str, part: Tensor, values: Tensor) -> None:
-        """Replace a part by float32 values."""
-        ...
-
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Mapping[str, Sequence[Tensor]],
-        progress: Progress | None,
-        group: Mapping[str, Any],
-        divisor: float,
-    ) -> Progress:
-        """Update ranges on one device in place.
-
-        Args:
-            weights: Flat ranges, each of one parameter unless ``joins_parameters``.
-            gradients: Like the weights; may be overwritten.
-            states: By name, one per range.
-            progress: Before this step, of all of them; none before the first.
-            group: Hyper-parameters.
-            divisor: Gradients are divided by it.
-
-        Returns:
-            The progress after this step.
-        """
-        ...
-
-
-class Elementwise:
-    """States with one value per weight, in the type of the weights."""
-
-    joins_parameters = True
-
-    def size(self, shard: Shard) -> tuple[int, torch.dtype]:
-        return shard.numel, shard.master_dtype
-
-    def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
-        return shard.view_of(slot, flat)
-
-    def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
-        return part
-
-    def store(self, kind: str, part: Tensor, values: Tensor) -> None:
-        part.copy_(values)
-
-
-class Counted(Elementwise):
-    """An update that needs to know how many steps came before, and nothing else."""
-
-    def progress(self, scalars: Mapping[str, Any]) -> Progress:
-        return Progress(int(scalars.get("step", 1)))
-
-
-class AdamUpdate(Counted):
+class AdamUpdate(Update):
     """``torch.optim.Adam`` and ``AdamW``, by torch's fused kernels."""
-
-    scalar_names = ("step",)
 
     def __init__(self, *, decoupled: bool) -> None:
         self._decoupled = decoupled
 
-    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def states(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {"step": torch.tensor(float(progress.step))}
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Mapping[str, Sequence[Tensor]],
-        progress: Progress | None,
-        group: Mapping[str, Any],
-        divisor: float,
-    ) -> Progress:
-        step = 1 if progress is None else progress.step + 1
+    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
+        step = next_step(ranges.progress)
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        count = torch.full((), float(step), device=weights[0].device)  # torch.tensor would wait for the device
+        device = ranges.weights[0].device
+        count = torch.full((), float(step), device=device)  # torch.tensor would wait for the device
         kernel(
-            list(weights),
-            list(gradients),
-            list(states["exp_avg"]),
-            list(states["exp_avg_sq"]),
-            list(states.get("max_exp_avg_sq", ())),
-            [count] * len(weights),
+            ranges.weights,
+            ranges.gradients,
+            ranges.states["exp_avg"],
+            ranges.states["exp_avg_sq"],
+            ranges.states.get("max_exp_avg_sq", []),
+            [count] * len(ranges.weights),
             lr=float(group["lr"]),
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
@@ -152,286 +45,49 @@ class AdamUpdate(Counted):
             eps=group["eps"],
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
-            grad_scale=_grad_scale(gradients, divisor),
+            grad_scale=_grad_scale(ranges.gradients, divisor),
             found_inf=None,
         )
         return Progress(step)
 
 
-class SGDUpdate(Counted):
+class SGDUpdate(Update):
     """``torch.optim.SGD``, by torch's fused kernel."""
 
     scalar_names = ()
 
-    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def states(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {}
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Mapping[str, Sequence[Tensor]],
-        progress: Progress | None,
-        group: Mapping[str, Any],
-        divisor: float,
-    ) -> Progress:
+    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         torch._fused_sgd_(
-            list(weights),
-            list(gradients),
-            list(states.get("momentum_buffer", ())),
+            ranges.weights,
+            ranges.gradients,
+            ranges.states.get("momentum_buffer", []),
             weight_decay=float(group["weight_decay"]),
             momentum=group["momentum"],
             lr=float(group["lr"]),
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            is_first_step=progress is None,
-            grad_scale=_grad_scale(gradients, divisor),
+            is_first_step=ranges.progress is None,
+            grad_scale=_grad_scale(ranges.gradients, divisor),
             found_inf=None,
         )
-        return Progress(1 if progress is None else progress.step + 1)
+        return Progress(next_step(ranges.progress))
 
 
-def _grad_scale(gradients: Sequence[Tensor], divisor: float) -> Tensor | None:
+def _grad_scale(gradients: list[Tensor], divisor: float) -> Tensor | None:
     """Return what torch's fused kernels divide gradients by; float64 ones are divided here: kernels take a float32."""
     if divisor == 1.0:
         return None
     if gradients[0].dtype == torch.float64:
-        torch._foreach_div_(list(gradients), divisor)
+        torch._foreach_div_(gradients, divisor)
         return None
     return torch.full((), divisor, dtype=torch.float32, device=gradients[0].device)
-
-
-class OwnUpdate(Elementwise):
-    """Any other elementwise optimizer: the user's own class steps flat ranges as if they were its parameters.
-
-    Whether it is elementwise is tried out, with the settings of each group: a small matrix is stepped whole, and a copy
-    of it in flat parts, each by an optimizer of its own. Weights and states have to stay equal to the bit.
-
-    A step on ranges is neither captured in a CUDA graph nor differentiated, and what is kept once per parameter stays
-    on the host: ``capturable`` and ``differentiable`` are off, and ``fused`` is on for chunks on the host only.
-
-    Args:
-        inner: The user's optimizer.
-        devices: Where chunks are stepped.
-    """
-
-    def __init__(self, inner: torch.optim.Optimizer, devices: Iterable[torch.device]) -> None:
-        self._inner = inner
-        self._kind = type(inner)
-        self._devices = tuple(devices)
-        self._is_made_when_built = any(inner.state.values())
-        """Adagrad's sums are."""
-        self._types: dict[str, torch.dtype | None] = {}
-        """Of what is kept once per parameter: the type of a tensor, or none of a Python number."""
-        self._beside_weights: set[str] = set()
-        """Names of those tensors that have to be on the device of the weights."""
-
-    @property
-    def scalar_names(self) -> tuple[str, ...]:
-        return tuple(self._types)
-
-    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        found: tuple[str, ...] = ()
-        for device in self._devices:
-            found = self._try_out(group, device)
-        return found
-
-    def scalars(self, progress: Progress) -> dict[str, Any]:
-        return {name: _typed(value, self._types[name]) for name, value in progress.scalars}
-
-    def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
-        if not scalars.keys() >= self._types.keys():
-            return None
-        return Progress(1, tuple((name, _number(scalars[name])) for name in self._types))
-
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Mapping[str, Sequence[Tensor]],
-        progress: Progress | None,
-        group: Mapping[str, Any],
-        divisor: float,
-    ) -> Progress:
-        if divisor != 1.0:
-            torch._foreach_div_(list(gradients), divisor)
-        kept: list[dict[str, Any] | None] = [None] * len(weights)
-        if progress is not None:
-            kept = [
-                {name: parts[index] for name, parts in states.items()} | self._scalars_for(weight, progress)
-                for index, weight in enumerate(weights)
-            ]
-        try:
-            stepped = self._step(weights, gradients, kept, group)
-        except _NotElementwise as error:
-            raise self._refusal(str(error)) from None
-        for index, state in enumerate(stepped):
-            for name, parts in states.items():
-                if state[name].data_ptr() != parts[index].data_ptr():  # the first step makes them, some make new ones
-                    parts[index].copy_(state[name])
-        return Progress(1, tuple((name, _number(state[name])) for name in self._types))
-
-    def _scalars_for(self, weight: Tensor, progress: Progress) -> dict[str, Any]:
-        scalars = self.scalars(progress)
-        return scalars | {name: scalars[name].to(weight.device) for name in self._beside_weights}
-
-    def _step(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        kept: Sequence[dict[str, Any] | None],
-        group: Mapping[str, Any],
-    ) -> list[dict[str, Any]]:
-        """Step ranges, each with what was kept of it, none before its first step; return what is kept then."""
-        parameters = [weight.detach().requires_grad_() for weight in weights]  # of their own: they get gradients
-        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
-        settings |= {key: False for key in ("capturable", "differentiable") if key in settings}
-        if settings.get("fused") and weights[0].device.type != "cpu":
-            settings["fused"] = None
-        stepper = self._stepper([{**settings, "params": parameters}], is_first=kept[0] is None)
-        before = _counts(stepper)
-        for parameter, gradient, state in zip(parameters, gradients, kept, strict=True):
-            parameter.grad = gradient
-            if state is not None:
-                stepper.state[parameter] = state
-        stepper.step()
-        after = {name: value for name, value in stepper.param_groups[0].items() if name != "params"}
-        changed = [name for name in after if name not in settings or after[name] != settings[name]]
-        changed += [name for name, value in _counts(stepper).items() if value != before.get(name, value)]
-        if changed:
-            raise _NotElementwise(f"it keeps {', '.join(changed)} from step to step, beside its parameters' states")
-        for weight, parameter in zip(weights, parameters, strict=True):
-            if weight.data_ptr() != parameter.data_ptr():  # the class has put another tensor there
-                weight.copy_(parameter)
-        return [stepper.state[parameter] for parameter in parameters]
-
-    def _stepper(self, groups: list[dict[str, Any]], *, is_first: bool) -> torch.optim.Optimizer:
-        """Return an optimizer of the user's class, and with the attributes of the user's, over other parameters."""
-        inner = self._inner
-        if self._is_made_when_built and is_first:
-            takes = inspect.signature(self._kind).parameters
-            return self._kind(groups, **{key: value for key, value in inner.defaults.items() if key in takes})
-        stepper: torch.optim.Optimizer = object.__new__(self._kind)
-        vars(stepper).update({key: value for key, value in vars(inner).items() if key not in _OF_THE_USERS_OBJECT})
-        vars(stepper).update({name: OrderedDict() for name in _HOOKS})
-        stepper.defaults = {**inner.defaults, "differentiable": False}  # by which torch decides on gradients
-        stepper.state = defaultdict(dict)
-        stepper.param_groups = groups
-        return stepper
-
-    # ---------------------------------------------------------------- trying out
-
-    def _try_out(self, group: Mapping[str, Any], device: torch.device) -> tuple[str, ...]:
-        """Return the names of states with one value per weight."""
-        try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                return self._compare(group, device)
-        except _NotElementwise as error:
-            reason = str(error)
-        except Exception as error:  # whatever a class that was not made for it raises
-            reason = f"its step fails on a flat range of a parameter ({type(error).__name__}: {error})"
-        raise self._refusal(reason)
-
-    def _refusal(self, reason: str) -> UsageError:
-        return UsageError(
-            f"Gemini cannot step {self._kind.__name__}: {reason}, and chunks are cut anywhere inside a parameter; use "
-            "an optimizer that updates each element by itself (torch's AdamW, Adam, SGD, RMSprop, NAdam and others), "
-            "bitsandbytes' AdamW8bit, or another strategy"
-        )
-
-    def _compare(self, group: Mapping[str, Any], device: torch.device) -> tuple[str, ...]:
-        generator = torch.Generator().manual_seed(0)
-        # A learning rate that moves the weights: warm-up begins at zero, where every update looks elementwise.
-        group = {**group, "lr": 0.1} if "lr" in group else group
-        whole = torch.randn(_TRIED_SHAPE, generator=generator).to(device)
-        parts = [part.clone() for part in whole.flatten().split(_TRIED_PARTS)]
-        kept: dict[str, Any] | None = None
-        kept_of_parts: list[dict[str, Any] | None] = [None] * len(parts)
-        names: tuple[str, ...] = ()
-        for step in range(_TRIED_STEPS):
-            gradient = torch.randn(_TRIED_SHAPE, generator=generator).to(device)
-            pieces = [piece.clone() for piece in gradient.flatten().split(_TRIED_PARTS)]
-            (kept,) = self._step([whole], [gradient], [kept], group)
-            for index, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
-                (kept_of_parts[index],) = self._step([part], [piece], [kept_of_parts[index]], group)
-            found = self._names(kept, device)
-            if step and found != names:
-                raise _NotElementwise("its states change from step to step")
-            names = found
-            self._check_equal(names, (whole, kept), parts, kept_of_parts)
-        return names
-
-    def _names(self, kept: Mapping[str, Any], device: torch.device) -> tuple[str, ...]:
-        """Divide what is kept into states with one value per weight, whose names are returned, and scalars."""
-        names = []
-        for name, value in kept.items():
-            if isinstance(value, Tensor) and value.shape == _TRIED_SHAPE and value.dtype == torch.float32:
-                names.append(name)
-            elif isinstance(value, Tensor) and value.dim() == 0:
-                self._types[name] = value.dtype
-                if value.device.type == device.type != "cpu":
-                    self._beside_weights.add(name)
-            elif isinstance(value, int | float):
-                self._types[name] = None
-            elif value is not None:
-                what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
-                raise _NotElementwise(
-                    f"it keeps {name} ({what}) of a parameter of shape {_TRIED_SHAPE}, not one float32 value per weight"
-                )
-        return tuple(names)
-
-    def _check_equal(
-        self,
-        names: tuple[str, ...],
-        whole: tuple[Tensor, Mapping[str, Any]],
-        parts: Sequence[Tensor],
-        kept_of_parts: Sequence[Mapping[str, Any] | None],
-    ) -> None:
-        weights, kept = whole
-        pairs = [(weights, list(parts))]
-        pairs += [(kept[name], [of_part[name] for of_part in kept_of_parts if of_part]) for name in names]
-        is_equal = all(torch.equal(one.flatten().nan_to_num(), torch.cat(many).nan_to_num()) for one, many in pairs)
-        scalars = [[_number(state[name]) for name in self._types] for state in (kept, *kept_of_parts) if state]
-        if not is_equal or any(other != scalars[0] for other in scalars):
-            raise _NotElementwise("its update of an element depends on other elements")
-
-
-class _NotElementwise(Exception):
-    """Why a class cannot step flat ranges."""
-
-
-_TRIED_SHAPE = (96, 128)
-"""Large enough for optimizers that treat small parameters otherwise (bitsandbytes: below 4096 elements)."""
-_TRIED_PARTS = [512, 4608, 7168]
-"""Multiples of what vector instructions take at a time."""
-_TRIED_STEPS = 3
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_OF_THE_USERS_OBJECT = ("state", "param_groups", "step", "_opt_called")
-"""Attributes that are not copied; schedulers put a ``step`` of their own on an optimizer."""
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting with numbers in the place of tensors: chunks are on several devices."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
-
-
-def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the attributes that may be counters."""
-    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
-
-
-def _number(value: Any) -> float:
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _typed(value: float, dtype: torch.dtype | None) -> Any:
-    return value if dtype is None else torch.tensor(value, dtype=dtype)
 
 
 def update_of(inner: torch.optim.Optimizer, devices: Iterable[torch.device] = (torch.device("cpu"),)) -> Update:
@@ -442,10 +98,8 @@ def update_of(inner: torch.optim.Optimizer, devices: Iterable[torch.device] = (t
         devices: Where ranges are stepped.
     """
     kind = type(inner)
-    if kind is torch.optim.AdamW:
-        return AdamUpdate(decoupled=True)
-    if kind is torch.optim.Adam:
-        return AdamUpdate(decoupled=False)
+    if kind in (torch.optim.AdamW, torch.optim.Adam):
+        return AdamUpdate(decoupled=kind is torch.optim.AdamW)
     if kind is torch.optim.SGD:
         return SGDUpdate()
     if kind.__name__ == "AdamW8bit" and kind.__module__.startswith("bitsandbytes."):

@@ -1,0 +1,277 @@
+"""The weights that a chunk computes with: sharded, gathered, and overwritten by gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.gemini.collectives import Collectives, Pending
+from sd_lightning.gemini.layout import ChunkLayout, Shard, Slot
+from sd_lightning.gemini.memory import Arrival, Memory
+from sd_lightning.gemini.placement import ChunkPlacement
+from sd_lightning.gemini.tiers import Buffer, Kind, Tier
+
+
+class ChunkState(Enum):
+    """What the flat memory of a chunk holds."""
+
+    RELEASED = auto()
+    """Nothing; it is not allocated."""
+    GATHERING = auto()
+    """Weights that are on their way."""
+    GATHERED = auto()
+    """Weights."""
+    OVERWRITTEN = auto()
+    """Gradients, and the weights of parameters that have no gradient yet."""
+
+
+_TRANSITIONS = {
+    ChunkState.RELEASED: {ChunkState.GATHERING, ChunkState.OVERWRITTEN},
+    ChunkState.GATHERING: {ChunkState.GATHERED},
+    ChunkState.GATHERED: {ChunkState.RELEASED, ChunkState.OVERWRITTEN, ChunkState.GATHERING},
+    ChunkState.OVERWRITTEN: {ChunkState.RELEASED},
+}
+
+
+class ChunkStorage:
+    """Flat memory that the parameters of a chunk are views of.
+
+    It is freed and allocated again through its untyped storage, so that views saved by autograd stay valid. While it
+    is freed, parameters read as NaN.
+
+    Args:
+        layout: What is in the chunk.
+        device: The fast tier.
+    """
+
+    def __init__(self, layout: ChunkLayout, device: torch.device) -> None:
+        self.full = torch.empty(layout.numel, dtype=layout.dtype, device=device)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.slots: dict[nn.Parameter, Slot] = {}
+        # Reading memory that is not there would end the process. NaN is seen at once, and cannot be written to.
+        self._nan = torch.full((), float("nan"), dtype=layout.dtype, device=device)
+        self._faces: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        """The view of each parameter, and the NaNs that it shows while there is no memory behind the view."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated now."""
+        return self.full.untyped_storage().nbytes()
+
+    def add(self, slot: Slot, parameter: nn.Parameter) -> None:
+        """Make a parameter a view of its slot."""
+        self.parameters[slot.name] = parameter
+        self.slots[parameter] = slot
+        view = self.full[slot.begin : slot.end].view(parameter.shape)
+        self._faces[parameter] = view, self._nan.expand(parameter.shape)
+        parameter.data = view
+
+    def show(self) -> None:
+        """Make all parameters views of the memory."""
+        for parameter, (view, _) in self._faces.items():
+            parameter.data = view
+
+    def hide(self) -> None:
+        """Make all parameters read as NaN."""
+        for parameter, (_, nan) in self._faces.items():
+            parameter.data = nan
+
+    def hide_one(self, parameter: nn.Parameter) -> None:
+        """Make one parameter read as NaN."""
+        parameter.data = self._faces[parameter][1]
+
+    def resize(self, nbytes: int) -> None:
+        """Allocate the memory, or free it with 0 bytes."""
+        if not self.full.untyped_storage().resizable():
+            # numpy() was called on a weight: that memory is freed when the array is, and the chunk gets another.
+            with torch.inference_mode(False):
+                self.full = torch.empty_like(self.full)
+            for parameter, (_, nan) in self._faces.items():
+                slot = self.slots[parameter]
+                self._faces[parameter] = self.full[slot.begin : slot.end].view(parameter.shape), nan
+        self.full.untyped_storage().resize_(nbytes)
+
+    def discard(self) -> None:
+        """Forget the memory; the parameters have other memory by now."""
+        self._faces.clear()
+        self.full = self.full[:0].clone()
+
+
+class ComputeWeights:
+    """This rank's shard of a chunk in the compute type, and the whole chunk while it is gathered.
+
+    Resident weights stay gathered: the flat memory stays allocated, and the shard is a view of it.
+
+    Args:
+        layout: What is in the chunk.
+        placement: Where its parts live.
+        memory: Allocates and copies.
+        collectives: Gather the shards.
+    """
+
+    def __init__(
+        self, layout: ChunkLayout, placement: ChunkPlacement, memory: Memory, collectives: Collectives
+    ) -> None:
+        self.layout = layout
+        self.placement = placement
+        self.memory = memory
+        self.collectives = collectives
+        self.is_resident = placement.is_resident(collectives.world_size)
+        """Whether the whole weights stay in memory, so that gathering moves nothing."""
+        self.bounds = Shard(layout, collectives.rank, collectives.world_size)
+        self.storage = ChunkStorage(layout, memory.device)
+        self.state = ChunkState.GATHERED
+        self._shard: Buffer | None = None
+        self._pending: Pending | None = None
+        self._gathered, self._refreshed = Arrival(), Arrival()
+        self._versions: dict[nn.Parameter, int] = {}
+        """Autograd's versions of the weights that gradients have overwritten."""
+        memory.ledger.add(Tier.FAST, Kind.WEIGHTS if self.is_resident else Kind.GATHERED, layout.nbytes)
+        if not self.is_resident:
+            self._shard = self._allocate_shard()
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the shard serves as the master weights, too."""
+        return self.placement.aliases_master(self.layout)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's weights."""
+        return self.collectives.shard(self.storage.full) if self._shard is None else self._shard.tensor
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of gathered weights, or of the gradients in their place, beyond what is resident."""
+        return 0 if self.is_resident or self.state is ChunkState.RELEASED else self.layout.nbytes
+
+    def gather(self) -> None:
+        """Begin to gather the weights; call :meth:`wait` before they are used."""
+        if self.state is not ChunkState.RELEASED:
+            return
+        self._go(ChunkState.GATHERING)
+        self._resize(self.layout.nbytes)
+        self.storage.show()
+        with self.memory.copying(Tier.FAST) as self._gathered:
+            self._refreshed.join()  # new weights may still be on their way to a shard on the slow tier
+            assert self._shard is not None
+            own = self.collectives.shard(self.storage.full)
+            self.memory.copy(own, self._shard.tensor, self._shard.tier, Tier.FAST)
+            self._pending = self.collectives.all_gather(self.storage.full, self.layout.index)
+
+    def wait(self) -> None:
+        """Order the computation after the gathering."""
+        if self.state is not ChunkState.GATHERING:
+            return
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self._gathered.join()
+        self._go(ChunkState.GATHERED)
+
+    def settle(self) -> None:
+        """Order the computation after all copies of the weights, so that it may change them."""
+        self.wait()
+        self._refreshed.join()
+
+    def wait_on_host(self) -> None:
+        """Block the host until all copies of the weights are done."""
+        self._gathered.wait()
+        self._refreshed.wait()
+
+    def release(self) -> None:
+        """Free gathered weights, or the gradients in their place."""
+        self.wait()
+        if self.is_resident or self.state is ChunkState.RELEASED:
+            return
+        self._go(ChunkState.RELEASED)
+        self._resize(0)
+        self.storage.hide()
+        if self._versions:  # the weights are what they were: other graphs can still go backward
+            torch._C._autograd._unsafe_set_version_counter(tuple(self._versions), tuple(self._versions.values()))
+            self._versions.clear()
+
+    def invalidate(self, changed: Iterable[nn.Parameter] | None = None) -> None:
+        """Compute with what the shards hold now: free gathered weights, gather resident ones again.
+
+        Args:
+            changed: Parameters whose values differ; all by default. Earlier graphs through them cannot go backward.
+        """
+        if not self.is_resident:
+            self.release()
+        torch.autograd.graph.increment_version(self.storage.parameters.values() if changed is None else changed)
+        if not self.is_resident:
+            return
+        self.wait()
+        if self.collectives.world_size > 1 or not self.is_master:
+            self._go(ChunkState.GATHERING)
+            with self.memory.copying(Tier.FAST) as self._gathered:
+                self._pending = self.collectives.all_gather(self.storage.full, self.layout.index)
+
+    def refresh(self, master: Tensor) -> None:
+        """Copy new master weights to the shard, beside the computation; :meth:`invalidate` must follow."""
+        place = self.placement
+        with self.memory.copying(place.param_tier) as self._refreshed:
+            self.memory.copy(self.shard, master, place.step_tier, place.param_tier)
+
+    def lend(self) -> Tensor:
+        """Return the flat memory for gradients to take the place of the weights."""
+        if self.state is not ChunkState.OVERWRITTEN:
+            if self.state is ChunkState.RELEASED:
+                self._resize(self.layout.nbytes)
+            self.wait()
+            self._go(ChunkState.OVERWRITTEN)
+        return self.storage.full
+
+    def note_overwritten(self, parameter: nn.Parameter) -> None:
+        """Let autograd refuse whatever would still read a weight that its gradient has overwritten."""
+        self._versions.setdefault(parameter, parameter._version)
+        torch.autograd.graph.increment_version(parameter)
+        self.storage.hide_one(parameter)
+
+    def move(self, placement: ChunkPlacement) -> None:
+        """Move to other tiers; the chunk is released and no copy is pending."""
+        memory, old, was_resident, shard = self.memory, self.placement, self.is_resident, self.shard
+        self.placement, self.is_resident = placement, placement.is_resident(self.collectives.world_size)
+        if was_resident and not self.is_resident:
+            self.wait()
+            self._shard = self._allocate_shard()
+            memory.copy(self._shard.tensor, shard, old.param_tier, placement.param_tier)
+            memory.wait_for_copies()
+            memory.ledger.add(Tier.FAST, Kind.WEIGHTS, -self.layout.nbytes)
+            self.storage.resize(0)
+            self._go(ChunkState.RELEASED)
+            self.storage.hide()
+        elif self.is_resident and not was_resident:
+            self.gather()
+            self.wait()
+            memory.ledger.relabel(Tier.FAST, Kind.GATHERED, Kind.WEIGHTS, self.layout.nbytes)
+            memory.wait_for_copies()
+            self._free_shard()
+        elif self._shard is not None:
+            self._shard = memory.moved(self._shard, placement.param_tier)
+
+    def discard(self) -> None:
+        """Free all memory; the parameters have other memory by now."""
+        self._free_shard()
+        self.storage.discard()
+
+    def _allocate_shard(self) -> Buffer:
+        return self.memory.allocate(self.placement.param_tier, Kind.WEIGHTS, self.bounds.numel, self.layout.dtype)
+
+    def _free_shard(self) -> None:
+        if self._shard is not None:
+            self.memory.free(self._shard)
+            self._shard = None
+
+    def _go(self, state: ChunkState) -> None:
+        if state not in _TRANSITIONS[self.state]:
+            raise RuntimeError(f"chunk {self.layout.index} cannot go from {self.state.name} to {state.name}")
+        self.state = state
+
+    def _resize(self, nbytes: int) -> None:
+        self.memory.ledger.add(Tier.FAST, Kind.GATHERED, nbytes - self.storage.nbytes)
+        self.storage.resize(nbytes)

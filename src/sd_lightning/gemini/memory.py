@@ -1,0 +1,260 @@
+"""Allocation of flat buffers on the tiers, and copies between tiers beside the computation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.tiers import Buffer, Kind, Ledger, Tier
+
+log = logging.getLogger(__name__)
+
+_MAX_LANDING = 4
+"""Buffers whose copies to the host may be under way while the host goes on; as many as reductions."""
+_MAX_WAITING = 2
+"""Kept buffers of one size that copies still need before the host waits for one of them."""
+
+
+class Arrival:
+    """Events after which copies beside the computation are done; none where there are no streams.
+
+    Args:
+        module: The device module, such as ``torch.cuda``.
+        device: Its current stream is the one that waits.
+    """
+
+    def __init__(self, module: Any = None, device: torch.device | None = None) -> None:
+        self._module = module
+        self._device = device
+        self._events: list[Any] = []
+
+    def after(self, streams: Sequence[Any]) -> Arrival:
+        """Include what was submitted to these streams so far."""
+        for stream in streams:
+            self._events.append(self._module.Event())
+            self._events[-1].record(stream)
+        return self
+
+    def join(self) -> None:
+        """Order the current stream after the copies; the host does not wait."""
+        for event in self._events:
+            self._module.current_stream(self._device).wait_event(event)
+
+    def wait(self) -> None:
+        """Block the host until the copies are done."""
+        for event in self._events:
+            event.synchronize()
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the copies are done."""
+        return all(event.query() for event in self._events)
+
+
+class Memory:
+    """Allocate, copy and free flat buffers on the tiers of one rank.
+
+    On an accelerator, copies to the fast tier have a stream of their own, and copies from it another, so that both
+    directions overlap each other and the computation. Only the arrivals from :meth:`copying` order the streams.
+
+    Args:
+        device: The fast tier.
+        offload_dir: Folder for the files of the disk tier. They are unlinked at once, so nothing is left behind when
+            the process ends, however it ends.
+
+    Raises:
+        UsageError: ``offload_dir`` cannot be written to, or later: it is full.
+    """
+
+    def __init__(self, device: torch.device, offload_dir: str | Path | None = None) -> None:
+        self.device = device
+        self.ledger = Ledger()
+        self.on_accelerator = device.type != "cpu"
+        self._offload_dir = offload_dir
+        self._pinned: dict[int, list[tuple[Tensor, Arrival]]] = {}
+        """Kept host memory by bytes, the oldest first, with the copies that may still need it."""
+        self._landing: deque[tuple[Arrival, Callable[[], None]]] = deque()
+        if offload_dir is not None:
+            try:
+                Path(offload_dir).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=offload_dir):
+                    pass
+            except OSError as error:
+                raise UsageError(
+                    f"GeminiConfig got offload_dir={offload_dir}, which cannot be written to ({error}); give another "
+                    "folder"
+                ) from error
+        self._module: Any = None
+        self._to_fast: Any = None
+        self._to_slow: Any = None
+        if self.on_accelerator:
+            self._module = torch.get_device_module(device)
+            self._to_fast, self._to_slow = self._module.Stream(device), self._module.Stream(device)
+            _pin_without_rounding()
+
+    @torch.inference_mode(False)  # what is allocated in a validation may be used again in training
+    @torch.no_grad()
+    def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:
+        """Return a new flat buffer."""
+        self.ledger.add(tier, kind, numel * dtype.itemsize)
+        if tier is Tier.FAST:
+            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        elif tier is Tier.SLOW:
+            tensor = self._host(numel, dtype)
+        else:
+            tensor = self._mapped(numel, dtype)
+        if zero:
+            tensor.zero_()
+        return Buffer(tensor, tier, kind)
+
+    def free(self, buffer: Buffer, last_use: Arrival | None = None) -> None:
+        """Give a buffer's memory back; the buffer must not be used again.
+
+        Args:
+            buffer: Of any tier.
+            last_use: After which its memory may be reused; by default after all copies submitted so far.
+        """
+        self.ledger.add(buffer.tier, buffer.kind, -buffer.nbytes)
+        if buffer.tier is Tier.SLOW and self.on_accelerator:
+            self.ledger.add(Tier.SLOW, Kind.KEPT, buffer.nbytes)
+            kept = buffer.tensor, self._mark() if last_use is None else last_use
+            self._pinned.setdefault(buffer.nbytes, []).append(kept)
+        buffer.tensor = torch.empty(0)
+
+    def copy(self, target: Tensor, source: Tensor, source_tier: Tier, target_tier: Tier) -> None:
+        """Copy values, converting their type, and count the bytes that cross tiers.
+
+        The narrower of the two types crosses, except from an accelerator to the host: there torch widens first, since
+        the host does not wait to do it afterwards.
+        """
+        staged: Buffer | None = None
+        if self.on_accelerator and source_tier is not target_tier and target.dtype.itemsize < source.dtype.itemsize:
+            if target_tier is Tier.FAST:
+                # torch would convert into pageable memory, from which no copy overlaps the host.
+                staged = self.allocate(Tier.SLOW, Kind.STAGED, source.numel(), target.dtype)
+                source = staged.tensor.copy_(source)
+            else:
+                source = source.to(target.dtype)
+        target.copy_(source, non_blocking=self.on_accelerator)
+        if staged is not None:
+            stream = self._module.current_stream(self.device)
+            self.free(staged, Arrival(self._module, self.device).after([stream]))
+        is_widened = self.on_accelerator and target_tier is not Tier.FAST
+        width = target.element_size() if is_widened else min(target.element_size(), source.element_size())
+        self.ledger.move(source_tier, target_tier, target.numel() * width)
+
+    def moved(self, buffer: Buffer, tier: Tier) -> Buffer:
+        """Return a buffer with the same values on another tier; the old one is freed."""
+        if buffer.tier == tier:
+            return buffer
+        new = self.allocate(tier, buffer.kind, buffer.tensor.numel(), buffer.tensor.dtype)
+        self.copy(new.tensor, buffer.tensor, buffer.tier, tier)
+        self.wait_for_copies()
+        self.free(buffer)
+        return new
+
+    @contextmanager
+    def copying(self, target: Tier) -> Iterator[Arrival]:
+        """Run the body beside the computation, after what was submitted so far.
+
+        Args:
+            target: The tier that is copied to.
+
+        Yields:
+            The arrival of what the body copies; to be used after the body.
+        """
+        arrival = Arrival(self._module, self.device)
+        if self._module is None:
+            yield arrival
+            return
+        stream = self._to_fast if target is Tier.FAST else self._to_slow
+        stream.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(stream):
+            yield arrival
+        arrival.after([stream])
+
+    def land(self, arrival: Arrival, receive: Callable[[], None]) -> None:
+        """Call ``receive`` on the host without waiting: now if the copies have arrived, otherwise later.
+
+        At most ``_MAX_LANDING`` may be outstanding; then the host waits for the oldest. Whoever reads what ``receive``
+        writes before that calls it first.
+
+        Args:
+            arrival: Of what is received.
+            receive: Waits for it; does nothing when called again.
+        """
+        self._landing.append((arrival, receive))
+        while self._landing and (len(self._landing) > _MAX_LANDING or self._landing[0][0].is_past):
+            self._landing.popleft()[1]()
+
+    def wait_for_copies(self) -> None:
+        """Block the host until all copies and the computation submitted so far are done."""
+        if self._module is not None:
+            for stream in (self._to_fast, self._to_slow, self._module.current_stream(self.device)):
+                stream.synchronize()
+
+    def release_unused(self) -> None:
+        """Give back the host memory that is kept for reuse."""
+        self.wait_for_copies()
+        for nbytes, kept in self._pinned.items():
+            self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes * len(kept))
+        self._pinned.clear()
+        empty = getattr(torch._C, "_host_emptyCache", None)  # only in builds of torch with an accelerator
+        if empty is not None and self.on_accelerator:
+            empty()
+
+    def _mark(self) -> Arrival:
+        """Return the arrival of all copies submitted so far."""
+        streams = [] if self._module is None else [self._to_fast, self._to_slow]
+        return Arrival(self._module, self.device).after(streams)
+
+    def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
+        kept = self._pinned.get(nbytes, [])
+        position = next((i for i, (_, last_use) in enumerate(kept) if last_use.is_past), 0)
+        if len(kept) > position and (len(kept) >= _MAX_WAITING or kept[position][1].is_past):
+            tensor, last_use = kept.pop(position)
+            last_use.wait()
+            self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes)
+            return tensor.view(dtype)
+        return torch.empty(numel, dtype=dtype, pin_memory=self.on_accelerator)
+
+    def _mapped(self, numel: int, dtype: torch.dtype) -> Tensor:
+        assert self._offload_dir is not None
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)  # an empty file cannot be mapped
+        with tempfile.NamedTemporaryFile(prefix="gemini-", dir=self._offload_dir) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # writing to a mapped hole of a full disk would be fatal
+            except OSError as error:
+                raise UsageError(
+                    f"GeminiConfig got offload_dir={self._offload_dir}, which has no room for {nbytes} bytes more "
+                    f"({error}); give a folder on a larger disk, or a smaller disk_optim_frac"
+                ) from error
+            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+
+
+def _pin_without_rounding() -> None:
+    """Keep torch from rounding pinned memory up to powers of two, which would take up to twice as much."""
+    name = "pinned_max_round_threshold_mb"
+    try:
+        given = torch._C._accelerator_getAllocatorSettings()
+        if name not in given:
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, f"{name}:1"])))
+    except (AttributeError, RuntimeError, ValueError) as error:  # an earlier torch
+        log.warning(
+            "Gemini: this torch rounds pinned host memory up to powers of two (%s); what is offloaded may take twice "
+            "the host memory that is counted",
+            error,
+        )

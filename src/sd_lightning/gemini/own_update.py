@@ -1,0 +1,224 @@
+"""Any elementwise optimizer on flat ranges, by the user's own class, after trying out that it is elementwise."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.update import Group, Progress, Ranges, Update
+
+_TRIED_SHAPE = (96, 128)
+"""Large enough for optimizers that treat small parameters otherwise (bitsandbytes: below 4096 elements)."""
+_TRIED_PARTS = [512, 4608, 7168]
+"""Multiples of what vector instructions take at a time."""
+_TRIED_STEPS = 3
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_NOT_COPIED = ("state", "param_groups", "step", "_opt_called")
+"""Attributes of the user's object alone; schedulers put a ``step`` of their own on an optimizer."""
+
+Kept = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+
+class _NotElementwise(Exception):
+    """Why a class cannot step flat ranges."""
+
+
+class OwnUpdate(Update):
+    """The user's own class steps flat ranges as if they were its parameters.
+
+    Whether it is elementwise is tried out with the settings of each group: a small matrix is stepped whole, and a copy
+    of it in flat parts, each by an optimizer of its own. Weights and states have to stay equal to the bit.
+
+    A step on ranges is neither captured in a CUDA graph nor differentiated, and what is kept once per parameter stays
+    on the host: ``capturable`` and ``differentiable`` are off, and ``fused`` is on for chunks on the host only.
+
+    Args:
+        inner: The user's optimizer.
+        devices: Where chunks are stepped.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, devices: Iterable[torch.device]) -> None:
+        self._inner = inner
+        self._kind = type(inner)
+        self._devices = tuple(devices)
+        self._is_made_when_built = any(inner.state.values())
+        """Whether the constructor makes states, as Adagrad's does."""
+        self._types: dict[str, torch.dtype | None] = {}
+        """By name of what is kept once per parameter: the type of the tensor, or None for a Python number."""
+        self._beside_weights: set[str] = set()
+        """Names of those tensors that have to be on the device of the weights."""
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        return tuple(self._types)
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        found: tuple[str, ...] = ()
+        for device in self._devices:
+            found = self._try_out(group, device)
+        return found
+
+    def scalars(self, progress: Progress) -> dict[str, Any]:
+        return {name: _typed(value, self._types[name]) for name, value in progress.scalars}
+
+    def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
+        return self._progress(scalars) if scalars.keys() >= self._types.keys() else None
+
+    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
+        weights, gradients, states, progress = ranges.weights, ranges.gradients, ranges.states, ranges.progress
+        if divisor != 1.0:
+            torch._foreach_div_(gradients, divisor)
+        kept: list[Kept | None] = [None] * len(weights)
+        if progress is not None:
+            kept = [
+                {name: parts[index] for name, parts in states.items()} | self._scalars_for(weight, progress)
+                for index, weight in enumerate(weights)
+            ]
+        try:
+            stepped = self._step(weights, gradients, kept, group)
+        except _NotElementwise as error:
+            raise self._refusal(str(error)) from None
+        for index, state in enumerate(stepped):
+            for name, parts in states.items():
+                if state[name].data_ptr() != parts[index].data_ptr():  # the first step makes them, some make new ones
+                    parts[index].copy_(state[name])
+        return self._progress(stepped[-1])
+
+    def _progress(self, kept: Mapping[str, Any]) -> Progress:
+        return Progress(1, tuple((name, _number(kept[name])) for name in self._types))
+
+    def _scalars_for(self, weight: Tensor, progress: Progress) -> dict[str, Any]:
+        scalars = self.scalars(progress)
+        return scalars | {name: scalars[name].to(weight.device) for name in self._beside_weights}
+
+    def _step(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], kept: Sequence[Kept | None], group: Group
+    ) -> list[Kept]:
+        """Step ranges, each with what was kept of it, None before its first step; return what is kept then."""
+        parameters = [weight.detach().requires_grad_() for weight in weights]  # of their own: they get gradients
+        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+        settings |= {key: False for key in ("capturable", "differentiable") if key in settings}
+        if settings.get("fused") and weights[0].device.type != "cpu":
+            settings["fused"] = None
+        stepper = self._stepper([{**settings, "params": parameters}], is_first=kept[0] is None)
+        before = _counts(stepper)
+        for parameter, gradient, state in zip(parameters, gradients, kept, strict=True):
+            parameter.grad = gradient
+            if state is not None:
+                stepper.state[parameter] = state
+        stepper.step()
+        after = {name: value for name, value in stepper.param_groups[0].items() if name != "params"}
+        changed = [name for name in after if name not in settings or after[name] != settings[name]]
+        changed += [name for name, value in _counts(stepper).items() if value != before.get(name, value)]
+        if changed:
+            raise _NotElementwise(f"it keeps {', '.join(changed)} from step to step, beside its parameters' states")
+        for weight, parameter in zip(weights, parameters, strict=True):
+            if weight.data_ptr() != parameter.data_ptr():  # the class has put another tensor there
+                weight.copy_(parameter)
+        return [stepper.state[parameter] for parameter in parameters]
+
+    def _stepper(self, groups: list[dict[str, Any]], *, is_first: bool) -> torch.optim.Optimizer:
+        """Return an optimizer of the user's class, and with the attributes of the user's, over other parameters."""
+        inner = self._inner
+        if self._is_made_when_built and is_first:
+            takes = inspect.signature(self._kind).parameters
+            return self._kind(groups, **{key: value for key, value in inner.defaults.items() if key in takes})
+        stepper: torch.optim.Optimizer = object.__new__(self._kind)
+        vars(stepper).update({key: value for key, value in vars(inner).items() if key not in _NOT_COPIED})
+        vars(stepper).update({name: OrderedDict() for name in _HOOKS})
+        stepper.defaults = {**inner.defaults, "differentiable": False}  # by which torch decides on gradients
+        stepper.state = defaultdict(dict)
+        stepper.param_groups = groups
+        return stepper
+
+    def _try_out(self, group: Group, device: torch.device) -> tuple[str, ...]:
+        """Return the names of states with one value per weight."""
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                return self._compare(group, device)
+        except _NotElementwise as error:
+            reason = str(error)
+        except Exception as error:  # whatever a class that was not made for it raises
+            reason = f"its step fails on a flat range of a parameter ({type(error).__name__}: {error})"
+        raise self._refusal(reason)
+
+    def _refusal(self, reason: str) -> UsageError:
+        return UsageError(
+            f"Gemini cannot step {self._kind.__name__}: {reason}, and chunks are cut anywhere inside a parameter; use "
+            "an optimizer that updates each element by itself (torch's AdamW, Adam, SGD, RMSprop, NAdam and others), "
+            "bitsandbytes' AdamW8bit, or another strategy"
+        )
+
+    def _compare(self, group: Group, device: torch.device) -> tuple[str, ...]:
+        """Step a matrix whole and in parts, and compare after each step."""
+        generator = torch.Generator().manual_seed(0)
+        # A learning rate that moves the weights: warm-up begins at zero, where every update looks elementwise.
+        group = {**group, "lr": 0.1} if "lr" in group else group
+        whole = torch.randn(_TRIED_SHAPE, generator=generator).to(device)
+        parts = [part.clone() for part in whole.flatten().split(_TRIED_PARTS)]
+        kept: Kept | None = None
+        kept_of_parts: list[Kept | None] = [None] * len(parts)
+        names: tuple[str, ...] = ()
+        for step in range(_TRIED_STEPS):
+            gradient = torch.randn(_TRIED_SHAPE, generator=generator).to(device)
+            pieces = [piece.clone() for piece in gradient.flatten().split(_TRIED_PARTS)]
+            (kept,) = self._step([whole], [gradient], [kept], group)
+            for index, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
+                (kept_of_parts[index],) = self._step([part], [piece], [kept_of_parts[index]], group)
+            found = self._names(kept, device)
+            if step and found != names:
+                raise _NotElementwise("its states change from step to step")
+            names = found
+            states = [of_part for of_part in kept_of_parts if of_part]
+            pairs = [(whole, parts), *((kept[name], [of_part[name] for of_part in states]) for name in names)]
+            is_equal = all(torch.equal(one.flatten().nan_to_num(), torch.cat(many).nan_to_num()) for one, many in pairs)
+            scalars = [self._progress(state) for state in (kept, *states) if state]
+            if not is_equal or any(other != scalars[0] for other in scalars):
+                raise _NotElementwise("its update of an element depends on other elements")
+        return names
+
+    def _names(self, kept: Kept, device: torch.device) -> tuple[str, ...]:
+        """Divide what is kept into states with one value per weight, whose names are returned, and scalars."""
+        names = []
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.shape == _TRIED_SHAPE and value.dtype == torch.float32:
+                names.append(name)
+            elif isinstance(value, Tensor) and value.dim() == 0:
+                self._types[name] = value.dtype
+                if value.device.type == device.type != "cpu":
+                    self._beside_weights.add(name)
+            elif isinstance(value, int | float):
+                self._types[name] = None
+            elif value is not None:
+                what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+                raise _NotElementwise(
+                    f"it keeps {name} ({what}) of a parameter of shape {_TRIED_SHAPE}, not one float32 value per weight"
+                )
+        return tuple(names)
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting with numbers in the place of tensors: chunks are on several devices."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the attributes that may be counters."""
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+
+
+def _number(value: Any) -> float:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _typed(value: float, dtype: torch.dtype | None) -> Any:
+    return value if dtype is None else torch.tensor(value, dtype=dtype)

@@ -1,0 +1,94 @@
+"""When the gradients of chunks are reduced: a few at a time, or kept whole until the last micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from sd_lightning.gemini.chunk import Chunk
+
+_MAX_REDUCTIONS = 4
+"""Reductions under way at a time: each keeps a chunk of gradients in memory."""
+
+
+class Reducer:
+    """Reduces the gradients of chunks in the order in which it is asked to.
+
+    Args:
+        chunks: All chunks.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = chunks
+        self.statistics: Counter[str] = Counter()
+        """Of the runtime: reductions, hits and misses, prefetches, evictions, passes that were aborted or scheduled."""
+        self.keeps_gradients = False
+        """Whether gradients are kept whole, to be reduced by a later pass."""
+        self.kept: dict[int, None] = {}
+        """Chunks with whole gradients that are kept."""
+        self.late: set[int] = set()
+        """Chunks that got gradients on this rank when no unit of theirs was there to have them reduced."""
+        self._under_way: deque[Chunk] = deque()
+
+    def reduce(self, index: int) -> None:
+        """Begin to reduce a chunk's gradients, or keep them whole."""
+        self.late.discard(index)
+        chunk = self.chunks[index]
+        if not chunk.is_trained:
+            return
+        if self.keeps_gradients:
+            self.kept[index] = None
+            return
+        self.kept.pop(index, None)
+        while len(self._under_way) >= _MAX_REDUCTIONS:
+            self.finish_oldest()
+        chunk.gradients.reduce()
+        self._under_way.append(chunk)
+        self.statistics["reductions"] += 1
+
+    def finish_oldest(self) -> bool:
+        """Finish the reduction that began first; return whether there was one."""
+        if not self._under_way:
+            return False
+        self._under_way.popleft().gradients.finish_reduction()
+        return True
+
+    def finish(self, chunk: Chunk) -> None:
+        """Finish the reduction of a chunk, and those that began before it."""
+        while chunk in self._under_way:
+            self.finish_oldest()
+
+    def finish_all(self) -> None:
+        """Finish all reductions."""
+        while self.finish_oldest():
+            pass
+
+    @contextmanager
+    def keeping_gradients(self, keeps: bool = True) -> Iterator[None]:
+        """Keep whole gradients in the body: a later pass reduces them."""
+        before, self.keeps_gradients = self.keeps_gradients, keeps
+        try:
+            yield
+        finally:
+            self.keeps_gradients = before
+
+    def flush(self, late: Iterable[int] = ()) -> None:
+        """Reduce what was kept whole, where no backward pass outside ``no_sync`` did.
+
+        Args:
+            late: Chunks that have late gradients on any rank.
+        """
+        with self.keeping_gradients(False):
+            for index in sorted({*self.kept, *late}):
+                self.reduce(index)
+        self.finish_all()
+
+    def drop(self) -> None:
+        """Drop the gradients of all chunks, also those that are being reduced."""
+        self._under_way.clear()
+        self.kept.clear()
+        self.late.clear()
+        for chunk in self.chunks:
+            chunk.gradients.drop()
+            chunk.weights.release()

@@ -1,0 +1,249 @@
+"""What one optimizer steps on this rank, and what ranks have to know together before it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.chunked import ChunkedNetworks
+from sd_lightning.gemini.layout import Slot
+from sd_lightning.gemini.tiers import Kind, Tier
+from sd_lightning.gemini.update import Progress, Ranges
+from sd_lightning.gemini.updates import update_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring parameters that are stepped as one range of this rank's shard."""
+
+    chunk: Chunk
+    slot: Slot
+    """The last of the parameters."""
+    group: int
+    progress: Progress | None
+    """Before the next step; None before the first."""
+    begin: int
+    """First element in the shard."""
+    end: int
+
+
+class Stepper:
+    """Steps this rank's ranges of chunks by the groups of the user's optimizer.
+
+    Args:
+        inner: The user's optimizer.
+        engine: Owns the chunks.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, engine: ChunkedNetworks) -> None:
+        self.update = update_of(inner, _step_devices(engine))
+        self.progress: dict[nn.Parameter, Progress] = {}
+        """Of parameters that were stepped."""
+        self.group_of: dict[nn.Parameter, int] = {}
+        self.parameters: list[nn.Parameter] = []
+        self.chunks: list[Chunk] = []
+        self._inner = inner
+        self._engine = engine
+        self._kinds: list[tuple[str, ...]] = []
+        """Names of the states of each group."""
+
+    def adopt(self) -> None:
+        """Take on the parameters and settings of all groups.
+
+        Raises:
+            UsageError: An update is not elementwise, or the engine does not train a parameter.
+        """
+        engine, groups = self._engine, self._inner.param_groups
+        group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        trained = engine.trained.values()
+        if foreign := group_of.keys() - trained:
+            raise UsageError(
+                f"{type(self._inner).__name__} got {len(foreign)} parameters that Gemini does not train; expected "
+                "parameters of the networks given to the engine that had requires_grad when it was made, taken after "
+                "that; make others trainable before, with a learning rate of 0 for as long as they shall stay"
+            )
+        self._kinds = [self.update.states(group) for group in groups]
+        self.group_of = group_of
+        self.parameters = [p for p in trained if p in group_of]
+        self.chunks = sorted({engine.chunk_of[p] for p in self.parameters}, key=lambda chunk: chunk.index)
+        for parameter in self.parameters:
+            chunk = engine.chunk_of[parameter]
+            for name in self.state_kinds(parameter):
+                if name not in chunk.states:
+                    numel, dtype = self.update.size(chunk.bounds)
+                    tier = chunk.placement.optim_tier
+                    chunk.states[name] = chunk.memory.allocate(tier, Kind.OPTIMIZER, numel, dtype, zero=True)
+
+    def state_kinds(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Return the names of the states kept for a parameter."""
+        return self._kinds[self.group_of[parameter]]
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield this rank's reduced gradients of all parameters, in maximal ranges."""
+        for run in self._runs(self.group_of):
+            accumulated = run.chunk.gradients.accumulated
+            if accumulated is not None:
+                if run.chunk.placement.step_tier is Tier.SLOW:
+                    run.chunk.wait_on_host()
+                yield accumulated.tensor[run.begin : run.end]
+
+    def step(self, touched: set[nn.Parameter], divisor: float) -> None:
+        """Step parameters by their gradients, and compute with the new weights.
+
+        Args:
+            touched: Parameters that have gradients on any rank.
+            divisor: Gradients are divided by it.
+        """
+        by_chunk: dict[Chunk, list[Run]] = {}
+        for run in self._runs(touched):
+            by_chunk.setdefault(run.chunk, []).append(run)
+        after: dict[tuple[int, Progress | None], Progress] = {}
+        for chunk in sorted({self._engine.chunk_of[p] for p in touched}, key=_order_of_stepping):
+            if chunk.placement.step_tier is Tier.SLOW:
+                chunk.wait_on_host()
+            chunk.weights.settle()  # another optimizer may just have stepped it
+            if chunk in by_chunk:
+                after |= self._step_chunk(chunk, by_chunk[chunk], divisor)
+            chunk.master.refresh(touched.intersection(chunk.slots))
+        for parameter in touched:
+            key = self.group_of[parameter], self.progress.get(parameter)
+            if key in after:  # this rank owns some of it
+                self.progress[parameter] = after[key]
+
+    def _step_chunk(self, chunk: Chunk, runs: list[Run], divisor: float) -> dict[tuple[int, Progress | None], Progress]:
+        """Step this rank's ranges of a chunk; return the progress by group and progress before."""
+        assert chunk.gradients.accumulated is not None
+        if chunk.placement.optim_tier is Tier.DISK:
+            nbytes = sum(state.nbytes for state in chunk.states.values()) + chunk.master.nbytes
+            for source, target in ((Tier.DISK, Tier.SLOW), (Tier.SLOW, Tier.DISK)):
+                chunk.memory.ledger.move(source, target, nbytes)
+        after: dict[tuple[int, Progress | None], Progress] = {}
+        for group, progress in dict.fromkeys((run.group, run.progress) for run in runs):
+            chosen = [run for run in runs if (run.group, run.progress) == (group, progress)]
+            ranges = Ranges(
+                _slices(chunk.master.tensor, chosen),
+                _slices(chunk.gradients.accumulated.tensor, chosen),
+                {name: self._parts(chunk, name, chosen) for name in self._kinds[group]},
+                progress,
+            )
+            after[group, progress] = self.update.apply(ranges, self._inner.param_groups[group], divisor)
+        return after
+
+    def _parts(self, chunk: Chunk, name: str, runs: list[Run]) -> list[Tensor]:
+        flat = chunk.states[name].tensor
+        if self.update.joins_parameters:
+            return _slices(flat, runs)
+        return [self.update.part(chunk.bounds, run.slot, flat) for run in runs]
+
+    def _runs(self, chosen: Collection[nn.Parameter]) -> list[Run]:
+        """Join what this rank owns of parameters to the longest ranges of one chunk, group and progress."""
+        runs: list[Run] = []
+        for chunk in self.chunks:
+            previous: Run | None = None
+            for slot in chunk.layout.slots:
+                parameter = chunk.parameters[slot.name]
+                first, last = chunk.bounds.range_of(slot)
+                if parameter not in chosen or first == last:
+                    previous = None
+                    continue
+                group, progress = self.group_of[parameter], self.progress.get(parameter)
+                is_next = previous is not None and (previous.group, previous.progress) == (group, progress)
+                if previous is not None and is_next and self.update.joins_parameters:
+                    runs.pop()
+                    first = previous.begin
+                previous = Run(chunk, slot, group, progress, first, last)
+                runs.append(previous)
+        return runs
+
+
+class GradientAgreement:
+    """Finds out about the gradients of one optimizer, as long as they do not change only once.
+
+    Args:
+        engine: Owns the gradients.
+        stepper: Steps them.
+    """
+
+    def __init__(self, engine: ChunkedNetworks, stepper: Stepper) -> None:
+        self.touched: set[nn.Parameter] | None = None
+        """The optimizer's parameters that have gradients on any rank; None if that is not known."""
+        self.norm: float | None = None
+        """The 2-norm of the gradients over all ranks; None if that is not known."""
+        self._engine = engine
+        self._stepper = stepper
+        self._version = -1
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the norm is finite, and so all gradients are."""
+        assert self.norm is not None
+        return math.isfinite(self.norm)
+
+    def reset(self) -> None:
+        """Forget what is known: the gradients are used up."""
+        self.touched, self.norm = None, None
+
+    def reach(self, *, with_norm: bool) -> set[nn.Parameter]:
+        """Agree with one small collective, unless nothing has changed since; return the touched parameters."""
+        engine, runtime, trained = self._engine, self._engine.runtime, list(self._engine.trained.values())
+        is_agreed = self.touched is not None and self._version == runtime.gradients_version
+        if engine.collectives.world_size > 1 and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
+            is_agreed = False  # another rank may have got late gradients since
+        if is_agreed and self.touched is not None and (self.norm is not None or not with_norm):
+            return self.touched
+        runtime.reducer.flush()
+        late = [chunk.index in runtime.reducer.late for chunk in engine.chunks]
+        values = torch.zeros(1 + len(late) + len(trained), dtype=torch.float64)
+        if with_norm:
+            values[0] = self._sum_of_squares()
+        values[1:] = torch.tensor([*late, *(p in runtime.touched for p in trained)], dtype=torch.float64)
+        values = engine.collectives.sum_with_order(values)
+        late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
+        if late_anywhere:
+            runtime.reducer.flush(late_anywhere)
+            return self.reach(with_norm=with_norm)
+        # From here on all ranks know the same, also of parameters of other optimizers.
+        runtime.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
+        self._version = runtime.gradients_version
+        self.touched = runtime.touched.intersection(self._stepper.group_of)
+        self.norm = float(values[0].sqrt()) if with_norm else None
+        return self.touched
+
+    def _sum_of_squares(self) -> float:
+        """Return the sum over this rank's gradients: of each range in at least float32, of all ranges in float64."""
+        squares = []
+        for gradient in self._stepper.gradients():
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            squares.append(gradient.square().sum(dtype=dtype).double())
+        sums = torch.zeros(len(squares), dtype=torch.float64)
+        for device in {square.device for square in squares}:  # one transfer from each
+            indices = [index for index, square in enumerate(squares) if square.device == device]
+            sums[indices] = torch.stack([squares[index] for index in indices]).cpu()
+        return float(sums.sum())
+
+
+def _order_of_stepping(chunk: Chunk) -> tuple[bool, int]:
+    """Sort the accelerator's chunks first, which are only submitted: the host steps its own meanwhile.
+
+    Those on the host begin with the last one, whose gradients arrive first.
+    """
+    is_slow = chunk.placement.step_tier is Tier.SLOW
+    return is_slow, -chunk.index if is_slow else chunk.index
+
+
+def _step_devices(engine: ChunkedNetworks) -> tuple[torch.device, ...]:
+    """Return where chunks are stepped, or may be once they have moved."""
+    host, tiers = torch.device("cpu"), {chunk.placement.step_tier for chunk in engine.chunks if chunk.is_trained}
+    if engine.config.placement == "auto":
+        tiers = {Tier.FAST, Tier.SLOW}
+    return tuple(dict.fromkeys(engine.memory.device if tier is Tier.FAST else host for tier in sorted(tiers)))
+
+
+def _slices(flat: Tensor, runs: list[Run]) -> list[Tensor]:
+    return [flat[run.begin : run.end] for run in runs]

@@ -19,7 +19,7 @@ from sd_lightning.apps.dreambooth_checks import base_of, check_base, check_folde
 from sd_lightning.apps.preflight import LOAD_MODEL, adopt_base, check_model, num_processes
 from sd_lightning.data.dreambooth import check_readable, find_photos, ignored_photos, num_per_prompt
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
-from sd_lightning.storage import runs
+from sd_lightning.storage.new_folder import check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -283,7 +283,7 @@ def check_before_drawing(cfg: DictConfig) -> None:
     if not cfg.with_prior_preservation:
         return
     try:
-        runs.check_writable(Path(cfg.class_data_dir))
+        check_writable(Path(cfg.class_data_dir))
     except OSError as error:
         name = "output_dir" if cfg.class_data_dir == f"{cfg.output_dir}-class-images" else "class_data_dir"
         raise UsageError(

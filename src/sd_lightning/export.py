@@ -38,13 +38,12 @@ from sd_lightning.models.pipeline_folder import (
 )
 from sd_lightning.models.single_file import family_of, model_spec, original_tensors
 from sd_lightning.quantization.config import read_record
-from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage import atomic, checkpoint, runs
 from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
 from sd_lightning.storage.streamed_tensor import (
     StreamedTensor,
     converted_dtype,
     file_tensors,
-    stored_tensor,
     write_streamed,
 )
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -247,7 +246,7 @@ def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
     prefix = f"master/{name}."
     stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
     keys = file_keys(network.component, stored)
-    return network.changed({keys[plain]: stored_tensor(store, prefix + live) for plain, live in stored.items()})
+    return network.changed({keys[plain]: store.streamed(prefix + live) for plain, live in stored.items()})
 
 
 # ---------------------------------------------------------------------- what is written
@@ -267,11 +266,11 @@ def write_pipeline(source: Source, model: Model, folder: Path, request: Request)
             config = component.config | dict.fromkeys(stale, request.dtype)
             write_json(folder / name / config_file(component, name), config)
     if model.adapters is not None and model.adapters.stays(dtype):
-        checkpoint.hard_link(model.adapters.path, folder / LORA_NAME)
+        atomic.hard_link(model.adapters.path, folder / LORA_NAME)
     elif model.adapters is not None:
         write_streamed(folder / LORA_NAME, model.adapters.tensors, dtype=dtype, metadata=model.adapters.metadata)
     if model.word is not None:
-        checkpoint.hard_link(model.word, folder / WORD_NAME)
+        atomic.hard_link(model.word, folder / WORD_NAME)
 
 
 def write_single_file(source: Source, model: Model, folder: Path, request: Request) -> None:
@@ -316,7 +315,7 @@ def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]
             if not file.name.endswith(_WEIGHTS):
                 shutil.copy2(file, target)
             elif part.name not in without_weights:
-                checkpoint.hard_link(file, target)
+                atomic.hard_link(file, target)
 
 
 # ---------------------------------------------------------------------- where to
@@ -324,7 +323,7 @@ def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]
 
 def _check_space(tensors: Iterable[StreamedTensor], request: Request) -> None:
     size = sum(t.numel * converted_dtype(t, request.torch_dtype).itemsize for t in tensors)
-    checkpoint.check_free_space(request.output_dir, size, f"format={request.format}", purpose="the export")
+    atomic.check_free_space(request.output_dir, size, f"format={request.format}", purpose="the export")
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.storage.run_folder import RunFolder
 
 log = logging.getLogger("sd_lightning.train")  # __name__ is "__main__" under python -m
 
@@ -74,12 +75,14 @@ def train(cfg: DictConfig, *, prepare: Callable[[DictConfig], None] | None = Non
     module = build_module(cfg)
     check_parts(trainer, module, datamodule)
     open_run(cfg, run_dir, trainer)
+    from sd_lightning.callbacks import PortableCheckpoint
     from sd_lightning.strategies.processes.group import parting
 
     with parting(trainer):
         trainer.fit(module, datamodule)
-        with locked(trainer, run_dir):
-            if trained:
+        saving = _callback(trainer, PortableCheckpoint)
+        with locked(trainer, saving.folder):
+            if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
             return finish(trainer, run_dir)
 
@@ -184,7 +187,9 @@ def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
 
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
-    runs.prepare(run_dir, overwrite=cfg.overwrite)
+    from sd_lightning.callbacks import PortableCheckpoint
+
+    _callback(trainer, PortableCheckpoint).folder.open(overwrite=cfg.overwrite)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     for logger in trainer.loggers:
         try:
@@ -200,15 +205,15 @@ def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
 
 
 @contextmanager
-def locked(trainer: pl.Trainer, run_dir: Path) -> Iterator[None]:
+def locked(trainer: pl.Trainer, folder: RunFolder) -> Iterator[None]:
     """Keep other processes out of a run's directory, as ``fit`` did, while its results are made."""
     if trainer.is_global_zero:
-        runs.lock(run_dir)
-        runs.go_back(run_dir, trainer.global_step)  # fit does, too, where there is something to train
+        folder.lock()
+        runs.go_back(folder.path, trainer.global_step)  # fit does, too, where there is something to train
     try:
         yield
     finally:
-        runs.unlock(run_dir)
+        folder.unlock()
 
 
 def catch_up(trainer: pl.Trainer, module: pl.LightningModule, datamodule: Any) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.storage import atomic
 
 log = logging.getLogger(__name__)
 
@@ -170,14 +170,11 @@ def _write(image: Image.Image, picture: Missing, settings: dict[str, Any]) -> No
     info.add_text("sd_lightning", json.dumps(settings))
     for key in ("prompt", "seed"):
         info.add_text(key, str(settings[key]))
-    tmp = picture.path.with_name(f".tmp-{secrets.token_hex(4)}.png")
     try:
-        tmp.parent.mkdir(parents=True, exist_ok=True)
-        image.save(tmp, pnginfo=info)
-        tmp.rename(picture.path)
+        picture.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.new_file(picture.path) as tmp:
+            image.save(tmp, pnginfo=info)
     except OSError as error:
-        with suppress(OSError):
-            tmp.unlink(missing_ok=True)
         raise UsageError(
             f"dreambooth cannot write {picture.path} ({error.strerror or error}); free space, or choose another "
             "class_data_dir=<folder>; the pictures drawn so far are kept"

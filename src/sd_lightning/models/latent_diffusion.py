@@ -39,7 +39,7 @@ from sd_lightning.models.sampling_schedulers import said_once, samples_stable_di
 from sd_lightning.quantization.folder import load_int8_network, stored_int8
 from sd_lightning.quantization.model import int8_config, int8_record
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.storage.safetensors_file import write_tensors
+from sd_lightning.storage.streamed_tensor import write_tensors
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -3,34 +3,83 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.position import RunPosition
+from sd_lightning.callbacks.checkpoint.together import on_rank_zero
 from sd_lightning.data.fingerprint import Change
 
 log = logging.getLogger(__name__)
 
-# Datamodules of one's own need none of what is asked for here.
+
+@runtime_checkable
+class ResumableData(Protocol):
+    """What a datamodule must have for a run to be resumed."""
+
+    train_sampler: Any
+    batch_size: int
+
+    def resume(self, epoch: int, batches_done: int) -> None:
+        """Continue ``epoch`` after its first ``batches_done`` global batches."""
+        ...
+
+
+@runtime_checkable
+class TrackedData(Protocol):
+    """What ``SDDataModule`` tells of its samples; datamodules of one's own need not."""
+
+    changed: str
+
+    def fingerprint(self) -> dict[str, Any]: ...
+
+    def change_since(self, saved: Mapping[str, Any]) -> Change | None: ...
+
+    def gather_bad_samples(self) -> dict[str, str]: ...
+
+    def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]: ...
+
+    def recall_bad(self, bad: Mapping[str, str]) -> None: ...
+
+
+def check_datamodule(datamodule: object) -> ResumableData:
+    """Return the trainer's datamodule, which knows where a run stands.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if isinstance(datamodule, ResumableData):
+        return datamodule
+    given = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
+    raise UsageError(
+        f"PortableCheckpoint got {given}; expected an SDDataModule, whose sampler says where a run stands and goes "
+        "on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
+    )
+
+
+def _tracked(trainer: pl.Trainer) -> TrackedData | None:
+    datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule if isinstance(datamodule, TrackedData) else None
 
 
 def data_fingerprint(trainer: pl.Trainer) -> dict[str, Any] | None:
     """Return what tells whether the training set is still the same."""
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule.fingerprint() if hasattr(datamodule, "fingerprint") else None
+    data = _tracked(trainer)
+    return None if data is None else data.fingerprint()
 
 
 def gather_bad_samples(trainer: pl.Trainer) -> dict[str, str]:
     """Return the samples that any rank could not use; a collective call."""
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return dict(datamodule.gather_bad_samples()) if hasattr(datamodule, "gather_bad_samples") else {}
+    data = _tracked(trainer)
+    return {} if data is None else dict(data.gather_bad_samples())
 
 
-def compare_data(datamodule: Any, saved: dict[str, Any], path: Path) -> Change | None:
+def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Change | None:
     """Return what has become of the training set since a checkpoint; it looks at files.
 
     Args:
@@ -41,9 +90,9 @@ def compare_data(datamodule: Any, saved: dict[str, Any], path: Path) -> Change |
     Raises:
         UsageError: The epoch that the checkpoint is in the middle of holds other samples by now.
     """
-    if saved.get("data") is None or not hasattr(datamodule, "change_since"):
+    if saved.get("data") is None or not isinstance(datamodule, TrackedData):
         return None
-    change: Change | None = datamodule.change_since(saved["data"])
+    change = datamodule.change_since(saved["data"])
     position = RunPosition(**saved["position"])
     if change is not None and change.moves and position.steps_in_epoch and datamodule.changed != "accept":
         then = f"a new epoch begins, without the rest of epoch {position.epoch}"
@@ -63,24 +112,19 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
     Raises:
         UsageError: The epoch holds other samples by now, or too many samples cannot be used.
     """
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    change, refused, bad = None, None, {}
-    if trainer.is_global_zero:
-        try:
-            change = compare_data(datamodule, saved, path)
-            if hasattr(datamodule, "still_bad"):
-                bad = datamodule.still_bad(saved.get("bad_samples", {}))
-        except UsageError as error:
-            refused = str(error)
-    change, refused, bad = trainer.strategy.broadcast((change, refused, bad))
-    if refused is not None:
-        raise UsageError(refused)
+    data = _tracked(trainer)
+
+    def look() -> tuple[Change | None, dict[str, str]]:
+        change = compare_data(data, saved, path)
+        return change, {} if data is None else data.still_bad(saved.get("bad_samples", {}))
+
+    change, bad = on_rank_zero(trainer, look)
     if saved.get("data") is None:
         log.warning("resume=%s: it does not say what data it was trained on; they are taken as they are", path)
     if change is not None:
         log.warning("resume=%s: the training set has changed since: %s", path, change.told)
-    if bad:
-        datamodule.recall_bad(bad)
+    if data is not None and bad:
+        data.recall_bad(bad)
     position = RunPosition(**saved["position"])
     if change is not None and change.is_resized and position.steps_in_epoch:
         return replace(position, epoch=position.epoch + 1, steps_in_epoch=0)  # every order is another

@@ -39,7 +39,7 @@ class BareLoop:
         proportion_empty_prompts: float,
     ) -> None:
         model = LatentDiffusion.build("tiny")
-        self.unet: nn.Module = model.unet.train()
+        self.unet: nn.Module = model.denoiser.train()
         self.text_encoder: nn.Module = model.text_encoders["text_encoder"].train()
         self.parameters = [*self.unet.parameters(), *self.text_encoder.parameters()]
         self.ema = [parameter.detach().clone() for parameter in self.parameters]
@@ -95,8 +95,8 @@ def tables(model: LatentDiffusion, digits: Digits) -> tuple[Tensor, Tensor, Tens
     encode = LatentEncoder(model, train_text_encoder=True).encode_moments
     moments = encode_source(digits, encode, resolution=32, device=torch.device("cpu")).moments
     captions = [digits.captions(i) for i in range(len(digits))]
-    input_ids = model.tokenize([text for each in captions for text in each])[:, 0]
-    return moments, input_ids.view(len(digits), len(captions[0]), -1), model.tokenize([""])[0, 0]
+    input_ids = model.tokenize([text for each in captions for text in each])["text_encoder"]
+    return moments, input_ids.view(len(digits), len(captions[0]), -1), model.tokenize([""])["text_encoder"][0]
 
 
 class Turns(Callback):

@@ -33,7 +33,7 @@ from sd_lightning.strategies.processes.group import leave_process_group
 from unet_35m import build, make_batches, recipe
 
 ALONE = 3  # steps of an engine before the next is built, in the last of which memory is measured
-WEIGHTS = sum(p.numel() for p in build().unet.parameters()) * 4
+WEIGHTS = sum(p.numel() for p in build().denoiser.parameters()) * 4
 
 PEERS: dict[str, Callable[[nn.Module, Recipe], Step]] = {
     "ddp": hand_written.ddp,
@@ -85,7 +85,7 @@ class Racer:
         self.batches = make_batches(64, dist.get_rank(), dist.get_world_size())
         self._number = 0
         before, known = process_memory.storages(), len(engines)
-        self._step = make(build().unet, hand)
+        self._step = make(build().denoiser, hand)
         for _ in range(ALONE - 1):
             self.step()
         at_rest = process_memory.begin_peak()

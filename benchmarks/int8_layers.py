@@ -54,10 +54,10 @@ GROUPS: dict[str, dict[str, str]] = {
 
 def networks() -> dict[str, tuple[nn.Module, Callable[[Any], Tensor]]]:
     """Return the networks with what to call them with; the text encoder has 6 of 23 layers and a small vocabulary."""
-    from sd_lightning.models.architectures import ARCHITECTURES, Component
+    from sd_lightning.models.families import Component, architecture
     from sd_lightning.models.pipeline_folder import instantiate
 
-    parts = ARCHITECTURES["sd21"].networks
+    parts = architecture("sd21").networks
     small = {"num_hidden_layers": 6, "vocab_size": 4000, "bos_token_id": 1, "eos_token_id": 3}
     torch.manual_seed(0)
     vae = instantiate(parts["vae"]).eval()

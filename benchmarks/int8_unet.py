@@ -11,10 +11,10 @@ from torch import Tensor
 
 def sd21_blocks(*, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """Build it."""
-    from sd_lightning.models.architectures import ARCHITECTURES, Component
+    from sd_lightning.models.families import Component, architecture
     from sd_lightning.models.pipeline_folder import instantiate
 
-    config = ARCHITECTURES["sd21"].networks["unet"].config | {"layers_per_block": 1}
+    config = architecture("sd21").networks["unet"].config | {"layers_per_block": 1}
     torch.manual_seed(seed)
     return instantiate(Component("diffusers", "UNet2DConditionModel", config)).eval().to(device, dtype)
 

@@ -145,7 +145,7 @@ def measure(name: str, hand: Recipe, yardstick: Step, *, rounds: int, warm_up: i
     make_ours, make_peer = PAIRS[name]
     steps = ALONE + warm_up + rounds
     batches = make_batches(steps, dist.get_rank(), dist.get_world_size())
-    turns = Turns(lambda: make_peer(build().unet, hand), yardstick, batches, warm_up=warm_up)
+    turns = Turns(lambda: make_peer(build().denoiser, hand), yardstick, batches, warm_up=warm_up)
     module = SDLightningModule(build(), optimizer=partial(torch.optim.AdamW, lr=LR, fused=True))
     trainer = pl.Trainer(
         strategy=make_ours(),
@@ -173,7 +173,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     hand = recipe()
-    yardstick = hand_written.ddp(build().unet, hand)
+    yardstick = hand_written.ddp(build().denoiser, hand)
     taken = {}
     for name in names:
         taken[name] = asdict(measure(name, hand, yardstick, rounds=int(rounds), warm_up=int(warm_up)))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hand_written import Batch, Recipe
 from sd_lightning import LatentDiffusion, SDLightningModule
-from sd_lightning.models.architectures import ARCHITECTURES, Component
+from sd_lightning.models.families import Component, architecture
 
 BATCH_SIZE = 2  # per rank
 LATENTS = (4, 16, 16)
@@ -29,7 +29,7 @@ UNET = {
 
 def build() -> LatentDiffusion:
     """Build the model: a UNet of 34.7 million parameters and the tiny frozen encoders, always the same weights."""
-    tiny = ARCHITECTURES["tiny"]
+    tiny = architecture("tiny")
     text = tiny.networks["text_encoder"]
     networks = {
         **tiny.networks,
@@ -43,11 +43,11 @@ def make_batches(count: int, rank: int, world_size: int) -> list[Batch]:
     """Make this rank's batches: other latents and captions on every rank."""
     generator = torch.Generator().manual_seed(rank)
     channels, *size = LATENTS
-    length = int(ARCHITECTURES["tiny"].max_length)
+    length = int(architecture("tiny").max_length)
     return [
         {
             "latent_moments": torch.randn((BATCH_SIZE, 2 * channels, *size), generator=generator),
-            "input_ids": torch.randint(0, 500, (BATCH_SIZE, 1, length), generator=generator),
+            "input_ids": {"text_encoder": torch.randint(0, 500, (BATCH_SIZE, length), generator=generator)},
             "epoch": torch.zeros(BATCH_SIZE, dtype=torch.int64),
             "index": torch.arange(BATCH_SIZE) + (number * world_size + rank) * BATCH_SIZE,
         }

@@ -242,7 +242,7 @@ def _build(job: Job) -> nn.Module:
     if job.network == "unet":
         from sd_lightning.models.latent_diffusion import LatentDiffusion
 
-        network: nn.Module = LatentDiffusion.build("tiny", seed=0).unet
+        network: nn.Module = LatentDiffusion.build("tiny", seed=0).denoiser
         if job.checkpointed:
             network.enable_gradient_checkpointing()
         network.train()
@@ -398,7 +398,7 @@ class Training:
     def _blocks(self) -> list[nn.Module] | None:
         if self.job.network != "unet":
             return None
-        from sd_lightning.models.blocks import repeated_blocks
+        from sd_lightning.models.families.blocks import repeated_blocks
 
         return list(repeated_blocks(self.network).values())
 

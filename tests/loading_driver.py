@@ -29,7 +29,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.callbacks.checkpoint.pipeline import frozen_weights_file
 from sd_lightning.models.adapters.lora import Lora, plain_names
-from sd_lightning.models.architectures import ARCHITECTURES, Component
+from sd_lightning.models.families import Component, architecture
 from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -59,7 +59,7 @@ def write_pipeline(folder: Path, **unet: Any) -> None:
         folder: Written into.
         **unet: What its configuration has beside sd21's.
     """
-    tiny, sd21 = ARCHITECTURES["tiny"], ARCHITECTURES["sd21"]
+    tiny, sd21 = architecture("tiny"), architecture("sd21")
     clip = {**tiny.networks["text_encoder"].config, "hidden_size": 1024, "num_hidden_layers": 1}
     networks = {
         **tiny.networks,
@@ -69,7 +69,7 @@ def write_pipeline(folder: Path, **unet: Any) -> None:
     model = LatentDiffusion.build(replace(tiny, networks=networks), device="meta")
     frozen = {name: network for name, network in networks.items() if name != "unet"}
     small = LatentDiffusion.build(replace(tiny, networks={**frozen, "unet": tiny.networks["unet"]}))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.unet.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.denoiser.state_dict().items()}
     model.networks |= {name: small.networks[name] for name in frozen}
     model.save_pretrained(folder, skip=("unet",))
     ramp = values_at("", torch.arange(_BLOCK + _PERIOD) - zlib.crc32(b"") % _PERIOD).half()

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from sd_lightning.models.architectures import ARCHITECTURES, Architecture, Component
+from sd_lightning.models.families import Architecture, Component, architecture
 
-_TINY = ARCHITECTURES["tiny"]
+_TINY = architecture("tiny")
 _CLIP = {
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -187,8 +187,12 @@ def test_the_bare_loop_trains_the_same_parameters_on_the_same_loss(
     monkeypatch.delitem(sys.modules, "bare_loop", raising=False)
     bare_loop = importlib.import_module("bare_loop")
     model = LatentDiffusion.build("tiny")
-    captions = model.tokenize(["a handwritten three", "the digit four"])[:, 0]
-    few = (torch.randn(6, 8, 8, 8), captions[None].expand(6, 2, -1).contiguous(), model.tokenize([""])[0, 0])
+    captions = model.tokenize(["a handwritten three", "the digit four"])["text_encoder"]
+    few = (
+        torch.randn(6, 8, 8, 8),
+        captions[None].expand(6, 2, -1).contiguous(),
+        model.tokenize([""])["text_encoder"][0],
+    )
     monkeypatch.setattr(bare_loop, "tables", lambda *_: few)
     bare = bare_loop.BareLoop(
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
@@ -203,7 +207,7 @@ def test_the_bare_loop_trains_the_same_parameters_on_the_same_loss(
     batch = {"latents": latents, "epoch": torch.zeros(4, dtype=torch.int64), "index": index}
     noisy = module._add_noise(batch)
     input_ids = captions[[0, 1, 1, 0]]
-    conditioning = module._conditioning({**batch, "input_ids": input_ids[:, None]})
+    conditioning = module._conditioning({**batch, "input_ids": {"text_encoder": input_ids}})
     expected = module._sample_losses(noisy, conditioning).mean()
     noise = normal(3, 0, index, Purpose.NOISE, (4, 8, 8))
     assert torch.allclose(bare.loss(latents, noise, noisy.timesteps, input_ids), expected, rtol=1e-5)

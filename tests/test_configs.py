@@ -225,8 +225,8 @@ def test_every_model_loads_its_own_pretrained_weights_from_a_folder(
             _conf.instantiate(cfg.model)
         return
     model = _conf.instantiate(cfg.model)
-    expected = LatentDiffusion.build("tiny", seed=5).unet.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in model.unet.state_dict().items())
+    expected = LatentDiffusion.build("tiny", seed=5).denoiser.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.denoiser.state_dict().items())
 
 
 @pytest.fixture(scope="module")

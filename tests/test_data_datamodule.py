@@ -55,10 +55,15 @@ class Squares:
         return f"square-{index}"
 
 
-def tokenize(captions: list[str]) -> Tensor:
-    """Two encoders, four tokens: the first bytes of the caption's hash."""
+def tokenize(captions: list[str]) -> dict[str, Tensor]:
+    """Two encoders, of three and five tokens: the first bytes of the caption's hash."""
     ids = [list(hashlib.sha256(caption.encode()).digest()[:8]) for caption in captions]
-    return torch.tensor(ids, dtype=torch.int64).view(len(captions), 2, 4)
+    first, second = torch.tensor(ids, dtype=torch.int64).split([3, 5], dim=1)
+    return {"text_encoder": first, "text_encoder_2": second}
+
+
+def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 class Recorder(pl.LightningModule):
@@ -82,7 +87,7 @@ class Recorder(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         self.last = batch
         images = batch["pixel_values"] if "pixel_values" in batch else batch["latent_moments"]
-        parts = [images, batch["input_ids"], batch["original_size"], batch["crop_top_left"]]
+        parts = [images, *batch["input_ids"].values(), batch["original_size"], batch["crop_top_left"]]
         self.steps.append(
             [
                 (int(epoch), int(index), hashlib.sha256(b"".join(p[i].numpy().tobytes() for p in parts)).hexdigest())
@@ -243,10 +248,13 @@ def test_batch_holds_what_the_module_reads() -> None:
     trainer(1).fit(module, datamodule())
     batch = module.last
     shapes = {key: (tuple(value.shape), value.dtype) for key, value in batch.items() if isinstance(value, Tensor)}
+    assert {name: tuple(ids.shape) for name, ids in batch["input_ids"].items()} == {
+        "text_encoder": (BATCH, 3),
+        "text_encoder_2": (BATCH, 5),
+    }
     pair = ((BATCH, 2), torch.int64)
     assert shapes == {
         "pixel_values": ((BATCH, 3, 16, 16), torch.float32),
-        "input_ids": ((BATCH, 2, 4), torch.int64),
         "epoch": ((BATCH,), torch.int64),
         "index": ((BATCH,), torch.int64),
         "original_size": pair,
@@ -304,7 +312,8 @@ def test_cached_latents_are_the_encoded_pixels_and_are_encoded_once() -> None:
     assert cached.num_encoded == NUM - 2 + 5
     trainer(7).fit(plain, datamodule(**options))
     assert torch.equal(cached.last["latent_moments"], plain._encode(plain.last["pixel_values"]))
-    for key in ("input_ids", "original_size", "crop_top_left", "target_size", "index"):
+    assert equal(cached.last["input_ids"], plain.last["input_ids"])
+    for key in ("original_size", "crop_top_left", "target_size", "index"):
         assert torch.equal(cached.last[key], plain.last[key])
     assert data.bad_samples == {"square-4": "torn", "square-25": "torn"}
     trainer(1).fit(cached, data)
@@ -327,8 +336,8 @@ def test_validation_is_in_order_without_randomness_and_with_wrong_captions() -> 
     assert [batch["index"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
     captions = sum((batch["captions"] for batch in batches), [])
     assert captions == [f"first {i}" for i in range(5)]
-    wrong = torch.cat([batch["wrong_input_ids"] for batch in batches])
-    assert torch.equal(wrong, tokenize([f"first {i}" for i in (1, 2, 3, 4, 0)]))
+    wrong = {name: torch.cat([batch["wrong_input_ids"][name] for batch in batches]) for name in tokenize(["any"])}
+    assert equal(wrong, tokenize([f"first {i}" for i in (1, 2, 3, 4, 0)]))
     assert all(batch["crop_top_left"].tolist() == [[0, 4]] * len(batch["index"]) for batch in batches)
 
 
@@ -359,7 +368,7 @@ def validate(val: Squares, *, together: bool = True, **options: Any) -> tuple[SD
 def test_a_wrong_caption_has_other_token_ids() -> None:
     data, (batch,) = validate(Captioned("One", "ONE", "", "one", "two"), max_bad_fraction=0.5)
     assert batch["captions"] == ["One", "ONE", "one", "one", "two"]
-    assert torch.equal(batch["wrong_input_ids"], tokenize(["two", "two", "two", "two", "one"]))
+    assert equal(batch["wrong_input_ids"], tokenize(["two", "two", "two", "two", "one"]))
     assert data.no_caption_gap is None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, _conf, train
 from sd_lightning._errors import UsageError
-from sd_lightning.models.architectures import Architecture
+from sd_lightning.models.families import Architecture
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from small_models import SMALL_SDXL
 
@@ -177,7 +177,7 @@ TOKENS = "text_model.embeddings.token_embedding.weight"
 
 def deferred_unet(folder: Path) -> tuple[nn.Module, DeferredWeights, dict[str, Tensor]]:
     model = LatentDiffusion.from_pretrained(folder, deferred=("unet",))
-    return model.unet, model.deferred["unet"], load_file(folder / UNET)
+    return model.denoiser, model.deferred["unet"], load_file(folder / UNET)
 
 
 def test_any_flat_range_can_be_read(tiny: Path) -> None:

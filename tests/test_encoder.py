@@ -107,7 +107,7 @@ def test_vae_that_overflows_in_float16_stays_in_float32(dtype: Any, force_upcast
     kept = dtype == "float16" and force_upcast
     assert model.vae.dtype == (torch.float32 if kept else getattr(torch, dtype))
     assert model.text_encoders["text_encoder"].dtype == getattr(torch, dtype)
-    assert model.unet.dtype == torch.float32
+    assert model.denoiser.dtype == torch.float32
 
 
 def test_vae_built_from_a_configuration_without_the_key_is_as_careful_as_a_loaded_one() -> None:
@@ -241,7 +241,9 @@ def test_validation_batch_gets_the_conditioning_of_the_wrong_captions_too(family
     model = LatentDiffusion.build(ARCHITECTURES[family])
     encoder = LatentEncoder(model)
     batch = with_tokens(model, digits())
-    encoded = encoder({**batch, "wrong_input_ids": batch["input_ids"].roll(1, 0)}, seed=0)
+    encoded = encoder(
+        {**batch, "wrong_input_ids": {n: ids.roll(1, 0) for n, ids in batch["input_ids"].items()}}, seed=0
+    )
     right, wrong = (encoded[key]["encoder_hidden_states"] for key in ("conditioning", "wrong_conditioning"))
     torch.testing.assert_close(wrong, right.roll(1, 0), rtol=0, atol=1e-6)
     assert (wrong != right).flatten(1).any(1).all()
@@ -254,7 +256,7 @@ def test_trained_text_encoder_is_left_to_the_trainer(
     batch = make(with_tokens(tiny, digits()))
     encoded = LatentEncoder(tiny, train_text_encoder=True)(batch, seed=0)
     assert encoded.keys() == (batch.keys() - {"pixel_values"}) | {"latents"}
-    assert torch.equal(encoded["input_ids"], batch["input_ids"])
+    assert encoded["input_ids"] is batch["input_ids"]
 
 
 # ---------------------------------------------------------------------- encoders that wait in host memory
@@ -264,9 +266,10 @@ def test_trained_text_encoder_is_left_to_the_trainer(
 def test_offloaded_encoders_encode_the_same_and_each_caption_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LatentDiffusion.build(ARCHITECTURES[family])
     batch = with_tokens(model, digits())
-    batch["input_ids"][3:] = batch["input_ids"][:3]  # three captions, twice each
+    for ids in batch["input_ids"].values():
+        ids[3:] = ids[:3]  # three captions, twice each
     batch["original_size"][5] = 9  # which SDXL is conditioned on, too
-    batch["wrong_input_ids"] = batch["input_ids"].flip(0)
+    batch["wrong_input_ids"] = {name: ids.flip(0) for name, ids in batch["input_ids"].items()}
     expected = LatentEncoder(model)(batch, seed=1)
     encoder = LatentEncoder(model, offload=True).to(torch.device("cpu"))
     encoded: list[int] = []
@@ -274,7 +277,7 @@ def test_offloaded_encoders_encode_the_same_and_each_caption_once(family: str, m
     monkeypatch.setitem(
         vars(model),
         "condition",
-        lambda encoders, part: encoded.append(len(part["input_ids"])) or condition(encoders, part),
+        lambda encoders, part: encoded.append(len(part["input_ids"]["text_encoder"])) or condition(encoders, part),
     )
     for _ in range(2):
         found = encoder(batch, seed=1)

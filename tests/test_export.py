@@ -21,7 +21,7 @@ import small_training
 from sd_lightning import LatentDiffusion, export
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME
-from sd_lightning.models.architectures import Architecture
+from sd_lightning.models.families import Architecture
 from sd_lightning.state.shards import TensorRange
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import merge_index, write_shards
@@ -80,7 +80,7 @@ def trained(kind: str, path: Path) -> dict[str, Tensor]:
 def exported(folder: Path) -> dict[str, Tensor]:
     """The weights that diffusers and transformers load from a pipeline folder, by the module's names."""
     model = LatentDiffusion.from_pretrained(folder)
-    networks = {"unet": model.unet, **model.text_encoders}
+    networks = {"unet": model.denoiser, **model.text_encoders}
     return {f"{name}.{key}": value for name, n in networks.items() for key, value in n.state_dict().items()}
 
 

@@ -23,7 +23,7 @@ from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.probe import AllocatorProbe, peak_allocated
 from sd_lightning.gemini.tiers import Kind, Memory, Tier
-from sd_lightning.models.blocks import execution_position, repeated_blocks
+from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.strategies.gemini import gemini
 
@@ -91,13 +91,13 @@ def test_arrays_that_share_memory_with_parameters_do_no_harm(settings: dict[str,
 
 def test_a_pipeline_is_not_saved_from_released_weights(tmp_path: Path) -> None:
     model = LatentDiffusion.build("tiny", seed=0)
-    expected = {name: p.detach().clone() for name, p in model.unet.named_parameters()}
-    engine = GeminiEngine({"unet": model.unet}, GeminiConfig(offload_param_frac=1.0))
+    expected = {name: p.detach().clone() for name, p in model.denoiser.named_parameters()}
+    engine = GeminiEngine({"unet": model.denoiser}, GeminiConfig(offload_param_frac=1.0))
     with pytest.raises(UsageError, match=r"unet\.conv_in\.weight is in shards .*engine\.restore\(\)"):
         model.save_pretrained(tmp_path)
     engine.restore()
     model.save_pretrained(tmp_path)
-    again = LatentDiffusion.from_pretrained(tmp_path).unet
+    again = LatentDiffusion.from_pretrained(tmp_path).denoiser
     assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())
 
 
@@ -125,7 +125,7 @@ def test_channels_last_weights_are_refused_by_name() -> None:
 
 
 def test_chunks_of_a_unet_are_packed_in_the_order_in_which_they_run() -> None:
-    unet = LatentDiffusion.build("tiny", seed=0).unet
+    unet = LatentDiffusion.build("tiny", seed=0).denoiser
 
     def order(name: str) -> tuple[int, ...]:
         return execution_position(name.partition(".")[2])
@@ -138,7 +138,7 @@ def test_chunks_of_a_unet_are_packed_in_the_order_in_which_they_run() -> None:
     with torch.no_grad():
         unet(torch.randn(1, 4, 8, 8), torch.tensor([3]), torch.randn(1, 8, 64))
     assert seen == list(range(len(engine.runtime.units))), [engine.runtime.units[i].name for i in seen]
-    registered = GeminiEngine({"unet": LatentDiffusion.build("tiny", seed=0).unet}, config).runtime.units
+    registered = GeminiEngine({"unet": LatentDiffusion.build("tiny", seed=0).denoiser}, config).runtime.units
     assert [unit.name for unit in registered] != [unit.name for unit in engine.runtime.units]
 
 

@@ -70,8 +70,8 @@ def test_settings_reach_the_model(cli: Any, pipeline: Path, tmp_path: Path) -> N
     settings = ["quantization.linear=bitsandbytes", "quantization.exclude=[vae]", "quantization.dtype=bfloat16"]
     assert cli(f"model.pretrained={pipeline}", "quantization=int8", "save_to=small", *settings)[0] == 0
     model = LatentDiffusion.from_pretrained(tmp_path / "small")
-    assert model.unet.int8_config.linear == "bitsandbytes"
-    assert not list(int8_layers(model.vae)) and list(int8_layers(model.unet))
+    assert model.denoiser.int8_config.linear == "bitsandbytes"
+    assert not list(int8_layers(model.vae)) and list(int8_layers(model.denoiser))
     assert {next(network.parameters()).dtype for network in model.networks.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "small/unet/config.json").read_text())["quantization_config"]["exclude"] == ["vae"]
 

@@ -17,8 +17,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
 from sd_lightning.models import sampling_schedulers
 from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.models.families.sampling import scheduler_class
 from sd_lightning.models.generation import generate
-from sd_lightning.models.sampling_schedulers import scheduler_class
 from small_models import SMALL_SDXL
 
 PROMPTS = ["a handwritten three", "a handwritten one", "the digit 7"]
@@ -117,14 +117,14 @@ def test_pictures_of_half_precision_encoders_are_close_and_decoded_in_the_vaes_o
     for name, network in model.networks.items():
         half.networks[name].load_state_dict(network.state_dict())
     LatentEncoder(half, dtype=dtype).to(torch.device("cpu"))
-    vae, unet = DtypeSpy(half.vae.decoder.conv_in), DtypeSpy(half.unet.conv_in)
+    vae, unet = DtypeSpy(half.vae.decoder.conv_in), DtypeSpy(half.denoiser.conv_in)
     assert np.abs(draw(half) - exact).mean() < 12
     assert unet.dtypes == {getattr(torch, dtype)}
     assert vae.dtypes == {torch.float32 if dtype == "float16" else torch.bfloat16}  # float16 overflows: force_upcast
 
 
 def test_vae_decodes_in_float32_while_the_trainer_samples_in_half_precision(model: LatentDiffusion) -> None:
-    vae, unet = DtypeSpy(model.vae.decoder.conv_in), DtypeSpy(model.unet.conv_in)
+    vae, unet = DtypeSpy(model.vae.decoder.conv_in), DtypeSpy(model.denoiser.conv_in)
     with torch.autocast("cpu", torch.bfloat16):
         draw(model)
     for spy in (vae, unet):

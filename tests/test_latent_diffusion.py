@@ -17,12 +17,12 @@ from torch import nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
-from sd_lightning.models import architectures, assets
-from sd_lightning.models.architectures import Architecture, Component
-from sd_lightning.models.blocks import repeated_blocks
-from sd_lightning.models.latent_diffusion import check_pretrained, load_model
+from sd_lightning.loading import check_pretrained, load_model
+from sd_lightning.models import assets
+from sd_lightning.models.families import Architecture, Component, architecture
+from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.models.families.sampling import scheduler_class
 from sd_lightning.models.pipeline_folder import load_network
-from sd_lightning.models.sampling_schedulers import scheduler_class
 from small_models import SMALL_SDXL
 
 ARCHITECTURES = {"sd": "tiny", "sdxl": SMALL_SDXL}
@@ -89,13 +89,14 @@ def test_shipped_files_are_small_and_their_folders_complete() -> None:
 def test_tokenize_gives_one_row_per_text_encoder_padded_and_truncated(model: LatentDiffusion) -> None:
     captions = ["a handwritten three", "", "a handwritten three", "three " * 20]
     ids = model.tokenize(captions)
-    length = ids.shape[-1]
+    length = ids["text_encoder"].shape[-1]
     assert model.truncated(["a " * (length - 2), "a " * (length - 1), *captions[:1]]) == [False, True, False]
-    assert ids.shape == (4, len(model.text_encoders), 8)
-    assert ids.dtype == torch.int64
+    assert {name: (each.shape, each.dtype) for name, each in ids.items()} == dict.fromkeys(
+        model.text_encoders, ((4, 8), torch.int64)
+    )
     tokenizer = model.tokenizers["tokenizer"]
     expected = tokenizer(captions, padding="max_length", truncation=True, max_length=8, return_tensors="pt").input_ids
-    assert torch.equal(ids[:, 0], expected)
+    assert torch.equal(ids["text_encoder"], expected)
 
 
 def test_tiny_vocabulary_reads_any_text_without_unknown_tokens() -> None:
@@ -134,7 +135,7 @@ def test_sd_conditioning_equals_that_of_the_diffusers_pipeline() -> None:
     model = LatentDiffusion.build("tiny")
     batch = {"input_ids": model.tokenize(CAPTIONS)}
     with torch.no_grad():
-        ours = model.condition(list(model.text_encoders.values()), batch)
+        ours = model.condition(model.text_encoders, batch)
         theirs, empty = model.pipeline().encode_prompt(CAPTIONS, torch.device("cpu"), 1, True)
     assert ours.keys() == {"encoder_hidden_states"}
     torch.testing.assert_close(ours["encoder_hidden_states"], theirs, rtol=0, atol=0)
@@ -152,7 +153,7 @@ def test_sdxl_conditioning_equals_that_of_the_diffusers_pipeline() -> None:
     model = LatentDiffusion.build(SMALL_SDXL)
     pipeline: Any = model.pipeline()
     with torch.no_grad():
-        ours = model.condition(list(model.text_encoders.values()), {"input_ids": model.tokenize(CAPTIONS), **SIZES})
+        ours = model.condition(model.text_encoders, {"input_ids": model.tokenize(CAPTIONS), **SIZES})
         embeddings, _, pooled, _ = pipeline.encode_prompt(CAPTIONS, device=torch.device("cpu"))
     assert ours["encoder_hidden_states"].shape == (3, 8, 32 + 48)
     torch.testing.assert_close(ours["encoder_hidden_states"], embeddings, rtol=0, atol=0)
@@ -170,13 +171,13 @@ def test_sizes_stay_exact_when_encoders_compute_in_bfloat16() -> None:
     for network in model.text_encoders.values():
         network.to(torch.bfloat16)
     batch = {"input_ids": model.tokenize(CAPTIONS), **SIZES}
-    time_ids = model.condition(list(model.text_encoders.values()), batch)["added_cond_kwargs"]["time_ids"]
+    time_ids = model.condition(model.text_encoders, batch)["added_cond_kwargs"]["time_ids"]
     assert torch.equal(time_ids.long(), torch.cat(list(SIZES.values()), dim=1))  # bfloat16 would make 1024 of 1023
 
 
 def test_unused_parameters_are_those_without_a_gradient(model: LatentDiffusion) -> None:
     encoders = LatentDiffusion.build("tiny" if len(model.text_encoders) == 1 else SMALL_SDXL).text_encoders
-    conditioning = model.condition(list(encoders.values()), {"input_ids": model.tokenize(CAPTIONS), **SIZES})
+    conditioning = model.condition(encoders, {"input_ids": model.tokenize(CAPTIONS), **SIZES})
     pooled = conditioning.get("added_cond_kwargs", {}).get("text_embeds", torch.zeros(()))
     (conditioning["encoder_hidden_states"].square().sum() + pooled.square().sum()).backward()
     without = {n: [k for k, p in e.named_parameters() if p.grad is None] for n, e in encoders.items()}
@@ -200,7 +201,8 @@ def test_saved_pipeline_is_loaded_by_diffusers_and_by_us_with_equal_weights(
         for loaded in (getattr(theirs, name), ours.networks[name]):
             assert type(loaded) is type(network)
             assert_same_tensors(loaded.state_dict(), network.state_dict())
-    assert torch.equal(ours.tokenize(CAPTIONS), model.tokenize(CAPTIONS))
+    for name, ids in model.tokenize(CAPTIONS).items():
+        assert torch.equal(ours.tokenize(CAPTIONS)[name], ids)
     for name, tokenizer in model.tokenizers.items():
         assert getattr(theirs, name)(CAPTIONS).input_ids == tokenizer(CAPTIONS).input_ids
     for scheduler in (theirs.scheduler, ours.sampling_scheduler()):
@@ -250,7 +252,7 @@ def engine_classes(model: LatentDiffusion) -> Iterator[None]:
 def test_export_names_the_true_classes_though_an_engine_renamed_them(
     model: LatentDiffusion, folder: Path, engine_classes: None, tmp_path: Path
 ) -> None:
-    assert type(model.unet).__name__ == "FSDPUNet2DConditionModel"
+    assert type(model.denoiser).__name__ == "FSDPUNet2DConditionModel"
     model.save_pretrained(tmp_path)
     for name in ("model_index.json", *(f"{n}/{f}" for n in model.networks for f in ("config.json", "*.safetensors"))):
         (ours,), (before,) = tmp_path.glob(name), folder.glob(name)
@@ -258,7 +260,7 @@ def test_export_names_the_true_classes_though_an_engine_renamed_them(
 
 
 def test_blocks_are_found_under_the_classes_of_an_engine(model: LatentDiffusion, engine_classes: None) -> None:
-    blocks = repeated_blocks(model.unet)
+    blocks = repeated_blocks(model.denoiser)
     assert {type(block).__name__ for block in blocks.values()} == {"FSDPResnetBlock2D", "FSDPTransformer2DModel"}
     model.pipeline()
 
@@ -444,7 +446,7 @@ def test_hub_id_without_a_network_says_why_and_what_to_do() -> None:
 
 
 def _variant(name: str, **unet: Any) -> Architecture:
-    whole = architectures.ARCHITECTURES[name]
+    whole = architecture(name)
     changed = replace(whole.networks["unet"], config=whole.networks["unet"].config | unet)
     return replace(whole, networks={**whole.networks, "unet": changed})
 
@@ -462,7 +464,7 @@ HELD: dict[str, tuple[Any, set[str]]] = {
 def test_model_names_what_the_folder_holds_or_is_refused_with_the_right_name(held: str, tmp_path: Path) -> None:
     model, right = LatentDiffusion.build(HELD[held][0], device="meta"), HELD[held][1]
     model.save_pretrained(tmp_path, skip=list(model.networks))
-    for name in architectures.ARCHITECTURES:
+    for name in ("tiny", "sd15", "sd21", "sdxl"):
         if name in right:
             check_pretrained(name, str(tmp_path))
             continue
@@ -472,7 +474,9 @@ def test_model_names_what_the_folder_holds_or_is_refused_with_the_right_name(hel
             load_model(architecture=name, pretrained=str(tmp_path))
         start, remedy = str(error.value).split("; write model=")
         same_class = (name == "sdxl") == ("sdxl" in right)
-        found = f"a UNet with cross_attention_dim={model.unet.config.cross_attention_dim}" if same_class else "a Stable"
+        found = (
+            f"a unet with cross_attention_dim={model.denoiser.config.cross_attention_dim}" if same_class else "a Stable"
+        )
         assert start.startswith(f"model={name}, but {tmp_path} holds {found}")
         assert remedy == ("sd15" if len(right) > 1 else min(right))
 
@@ -498,7 +502,7 @@ def test_a_wrong_name_for_a_pipeline_of_the_hub_is_refused_before_its_weights_ar
     unet = "unet/diffusion_pytorch_model.safetensors"
     for file in (*files, unet):
         assert any(fnmatch.fnmatch(file, pattern) for pattern in asked["allow_patterns"]) == (file != unet), file
-    assert LatentDiffusion.describe("me/my-sdxl").unet.config.cross_attention_dim == 80
+    assert LatentDiffusion.describe("me/my-sdxl").denoiser.config.cross_attention_dim == 80
 
 
 # ---------------------------------------------------------------------- helpers

@@ -14,7 +14,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.data.datamodule import dreambooth_data
 from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME, LearnedEmbedding, LearnedToken
 from sd_lightning.models.adapters.lora import Lora
-from sd_lightning.models.architectures import Architecture
+from sd_lightning.models.families import Architecture
 from small_models import SMALL_SDXL
 
 
@@ -29,12 +29,12 @@ def test_a_word_begins_with_the_meaning_of_another_and_captions_without_it_mean_
     captions = ["a handwritten two", "a handwritten digit"]
     before = model.tokenize(captions)
     LearnedToken("S*", initializer_token="two").apply_(model)
-    assert torch.equal(model.tokenize(captions), before)
+    assert torch.equal(model.tokenize(captions)["text_encoder"], before["text_encoder"])
     ids = model.tokenize(["a handwritten S*", "a handwritten two"])
-    assert ids[0, 0, 3] == embedding(model).num_embeddings - 1
-    ours, theirs = (m.condition(list(m.text_encoders.values()), {"input_ids": before}) for m in (model, plain))
+    assert ids["text_encoder"][0, 3] == embedding(model).num_embeddings - 1
+    ours, theirs = (m.condition(m.text_encoders, {"input_ids": before}) for m in (model, plain))
     assert torch.equal(ours["encoder_hidden_states"], theirs["encoder_hidden_states"])
-    new, two = model.condition(list(model.text_encoders.values()), {"input_ids": ids})["encoder_hidden_states"]
+    new, two = model.condition(model.text_encoders, {"input_ids": ids})["encoder_hidden_states"]
     assert torch.allclose(new, two, atol=1e-6)
 
 
@@ -45,7 +45,7 @@ def test_only_the_new_row_has_a_gradient(train_text_encoder: bool) -> None:
     trained = [name for name, p in encoder.named_parameters() if p.requires_grad]  # type: ignore[union-attr]
     assert len(trained) == 1 or train_text_encoder
     ids = module.latent_diffusion.tokenize(["a S* digit", "a two"])
-    encoder(ids[:, 0])[0].square().sum().backward()  # type: ignore[operator]
+    encoder(ids["text_encoder"])[0].square().sum().backward()  # type: ignore[operator]
     gradient = embedding(module.latent_diffusion).weight.grad
     assert gradient is not None and gradient[-1].abs().max() > 0 and not gradient[:-1].any()
     decay = [group.get("weight_decay") for group in module.configure_optimizers().param_groups]  # type: ignore[union-attr]
@@ -69,7 +69,7 @@ def test_sdxl_learns_a_word_in_each_encoder_and_pools_where_captions_end() -> No
     LearnedToken("S*", initializer_token="two").apply_(model)
 
     def condition(of: LatentDiffusion, caption: str) -> dict[str, Any]:
-        return of.condition(list(of.text_encoders.values()), {"input_ids": of.tokenize([caption]), **sizes})
+        return of.condition(of.text_encoders, {"input_ids": of.tokenize([caption]), **sizes})
 
     ours, theirs = condition(model, captions[0]), condition(plain, captions[0])
     assert torch.equal(ours["encoder_hidden_states"], theirs["encoder_hidden_states"])

@@ -43,7 +43,7 @@ def test_module_takes_the_weights_bit_for_bit(saved: Path) -> None:
     runs.load_lightning_checkpoint(saved / "both.ckpt", module)
     assert small_training.same(module.state_dict(), state_of(saved / "both.ckpt"))
     # The model around it sees them too: it is what pictures and pipelines are made of.
-    unet = {f"unet.{name}": value for name, value in module.latent_diffusion.unet.state_dict().items()}
+    unet = {f"unet.{name}": value for name, value in module.latent_diffusion.denoiser.state_dict().items()}
     assert small_training.same(unet, {k: v for k, v in state_of(saved / "both.ckpt").items() if k.startswith("unet.")})
 
 

@@ -15,7 +15,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.callbacks import EMA
 from sd_lightning.callbacks.checkpoint import frozen_weights
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME, Lora, is_adapter, merged_state_dict
-from sd_lightning.models.architectures import Architecture
+from sd_lightning.models.families import Architecture
 from sd_lightning.storage import typed_json
 from small_models import SMALL_SD2, SMALL_SDXL
 from small_training import stored
@@ -55,8 +55,8 @@ def test_adapters_begin_with_the_same_values_whatever_happened_before() -> None:
     def first_values(seed: int) -> dict[str, Tensor]:
         torch.rand(3)
         model = LatentDiffusion.build("tiny", seed=1)
-        Lora(seed=seed).apply_({"unet": model.unet})
-        return {key: value for key, value in model.unet.state_dict().items() if "lora_A" in key}
+        Lora(seed=seed).apply_({"unet": model.denoiser})
+        return {key: value for key, value in model.denoiser.state_dict().items() if "lora_A" in key}
 
     first, again, other = first_values(5), first_values(5), first_values(6)
     assert first and all(torch.equal(first[key], again[key]) for key in first)
@@ -90,7 +90,7 @@ def test_diffusers_and_we_read_what_was_written(
     pipeline.load_lora_weights(tmp_path)
     assert np.abs(draw(pipeline) - expected).max() < 1e-5
     ours = LatentDiffusion.from_pretrained(tmp_path, deferred=["unet"])
-    assert not ours.deferred and not any(is_adapter(key) for key in ours.unet.state_dict())
+    assert not ours.deferred and not any(is_adapter(key) for key in ours.denoiser.state_dict())
     for name, network in module.trained_networks().items():
         merged, read = merged_state_dict(network), ours.networks[name].state_dict()
         assert merged.keys() == read.keys()
@@ -110,7 +110,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     lora = Lora()
     module = adapted("tiny", lora)
     model = module.latent_diffusion
-    layers = {"unet": {key: value for key, value in model.unet.state_dict().items() if is_adapter(key)}}
+    layers = {"unet": {key: value for key, value in model.denoiser.state_dict().items() if is_adapter(key)}}
     LatentDiffusion.build(SMALL_SDXL).save_pretrained(tmp_path)
     lora.write(tmp_path / WEIGHTS_NAME, layers, model.components)
     with pytest.raises(UsageError, match=f"{WEIGHTS_NAME}: these adapters do not fit.*copy the file again"):

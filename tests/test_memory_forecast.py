@@ -11,7 +11,7 @@ import torch
 
 from sd_lightning import LatentDiffusion, dreambooth
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.models.architectures import ARCHITECTURES, Architecture
+from sd_lightning.models.families import Architecture, architecture
 from sd_lightning.planner.inference_memory import inference_bytes
 from sd_lightning.planner.memory_forecast import DEVICE_ALLOWANCE, GB, Forecast, Training, forecast
 from sd_lightning.planner.memory_trace import peak_bytes
@@ -141,12 +141,12 @@ def test_settings_of_a_run_reach_the_forecast(
 
 
 WIDE = replace(
-    ARCHITECTURES["tiny"],
+    architecture("tiny"),
     networks={
-        **ARCHITECTURES["tiny"].networks,
+        **architecture("tiny").networks,
         "unet": replace(
-            ARCHITECTURES["tiny"].networks["unet"],
-            config=ARCHITECTURES["tiny"].networks["unet"].config | {"block_out_channels": [64, 96], "sample_size": 16},
+            architecture("tiny").networks["unet"],
+            config=architecture("tiny").networks["unet"].config | {"block_out_channels": [64, 96], "sample_size": 16},
         ),
     },
 )
@@ -194,7 +194,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     ],
 )
 def test_states_are_what_the_engine_keeps_in_a_step(fraction: float, optimizer: Any) -> None:
-    network: Any = LatentDiffusion.build("tiny", seed=1).unet.requires_grad_(True)
+    network: Any = LatentDiffusion.build("tiny", seed=1).denoiser.requires_grad_(True)
     config = GeminiConfig(offload_optim_frac=fraction, compute_dtype=torch.bfloat16, chunk_numel=2**17)
     engine = GeminiEngine({"unet": network}, config, device=torch.device("cpu"))
     stepping = engine.optimizer(optimizer(list(network.parameters())))
@@ -216,7 +216,7 @@ def test_trace_agrees_with_real_allocations(checkpointing: bool) -> None:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     def network(device: str) -> Any:
-        unet = LatentDiffusion.build("tiny", device=device).unet.train()
+        unet = LatentDiffusion.build("tiny", device=device).denoiser.train()
         if checkpointing:
             unet.enable_gradient_checkpointing()
         return unet

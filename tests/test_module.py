@@ -96,7 +96,7 @@ class HandWritten(Callback):
         key = (SEED, batch["epoch"], batch["index"])
         noise, fractions = normal(*key, Purpose.NOISE, (4, 8, 8)), uniform(*key, Purpose.TIMESTEP)
         noisy, timesteps, target, weights = self.formula(batch["latents"], noise, fractions)
-        hidden = pl_module.text_encoder(batch["input_ids"][:, 0])[0]
+        hidden = pl_module.text_encoder(batch["input_ids"]["text_encoder"])[0]
         prediction = pl_module.unet(noisy, timesteps, hidden).sample
         losses = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
         self.expected.append((losses * weights).mean())
@@ -158,7 +158,9 @@ def test_caption_gap_is_the_loss_with_wrong_captions_minus_that_with_the_right_o
             fractions = 0.5 + uniform(*key, Purpose.TIMESTEP) / 2  # the noisier half
             noisy, timesteps, target, _ = ddpm("v_prediction")(batch["latents"], noise, fractions)
             losses = [
-                F.mse_loss(pl_module.unet(noisy, timesteps, pl_module.text_encoder(ids[:, 0])[0]).sample, target)
+                F.mse_loss(
+                    pl_module.unet(noisy, timesteps, pl_module.text_encoder(ids["text_encoder"])[0]).sample, target
+                )
                 for ids in (batch["input_ids"], batch["wrong_input_ids"])
             ]
             gaps.append(losses[1] - losses[0])

@@ -16,17 +16,12 @@ from sd_lightning.diffusion.noise_schedule import NoiseSchedule, rescale_zero_te
 from sd_lightning.diffusion.objective import (
     NoisyBatch,
     Objective,
-    add_noise,
-    flow_interpolate,
-    flow_target,
     input_perturbation,
     logit_normal,
-    min_snr_weights,
     offset_noise,
-    snr,
-    velocity,
 )
-from sd_lightning.diffusion.randomness import Purpose, normal
+from sd_lightning.diffusion.prediction import PREDICTIONS, FlowSchedule, add_noise, flow_interpolate, shifted, velocity
+from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 
 STABLE_DIFFUSION: dict[str, Any] = {
     "num_train_timesteps": 1000,
@@ -46,8 +41,8 @@ LATENTS = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def prepare(objective: Objective, latents: Tensor = LATENTS, index: Tensor = INDEX, **kwargs: Any) -> NoisyBatch:
-    schedule = objective.noise_schedule(STABLE_DIFFUSION)
-    return objective.prepare(latents, seed=3, epoch=1, index=index, schedule=schedule, **kwargs)
+    options = {"schedule": objective.noise_schedule(STABLE_DIFFUSION)} | kwargs
+    return objective.prepare(latents, seed=3, epoch=1, index=index, **options)
 
 
 def draw(purpose: Purpose, shape: tuple[int, ...]) -> Tensor:
@@ -127,9 +122,10 @@ def test_min_snr_weights_are_those_of_diffusers_training_script(prediction_type:
     expected_snr = (alphas_cumprod**0.5 / (1.0 - alphas_cumprod) ** 0.5) ** 2
     expected = torch.stack([expected_snr, 5.0 * torch.ones_like(timesteps)], dim=1).min(dim=1)[0]
     expected = expected / (expected_snr if prediction_type == "epsilon" else expected_snr + 1)
-    ours = snr(timesteps, NoiseSchedule.from_config(STABLE_DIFFUSION))
-    torch.testing.assert_close(ours, expected_snr, rtol=2e-4, atol=0)
-    torch.testing.assert_close(min_snr_weights(ours, 5.0, prediction_type), expected, rtol=2e-4, atol=0)
+    schedule = NoiseSchedule.from_config(STABLE_DIFFUSION)
+    torch.testing.assert_close(schedule.snr, expected_snr, rtol=2e-4, atol=0)
+    ours = PREDICTIONS[prediction_type].min_snr_weights(timesteps, 5.0, schedule)
+    torch.testing.assert_close(ours, expected, rtol=2e-4, atol=0)
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
@@ -154,15 +150,14 @@ def test_min_snr_weighs_the_same_error_of_the_latents_alike(prediction_type: Any
 
 
 def test_zero_snr_has_a_finite_velocity_weight_of_zero() -> None:
-    assert min_snr_weights(torch.tensor([0.0, 1e6]), 5.0, "v_prediction").tolist() == [
-        0.0,
-        pytest.approx(5e-6, rel=1e-4),
-    ]
+    schedule = NoiseSchedule.from_alphas_cumprod(torch.tensor([0.0, 1 - 1e-6], dtype=torch.float64))
+    weights = PREDICTIONS["v_prediction"].min_snr_weights(torch.arange(2), 5.0, schedule)
+    assert weights.tolist() == [0.0, pytest.approx(5e-6, rel=1e-4)]
 
 
 def test_min_snr_has_no_weights_for_flow() -> None:
-    with pytest.raises(UsageError, match="min_snr_weights got prediction_type='flow'; expected epsilon"):
-        min_snr_weights(torch.ones(1), 5.0, "flow")
+    with pytest.raises(UsageError, match="snr_gamma=5.0 with prediction_type=flow; min-SNR weights exist for epsilon"):
+        PREDICTIONS["flow"].min_snr_weights(torch.ones(1), 5.0, FlowSchedule(1000))
 
 
 def test_flow_goes_straight_from_latents_to_noise() -> None:
@@ -172,7 +167,7 @@ def test_flow_goes_straight_from_latents_to_noise() -> None:
     step = flow_interpolate(LATENTS, noise, torch.full((16,), 0.75)) - flow_interpolate(
         LATENTS, noise, torch.full((16,), 0.5)
     )
-    torch.testing.assert_close(step, 0.25 * flow_target(LATENTS, noise))
+    torch.testing.assert_close(step, 0.25 * (noise - LATENTS))
 
 
 def test_logit_normal_has_the_density_of_sd3() -> None:
@@ -215,6 +210,23 @@ def test_prepare_for_flow_tells_the_whole_timestep_below_sigma() -> None:
     expected = logit_normal(draw(Purpose.TIMESTEP, ()), 0.0, 1.0).float()
     torch.testing.assert_close(sigmas, expected, atol=1e-5, rtol=0)
     assert torch.equal(batch.timesteps, (expected * 1000).long())
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_flow_matching_scheduler_is_told_real_timesteps_of_shifted_noise_levels(shift: float) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": shift}
+    objective = Objective().resolve(config)
+    batch = prepare(objective, schedule=objective.noise_schedule(config))
+    noise, fractions = draw(Purpose.NOISE, (4, 8, 8)), uniform(3, 1, INDEX, Purpose.TIMESTEP)
+    sigmas = shifted(fractions, shift).float()
+    torch.testing.assert_close(batch.noisy_latents, LATENTS + sigmas.view(-1, 1, 1, 1) * (noise - LATENTS))
+    torch.testing.assert_close(batch.timesteps, 1000 * sigmas)
+    # diffusers shifts the levels of its own timesteps in the same way, and keeps its scheduler.
+    theirs = FlowMatchEulerDiscreteScheduler(shift=shift).sigmas
+    torch.testing.assert_close(shifted(torch.linspace(1, 1 / 1000, 1000), shift), theirs)
+    assert objective.scheduler_overrides(config) == {}
 
 
 @pytest.mark.parametrize(
@@ -350,7 +362,7 @@ def test_without_a_choice_the_models_own_prediction_type_is_used() -> None:
     assert objective.resolve({"prediction_type": "v_prediction"}) == Objective("v_prediction", noise_offset=0.1)
     assert objective.resolve({}).prediction_type == "epsilon"
     assert objective.resolve({"_class_name": "FlowMatchEulerDiscreteScheduler"}).prediction_type == "flow"
-    assert objective.resolve(Objective("flow").scheduler_overrides()).prediction_type == "flow"
+    assert objective.resolve(Objective("flow").scheduler_overrides({})).prediction_type == "flow"
     assert Objective("sample").resolve({"prediction_type": "epsilon"}).prediction_type == "sample"
     with pytest.raises(UsageError, match="snr_gamma=5.0 with prediction_type=flow"):
         Objective(snr_gamma=5.0).resolve({"prediction_type": "flow_prediction"})
@@ -361,7 +373,7 @@ def test_without_a_choice_the_models_own_prediction_type_is_used() -> None:
 def test_a_schedule_the_prediction_cannot_be_trained_on_is_refused() -> None:
     with pytest.raises(UsageError, match="prediction_type=epsilon for a model whose noise schedule ends at zero SNR"):
         Objective("epsilon").noise_schedule({**STABLE_DIFFUSION, "rescale_betas_zero_snr": True})
-    for config in ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, Objective("flow").scheduler_overrides()):
+    for config in ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, Objective("flow").scheduler_overrides({})):
         with pytest.raises(UsageError, match="prediction_type=v_prediction for a flow-matching model.*objective=flow"):
             Objective("v_prediction").noise_schedule(config)
 
@@ -411,7 +423,7 @@ def test_the_exported_scheduler_samples_what_a_perfect_network_knows(objective: 
     # set_alpha_to_one: Stable Diffusion's own setting leaves the first timestep's noise in the picture.
     config = {**STABLE_DIFFUSION, "clip_sample": False, "set_alpha_to_one": True, "steps_offset": 1}
     config |= {"use_karras_sigmas": True} if own_class == "DPMSolverMultistepScheduler" else {}
-    config |= objective.scheduler_overrides()
+    config |= objective.scheduler_overrides({})
     scheduler = getattr(diffusers, config.pop("_class_name", own_class)).from_config(config)
     scheduler.set_timesteps(25)
     schedule = objective.noise_schedule(STABLE_DIFFUSION)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.export import main as export_main
+from sd_lightning.loading import load_model
 from sd_lightning.models.generation import SamplingOptions, decoding_in_tiles, generate
-from sd_lightning.models.latent_diffusion import load_model
 from sd_lightning.planner.inference_memory import inference_bytes, weight_bytes
 from sd_lightning.quantization import Int8, dequantize_, quantize_, replace_module
 from sd_lightning.quantization import config as defaults
@@ -92,7 +92,7 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(
     model: LatentDiffusion, deferred: bool, value: str, tmp_path: Path
 ) -> None:
     with torch.no_grad():
-        model.unet.mid_block.resnets[0].conv1.weight[3, 2] = float(value)
+        model.denoiser.mid_block.resnets[0].conv1.weight[3, 2] = float(value)
     before = copy.deepcopy(model)
     if deferred:
         model.save_pretrained(tmp_path)
@@ -171,7 +171,7 @@ def test_blocks_of_rows_are_as_near_to_the_product_as_bitsandbytes_is(dtype: tor
 
 
 def test_projections_around_attention_keep_their_activations() -> None:
-    unet = LatentDiffusion.build(SMALL_SD2, seed=3).unet
+    unet = LatentDiffusion.build(SMALL_SD2, seed=3).denoiser
     quantize_(unet, LLM_INT8)
     kernels = {name.rpartition(".")[2]: m.kernel for name, m in int8_layers(unet) if isinstance(m, Int8Linear)}
     assert {kernels["proj_in"], kernels["proj_out"]} == {"weight_only"}
@@ -197,11 +197,11 @@ def test_pictures_do_not_depend_on_the_batch(trained_run: Path, factor: int) -> 
     """They are a rounding apart, as in float32: a kernel that rounds activations makes whole steps of last bits."""
     model = LatentDiffusion.from_pretrained(trained_run / "pipeline")
     largest = [0.0]
-    scale_columns(model.unet, factor)
+    scale_columns(model.denoiser, factor)
     quantize_(model)
     kinds = {type(layer) for network in model.networks.values() for _, layer in int8_layers(network)}
     assert kinds == {Int8Linear, Int8Conv2d, Int8Embedding}
-    for name, layer in int8_layers(model.unet):
+    for name, layer in int8_layers(model.denoiser):
         if name.endswith("attn1.to_q"):
             layer.register_forward_pre_hook(lambda _, x: largest.append(float(x[0].abs().max())))
     drawn = {}
@@ -236,10 +236,10 @@ def test_a_cast_leaves_scales_alone_and_outputs_near(model: LatentDiffusion, dty
 def test_autocast_computes_in_its_dtype(model: LatentDiffusion) -> None:
     quantize_(model)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        conv = model.unet.mid_block.resnets[0].conv1
+        conv = model.denoiser.mid_block.resnets[0].conv1
         assert isinstance(conv, Int8Conv2d)
         assert conv(torch.randn(1, 64, 4, 4)).dtype == torch.bfloat16
-        assert model.unet.mid_block.resnets[0].time_emb_proj(torch.randn(1, 128)).dtype == torch.bfloat16
+        assert model.denoiser.mid_block.resnets[0].time_emb_proj(torch.randn(1, 128)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("linear", LINEARS)
@@ -247,7 +247,7 @@ def test_compiles_to_one_graph_with_the_same_output(model: LatentDiffusion, line
     quantize_(model, Int8(linear=linear))
     expected = outputs(model)["unet"]
     torch._dynamo.reset()
-    compiled = torch.compile(model.unet, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model.denoiser, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert error(RUNS["unet"](compiled), expected) < 1e-3
 
@@ -271,9 +271,9 @@ def test_lora_works_whether_it_is_added_before_or_after(model: LatentDiffusion, 
     def add(model: LatentDiffusion) -> None:
         torch.manual_seed(0)
         targets = ["to_q", "to_v", "conv1", "proj_in"]
-        model.unet.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights="gaussian"))
+        model.denoiser.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights="gaussian"))
         with torch.no_grad():
-            for name, parameter in model.unet.named_parameters():
+            for name, parameter in model.denoiser.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(std=0.05)
 
@@ -284,10 +284,10 @@ def test_lora_works_whether_it_is_added_before_or_after(model: LatentDiffusion, 
     for step in (add, quantize_) if before else (quantize_, add):
         step(model)
     assert error(outputs(model)["unet"], expected) < 1.5e-2
-    assert not [name for name, _ in int8_layers(model.unet) if "lora_" in name]
-    assert [name for name, _ in int8_layers(model.unet) if name.endswith("to_q.base_layer")]
-    RUNS["unet"](model.unet).sum().backward()
-    adapters = [p for name, p in model.unet.named_parameters() if "lora_" in name]
+    assert not [name for name, _ in int8_layers(model.denoiser) if "lora_" in name]
+    assert [name for name, _ in int8_layers(model.denoiser) if name.endswith("to_q.base_layer")]
+    RUNS["unet"](model.denoiser).sum().backward()
+    adapters = [p for name, p in model.denoiser.named_parameters() if "lora_" in name]
     assert adapters and all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters)
     inference_bytes(model, height=32, width=32)
     with pytest.raises(
@@ -342,9 +342,9 @@ def test_dequantize_gives_plain_layers_that_quantise_to_the_same(model: LatentDi
     assert not [name for network in model.networks.values() for name, _ in int8_layers(network)]
     assert all(torch.equal(ours, expected[name]) for name, ours in outputs(model).items())
     fresh = LatentDiffusion.build("tiny", seed=3)
-    assert fresh.unet.state_dict().keys() == model.unet.state_dict().keys()
+    assert fresh.denoiser.state_dict().keys() == model.denoiser.state_dict().keys()
     quantize_(model)
-    for (name, ours), (_, theirs) in zip(int8_layers(model.unet), int8_layers(once.unet), strict=True):
+    for (name, ours), (_, theirs) in zip(int8_layers(model.denoiser), int8_layers(once.denoiser), strict=True):
         assert torch.equal(ours.weight, theirs.weight), name
 
 
@@ -356,12 +356,12 @@ def test_filter_kinds_and_names_choose(model: LatentDiffusion) -> None:
         return name.endswith("to_q")
 
     quantize_(model, filter_fn=only_queries)
-    assert {name.rpartition(".")[2] for name, _ in int8_layers(model.unet)} == {"to_q"}
+    assert {name.rpartition(".")[2] for name, _ in int8_layers(model.denoiser)} == {"to_q"}
     assert {"unet.conv_out", "text_encoder.embeddings.token_embedding"} <= set(seen)
     dequantize_(model)
     quantize_(model, Int8(layers=["conv2d"], exclude=["vae", "unet.mid_block"]))
     assert not list(int8_layers(model.vae)) and not list(int8_layers(model.networks["text_encoder"]))
-    names = [name for name, _ in int8_layers(model.unet)]
+    names = [name for name, _ in int8_layers(model.denoiser)]
     assert "conv_in" in names and not [name for name in names if name.startswith("mid_block")]
 
 
@@ -399,7 +399,7 @@ def test_other_things_than_a_model_and_a_config_are_told_what_is_expected(model:
             UsageError, match=r"quantize_ got config=.*; expected an Int8; write quantize_\(model, Int8"
         ):
             quantize_(model, config)  # type: ignore[arg-type]
-    assert not list(int8_layers(model.unet))
+    assert not list(int8_layers(model.denoiser))
 
 
 @pytest.mark.parametrize("field", ["exclude", "float_inputs"])
@@ -410,8 +410,8 @@ def test_a_name_that_no_layer_has_is_refused(model: LatentDiffusion, field: Any)
         ):
             quantize_(model, Int8(**{field: names}))
     with pytest.raises(UsageError, match="no layer is named vae; expected .* leave vae out"):
-        quantize_(model.unet, Int8(**{field: ["vae"]}))  # it is known by no name of its own
-    assert not list(int8_layers(model.unet))
+        quantize_(model.denoiser, Int8(**{field: ["vae"]}))  # it is known by no name of its own
+    assert not list(int8_layers(model.denoiser))
     given = Int8(**{field: ["unet.mid_block", *getattr(Int8(), field)]})
     quantize_(quantize_(model, given), given)  # the defaults' names need not be there: tiny has no proj_in in its VAE
 
@@ -424,7 +424,7 @@ def test_float_inputs_may_name_the_network(model: LatentDiffusion, tmp_path: Pat
     quantize_(model, given).save_pretrained(tmp_path)
     loaded = LatentDiffusion.from_pretrained(tmp_path)
     for each in (model, loaded, quantize_(quantize_(loaded, LLM_INT8), given)):
-        assert kernels(each.unet) == {"weight_only"}
+        assert kernels(each.denoiser) == {"weight_only"}
         assert kernels(each.networks["text_encoder"]) == {"bitsandbytes"}
 
 
@@ -437,7 +437,7 @@ def test_saved_int8_loads_bit_equal(architecture: str, tmp_path: Path) -> None:
     quantize_(model, Int8(dtype="bfloat16", linear="weight_only")).save_pretrained(tmp_path)
     loaded = LatentDiffusion.from_pretrained(tmp_path)
     assert_same_weights(loaded, model)
-    assert loaded.unet.int8_config == model.unet.int8_config
+    assert loaded.denoiser.int8_config == model.denoiser.int8_config
     assert quantize_(loaded, Int8(dtype="bfloat16", linear="weight_only")) is loaded
     for name, component in loaded.components.items():
         assert "quantization_config" not in component.config, name

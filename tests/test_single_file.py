@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sd_lightning import LatentDiffusion, UsageError
+from sd_lightning.models.families import FAMILIES
+from sd_lightning.models.families.single_file import Origin, layout_of, model_spec, original_names
 from sd_lightning.models.pipeline_folder import file_keys
-from sd_lightning.models.single_file import Origin, family_of, model_spec, original_names
 from sd_lightning.storage.safetensors_file import SLICE_BYTES
 from sd_lightning.storage.streamed_tensor import StreamedTensor, file_tensors, joined, write_streamed
 
@@ -58,13 +59,13 @@ def test_diffusers_converts_the_names_of_real_architectures_back(
     model = LatentDiffusion.build(architecture, device="meta")
     files = files_of(model)
     config = model.components["text_encoder"].config
-    assert family_of(model.pipeline_class, config, who="test") == family
+    assert layout_of(model.family, config, who="test") == family
     original = in_original_layout(files, original_names(files, family, who="test"))
     assert len(original) == num_tensors
     # This is how from_single_file recognises a published model.
     assert diffusers_own.infer_diffusers_model_type(original) == model_type
 
-    unet = diffusers_own.convert_ldm_unet_checkpoint(original, dict(model.unet.config))
+    unet = diffusers_own.convert_ldm_unet_checkpoint(original, dict(model.denoiser.config))
     assert_converted(unet, files["unet"], moved=0)
     vae = diffusers_own.convert_ldm_vae_checkpoint(original, dict(model.vae.config))
     assert_converted(vae, files["vae"], moved=8)  # weights of the two attention layers
@@ -121,10 +122,10 @@ def test_tensor_without_a_name_is_refused(network: str, names: Iterable[str], me
 
 
 def test_text_encoder_decides_between_1_and_2() -> None:
-    assert family_of("StableDiffusionPipeline", {}, who="test") == "v1"  # transformers' default activation
-    assert family_of("StableDiffusionPipeline", {"hidden_act": "gelu"}, who="test") == "v2"
+    assert layout_of(FAMILIES["StableDiffusionPipeline"], {}, who="test") == "v1"  # transformers' default activation
+    assert layout_of(FAMILIES["StableDiffusionPipeline"], {"hidden_act": "gelu"}, who="test") == "v2"
     with pytest.raises(UsageError, match="test: a StableDiffusionPipeline whose text encoder has hidden_act=silu"):
-        family_of("StableDiffusionPipeline", {"hidden_act": "silu"}, who="test")
+        layout_of(FAMILIES["StableDiffusionPipeline"], {"hidden_act": "silu"}, who="test")
 
 
 def test_model_spec_tells_v_prediction() -> None:

@@ -18,7 +18,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, _conf
 from sd_lightning import train as cli
 from sd_lightning.apps.preflight import check_trainer
 from sd_lightning.callbacks import EMA
-from sd_lightning.models.blocks import repeated_blocks
+from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.storage.checkpoint import checkpoint_path
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy

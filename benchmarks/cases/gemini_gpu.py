@@ -97,12 +97,12 @@ def _run(architecture: str, batch: int, steps: int, device: str, settings: dict[
 
 def _network(architecture: str) -> nn.Module:
     """Return the UNet on the meta device, every block recomputed in backward."""
-    from sd_lightning.models.architectures import ARCHITECTURES
+    from sd_lightning.models.families import architecture
     from sd_lightning.models.pipeline_folder import instantiate
     from sd_lightning.training.speed import Speed
 
     with torch.device("meta"):
-        network = instantiate(ARCHITECTURES[architecture].networks["unet"])
+        network = instantiate(architecture(architecture).networks["unet"])
     Speed(gradient_checkpointing=True, allow_tf32=True).apply_([network])
     return network
 
@@ -139,7 +139,7 @@ def _autocast(architecture: str, device: str) -> Any:
 
 def _gemini(architecture: str, device: str, settings: dict[str, Any]) -> Any:
     from sd_lightning.gemini import GeminiConfig, GeminiEngine
-    from sd_lightning.models.blocks import repeated_blocks
+    from sd_lightning.models.families.blocks import repeated_blocks
 
     network = _network(architecture)
     config = GeminiConfig(compute_dtype=torch.bfloat16, **settings)

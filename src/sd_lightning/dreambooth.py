@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sd_lightning.dreambooth")  # __name__ is "__main__" under python -m
 
-_NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
 _COMMON_WORDS = set("a an the of in on at with photo photos picture image portrait drawing painting".split())
 """What captions say beside the subject."""
 _SAME = {
@@ -148,7 +147,7 @@ def predict_memory(cfg: DictConfig) -> Forecast | None:
         world_size=world_size,
         prior_batch_size=cfg.sample_batch_size * cfg.with_prior_preservation,
         prior_dtype=getattr(torch, cfg.prior_generation_precision or "bfloat16"),
-        from_files=bool(train.deferral(cfg, _NETWORKS)) and _has_files(pretrained),
+        from_files=bool(train.deferral(cfg, ["all"])) and _has_files(pretrained),
     )
     return memory_forecast.forecast(model, training, strategy.config)
 
@@ -333,7 +332,7 @@ def complete_class_images(cfg: DictConfig) -> None:
             "model.pretrained=<that model>, which draws them"
         )
     sampling: SamplingOptions = _conf.instantiate(cfg.sampling, batch_size=cfg.sample_batch_size)
-    model = load_base(cfg, _NETWORKS)
+    model = load_base(cfg, ("all",))
     log.info("class images: drawing %d of %d in %s", len(missing), cfg.num_class_images, cfg.class_data_dir)
     device = _device(cfg)
     precision = cfg.prior_generation_precision or ("bfloat16" if device.type == "cuda" else "float32")

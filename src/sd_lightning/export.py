@@ -25,7 +25,8 @@ from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.adapters.lora import is_adapter, plain_names
 from sd_lightning.models.adapters.lora_file import LoraFile
-from sd_lightning.models.architectures import Component
+from sd_lightning.models.families import Component, Family, family_of
+from sd_lightning.models.families.single_file import layout_of, model_spec, original_tensors
 from sd_lightning.models.pipeline_folder import (
     class_of,
     config_file,
@@ -36,7 +37,6 @@ from sd_lightning.models.pipeline_folder import (
     weights_file,
     write_json,
 )
-from sd_lightning.models.single_file import family_of, model_spec, original_tensors
 from sd_lightning.quantization.config import read_record
 from sd_lightning.storage import atomic, checkpoint, runs
 from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
@@ -58,8 +58,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 SINGLE_FILE_NAME = "model.safetensors"
 
-_NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
-_PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".msgpack")
 
 
@@ -178,11 +176,8 @@ def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
         UsageError: The weights asked for are not there, or files are missing or damaged.
     """
     index = read_json(source.pipeline / "model_index.json")
-    if index.get("_class_name") not in _PIPELINES:
-        raise UsageError(
-            f"run={request.run}: got a {index.get('_class_name')}; expected {' or '.join(_PIPELINES)}; give another run"
-        )
-    networks = {name: _read_network(name, index, source, request) for name in _NETWORKS if name in index}
+    family = family_of(str(index.get("_class_name")), who=f"run={request.run}")
+    networks = {name: _read_network(name, index, family, source, request) for name in family.networks if name in index}
     lora_file, word = (source.pipeline / name for name in (LORA_NAME, WORD_NAME))
     adapters = LoraFile.read(lora_file) if lora_file.is_file() else None
     model = Model(networks, adapters, word if word.is_file() else None)
@@ -200,8 +195,8 @@ def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
     return model
 
 
-def _read_network(name: str, index: Mapping[str, Any], source: Source, request: Request) -> Network:
-    component = read_component(index, name, source.pipeline)
+def _read_network(name: str, index: Mapping[str, Any], family: Family, source: Source, request: Request) -> Network:
+    component = read_component(index, name, family, source.pipeline)
     config = read_json(source.pipeline / name / config_file(component, name))
     tensors = file_tensors(source.pipeline / name / weights_file(component))
     is_recorded = read_record(config, str(source.pipeline / name)) is not None
@@ -280,27 +275,29 @@ def write_single_file(source: Source, model: Model, folder: Path, request: Reque
     """
     index, networks = read_json(source.pipeline / "model_index.json"), model.networks
     who = f"run={request.run} format=single_file"
-    family = family_of(index["_class_name"], networks["text_encoder"].component.config, who=who)
-    tensors = original_tensors({name: network.tensors for name, network in networks.items()}, family, who=who)
+    family = family_of(index["_class_name"], who=who)
+    layout = layout_of(family, networks["text_encoder"].component.config, who=who)
+    tensors = original_tensors({name: network.tensors for name, network in networks.items()}, layout, who=who)
     _check_space(tensors.values(), request)
-    configs = {name: _with_defaults(networks[name].component) for name in ("unet", "vae")}
+    components = {name: _with_defaults(networks[name].component) for name in (family.denoiser, "vae")}
     scheduler = read_json(source.pipeline / "scheduler" / "scheduler_config.json")
     metadata = model_spec(
-        family,
+        layout,
         title=Path(request.output_dir).name,
         prediction_type=scheduler.get("prediction_type", "epsilon"),
-        side=configs["unet"]["sample_size"] * 2 ** (len(configs["vae"]["block_out_channels"]) - 1),
+        side=family.resolution(components),
     )
     write_streamed(folder / SINGLE_FILE_NAME, tensors, dtype=request.torch_dtype, metadata=metadata)
     _place_parts(source.pipeline, folder / "config", without_weights=index)
-    for name, config in configs.items():
-        write_json(folder / "config" / name / "config.json", config)
+    for name, component in components.items():
+        write_json(folder / "config" / name / "config.json", component.config)
 
 
-def _with_defaults(component: Component) -> dict[str, Any]:
+def _with_defaults(component: Component) -> Component:
     """Complete a diffusers configuration: its class fills gaps when it is built, the converter of one file does not."""
     parameters = inspect.signature(class_of(component).__init__).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty} | component.config
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return replace(component, config=defaults | component.config)
 
 
 def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]) -> None:

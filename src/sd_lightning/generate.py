@@ -19,7 +19,7 @@ from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.models.generation import SamplingOptions, decoding_in_tiles, generate
+from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.pipeline_folder import find_folder, read_json
 from sd_lightning.planner.inference_memory import inference_bytes
@@ -30,8 +30,6 @@ from sd_lightning.storage.new_folder import check_new_folder, check_place, check
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from PIL import Image
-
-NETWORKS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 _GRID = "a grid of pictures"
 """What a grid says of itself in its metadata."""
@@ -167,14 +165,14 @@ def _load(request: Request, device: torch.device) -> LatentDiffusion:
     if config.dtype is None and device.type == "cuda":
         config = replace(config, dtype="float16")
     # Left in their files, from which quantize_ reads a few rows at a time.
-    return quantize_(LatentDiffusion.from_pretrained(request.source, **options, deferred=NETWORKS), config)
+    return quantize_(LatentDiffusion.from_pretrained(request.source, **options, deferred=["all"]), config)
 
 
 def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int, device: torch.device) -> None:
     """Say what the model takes in int8, and what it would take in half and in full precision."""
     height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
     batch_size = min(options.batch_size, num_pictures)
-    with decoding_in_tiles(model.vae, options.vae_tiling):
+    with model.family.decoding_in_tiles(model.vae, options.vae_tiling):
         (weights, peak), half, full = (
             inference_bytes(model, height=height, width=width, batch_size=batch_size, dtype=dtype)
             for dtype in (None, torch.float16, torch.float32)

@@ -47,7 +47,6 @@ HINTS = {
     "trainer.log_every_n_steps": int,
 }
 """Types of what belongs to no target's signature, or is narrower here."""
-_TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
 
 def train(cfg: DictConfig, *, prepare: Callable[[DictConfig], None] | None = None) -> int:
@@ -144,7 +143,7 @@ def wrap(cfg: DictConfig, latent_diffusion: LatentDiffusion) -> Any:
 def _trained_networks(cfg: DictConfig) -> tuple[str, ...]:
     """Name the networks that are trained as they are in their files."""
     grows = cfg.get("learned_token") is not None  # a row is added to the text encoder's weights
-    return ("unet", *(_TEXT_ENCODERS if cfg.module.train_text_encoder and not grows else ()))
+    return ("denoiser", "text_encoders") if cfg.module.train_text_encoder and not grows else ("denoiser",)
 
 
 def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _SECTIONS = (
     "callbacks.checkpoint",
 )
 """What a run cannot do without."""
-LOAD_MODEL = "sd_lightning.models.latent_diffusion.load_model"
+LOAD_MODEL = "sd_lightning.loading.load_model"
 """What a program of one's own may put in its place need not know of deferred weights, nor of architectures."""
 _OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 
@@ -339,7 +339,7 @@ def check_model(cfg: DictConfig) -> None:
         UsageError: ``model=`` names another one, or it cannot be trained.
     """
     if cfg.model["_target_"] == LOAD_MODEL and cfg.model.pretrained is not None:
-        from sd_lightning.models.latent_diffusion import check_pretrained
+        from sd_lightning.loading import check_pretrained
 
         check_pretrained(cfg.model.architecture, cfg.model.pretrained, revision=cfg.model.get("revision"))
 

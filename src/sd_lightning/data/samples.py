@@ -26,7 +26,7 @@ from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, read_placed, t
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 
-Tokenize = Callable[[list[str]], Tensor]
+Tokenize = Callable[[list[str]], dict[str, Tensor]]
 """Captions to token ids ``(B, num_text_encoders, length)`` int64."""
 
 
@@ -78,7 +78,7 @@ class CaptionedImages(Dataset[dict[str, Any]]):
 
     - ``pixel_values`` (B, 3, H, W) float32 in [-1, 1], or ``latent_moments`` (B, 2C, h, w) float32
       when a table of latents is given
-    - ``input_ids`` (B, E, L) int64, E text encoders; in validation also ``wrong_input_ids``, unless all samples have
+    - ``input_ids`` by text encoder (B, L) int64; in validation also ``wrong_input_ids``, unless all samples have
       the same ids
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
@@ -172,9 +172,9 @@ class CaptionedImages(Dataset[dict[str, Any]]):
         return False
 
     def _first_ids(self, index: int) -> Tensor | None:
-        """Return the token ids of a sample's first caption; None if it cannot be read."""
+        """Return the token ids of a sample's first caption, of all text encoders; None if it cannot be read."""
         try:
-            return self.tokenize([self.source.captions(index)[0]])
+            return torch.cat([*self.tokenize([self.source.captions(index)[0]]).values()], dim=1)
         except BadSample:
             return None
 

@@ -1,10 +1,7 @@
-"""The training objective: noisy latents, targets and loss weights.
+"""The training objective: a prediction, the law of its timesteps, and how its error is weighted.
 
-One function per equation, the paper named in its docstring; :class:`Objective` puts them
-together. The field names are those of diffusers' training scripts.
-
-Notation: ``alphas_cumprod`` is the DDPM paper's alpha-bar; a noisy latent is
-``sqrt(alphas_cumprod) * latents + sqrt(1 - alphas_cumprod) * noise``. For flow matching it is
+Field names are those of diffusers' training scripts. Notation: ``alphas_cumprod`` is the DDPM paper's alpha-bar; a
+noisy latent is ``sqrt(alphas_cumprod) * latents + sqrt(1 - alphas_cumprod) * noise``. For flow matching it is
 ``(1 - sigma) * latents + sigma * noise``.
 """
 
@@ -20,74 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.diffusion.noise_schedule import NoiseSchedule
+from sd_lightning.diffusion.prediction import PREDICTIONS, Prediction, Schedule, is_flow
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow"]
 TimestepSampling = Literal["uniform", "logit_normal"]
-
-
-def _per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """View (B,) as (B, 1, ..., 1) to multiply a tensor (B, ...)."""
-    return values.view(-1, *[1] * (like.dim() - 1))
-
-
-def add_noise(latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Ho et al. 2020 (2006.11239) eq. 4: sample q(x_t | x_0) with the given noise.
-
-    Args:
-        latents: Clean latents (B, C, H, W).
-        noise: Standard normal, (B, C, H, W).
-        timesteps: int64 (B,) in [0, T).
-        schedule: Its tables on the device of ``timesteps``.
-    """
-    signal = _per_sample(schedule.sqrt_alphas_cumprod[timesteps], latents)
-    return signal * latents + _per_sample(schedule.sqrt_one_minus_alphas_cumprod[timesteps], latents) * noise
-
-
-def velocity(latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Salimans & Ho 2022 (2202.00512) section 4: v = alpha * noise - sigma * latents.
-
-    Args:
-        latents: Clean latents (B, C, H, W).
-        noise: Standard normal, (B, C, H, W).
-        timesteps: int64 (B,) in [0, T).
-        schedule: Its tables on the device of ``timesteps``.
-    """
-    signal = _per_sample(schedule.sqrt_alphas_cumprod[timesteps], latents)
-    return signal * noise - _per_sample(schedule.sqrt_one_minus_alphas_cumprod[timesteps], latents) * latents
-
-
-def snr(timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Kingma et al. 2021 (2107.00630) eq. 2: signal-to-noise ratio alpha**2 / sigma**2, (B,)."""
-    return schedule.snr[timesteps]
-
-
-def min_snr_weights(snr: Tensor, gamma: float, prediction_type: PredictionType) -> Tensor:
-    """Hang et al. 2023 (2303.09556) section 3.4: loss weights min(SNR, gamma), for latents.
-
-    For a network that predicts noise or velocity the same loss on the latents is that weight
-    divided by SNR or by SNR + 1 (section 4.2; diffusers' ``train_text_to_image.py``).
-
-    Args:
-        snr: (B,).
-        gamma: Upper bound of the weight; the paper's value is 5.
-        prediction_type: Any but ``"flow"``.
-
-    Raises:
-        UsageError: For flow matching, which has no such weight.
-    """
-    weights = snr.clamp(max=gamma)
-    if prediction_type == "sample":
-        return weights
-    if prediction_type == "epsilon":
-        return weights / snr
-    if prediction_type == "v_prediction":
-        return weights / (snr + 1.0)
-    raise UsageError(
-        f"min_snr_weights got prediction_type={prediction_type!r}; expected epsilon, v_prediction or "
-        "sample. Set objective.snr_gamma=null."
-    )
 
 
 def offset_noise(noise: Tensor, channel_noise: Tensor, strength: float) -> Tensor:
@@ -112,23 +46,6 @@ def input_perturbation(noise: Tensor, extra_noise: Tensor, strength: float) -> T
     return noise + strength * extra_noise
 
 
-def flow_interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
-    """Liu et al. 2022 (2209.03003) eq. 1 in the direction of SD3 (2403.03206) eq. 13.
-
-    Args:
-        latents: Clean latents (B, C, H, W).
-        noise: Standard normal, (B, C, H, W).
-        sigmas: (B,) in [0, 1]; 1 is pure noise.
-    """
-    sigmas = _per_sample(sigmas, latents)
-    return (1.0 - sigmas) * latents + sigmas * noise
-
-
-def flow_target(latents: Tensor, noise: Tensor) -> Tensor:
-    """Liu et al. 2022 (2209.03003) eq. 1: the straight path's velocity, noise - latents here."""
-    return noise - latents
-
-
 def logit_normal(normals: Tensor, mean: float, std: float) -> Tensor:
     """Esser et al. 2024, SD3 (2403.03206) eq. 19: sigmoid of a normal, in [0, 1].
 
@@ -151,7 +68,7 @@ class NoisyBatch:
     noisy_latents: Tensor
     """(B, C, H, W) in the dtype of the clean latents."""
     timesteps: Tensor
-    """int64 (B,)."""
+    """(B,): int64, or float32 where the network is told real numbers."""
     target: Tensor
     """float32 (B, C, H, W)."""
     weights: Tensor
@@ -234,15 +151,17 @@ class Objective:
         """
         if self.prediction_type is not None:
             return self
-        own: Any = "flow" if _is_flow(scheduler_config) else scheduler_config.get("prediction_type", "epsilon")
+        own: Any = "flow" if is_flow(scheduler_config) else scheduler_config.get("prediction_type", "epsilon")
         return replace(self, prediction_type=own)
 
-    def _resolved(self) -> PredictionType:
+    @property
+    def prediction(self) -> Prediction:
+        """What the network predicts, as an object."""
         if self.prediction_type is None:
             raise ValueError("this Objective has no prediction_type; expected one from resolve(scheduler_config)")
-        return self.prediction_type
+        return PREDICTIONS[self.prediction_type]
 
-    def noise_schedule(self, scheduler_config: Mapping[str, Any]) -> NoiseSchedule:
+    def noise_schedule(self, scheduler_config: Mapping[str, Any]) -> Schedule:
         """Make the schedule to train with.
 
         Args:
@@ -252,25 +171,8 @@ class Objective:
         Raises:
             UsageError: If the model's schedule cannot be trained with this prediction type.
         """
-        config = dict(scheduler_config)
-        if self._resolved() == "flow":
-            # Only the number of timesteps is used; a flow model's config has no betas.
-            num_train_timesteps = int(config.get("num_train_timesteps", 1000))
-            return NoiseSchedule.from_config({"num_train_timesteps": num_train_timesteps})
-        if _is_flow(config):
-            raise UsageError(
-                f"Objective got prediction_type={self.prediction_type} for a flow-matching model (scheduler "
-                f"{config.get('_class_name', 'with use_flow_sigmas')}); expected flow. Set objective=flow."
-            )
-        if self.rescale_betas_zero_snr:
-            config["rescale_betas_zero_snr"] = True
-        schedule = NoiseSchedule.from_config(config)
-        if self.prediction_type == "epsilon" and float(schedule.alphas_cumprod[-1]) <= 0:
-            raise UsageError(
-                "Objective got prediction_type=epsilon for a model whose noise schedule ends at zero SNR, where the "
-                "noise says nothing about the image. Set objective=v_prediction."
-            )
-        return schedule
+        rescaled = {"rescale_betas_zero_snr": True} if self.rescale_betas_zero_snr else {}
+        return self.prediction.schedule({**scheduler_config, **rescaled})
 
     def prepare(
         self,
@@ -279,7 +181,7 @@ class Objective:
         seed: int,
         epoch: Tensor | int,
         index: Tensor,
-        schedule: NoiseSchedule,
+        schedule: Schedule,
         min_timestep: int = 0,
     ) -> NoisyBatch:
         """Add noise to clean latents and compute what the network should predict.
@@ -299,7 +201,7 @@ class Objective:
             UsageError: If ``min_timestep`` is not in [0, T).
             ValueError: If ``index`` does not name one sample per latent.
         """
-        prediction_type = self._resolved()
+        prediction = self.prediction
         num_timesteps = schedule.num_train_timesteps
         if not 0 <= min_timestep < num_timesteps:
             raise UsageError(
@@ -312,25 +214,12 @@ class Objective:
         clean = latents.float()
         noise, input_noise = self._noises(clean, seed, epoch, index)
         positions = self._positions(seed, epoch, index, num_timesteps, min_timestep)
-        # Rounding can reach T itself.
-        timesteps = positions.long().clamp_(max=num_timesteps - 1)
-        weights = torch.ones_like(timesteps, dtype=torch.float32)
-        if prediction_type == "flow":
-            # The network is told the whole timestep below sigma * T: that is what diffusers'
-            # DPMSolverMultistepScheduler gives it when it samples.
-            sigmas = (positions / num_timesteps).float()
-            noisy_latents = flow_interpolate(clean, input_noise, sigmas)
-            target = flow_target(clean, noise)
+        noisy_latents, timesteps = prediction.add_noise(clean, input_noise, positions, schedule)
+        target = prediction.target(clean, noise, timesteps, schedule)
+        if self.snr_gamma is None:
+            weights = torch.ones_like(timesteps, dtype=torch.float32)
         else:
-            noisy_latents = add_noise(clean, input_noise, timesteps, schedule)
-            if prediction_type == "epsilon":
-                target = noise
-            elif prediction_type == "v_prediction":
-                target = velocity(clean, noise, timesteps, schedule)
-            else:
-                target = clean
-            if self.snr_gamma is not None:
-                weights = min_snr_weights(snr(timesteps, schedule), self.snr_gamma, prediction_type)
+            weights = prediction.min_snr_weights(timesteps, self.snr_gamma, schedule)
         return NoisyBatch(noisy_latents.to(latents.dtype), timesteps, target, weights)
 
     def _noises(self, latents: Tensor, seed: int, epoch: Tensor | int, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,43 +263,17 @@ class Objective:
         error = F.mse_loss(prediction.float(), batch.target, reduction="none")
         return error.flatten(1).mean(dim=1) * batch.weights
 
-    def scheduler_overrides(self) -> dict[str, Any]:
+    def scheduler_overrides(self, scheduler_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the exported sampling scheduler's config must say.
 
-        Where ``_class_name`` is among the keys, the scheduler must be of that diffusers class:
-        not every scheduler can sample such a model (PNDM, the usual one of SD 1.5, knows neither
-        sample prediction nor zero terminal SNR, and ignores the keys silently).
+        Where ``_class_name`` is among the keys, the scheduler must be of that diffusers class: not every scheduler can
+        sample such a model (PNDM, the usual one of SD 1.5, knows neither sample prediction nor zero terminal SNR, and
+        ignores the keys silently).
+
+        Args:
+            scheduler_config: The model's diffusers scheduler config.
         """
-        prediction_type = self._resolved()
-        if prediction_type == "flow":
-            return {
-                "_class_name": "DPMSolverMultistepScheduler",
-                "prediction_type": "flow_prediction",
-                "use_flow_sigmas": True,
-                "flow_shift": 1.0,
-                # A model's own scheduler may have set these, and one of them would win.
-                "use_karras_sigmas": False,
-                "use_exponential_sigmas": False,
-                "use_beta_sigmas": False,
-                "use_lu_lambdas": False,
-                "final_sigmas_type": "zero",
-            }
-        overrides: dict[str, Any] = {"prediction_type": prediction_type}
-        if prediction_type == "sample" or self.rescale_betas_zero_snr:
-            overrides["_class_name"] = "DPMSolverMultistepScheduler"
-        if self.rescale_betas_zero_snr:
-            # Leading spacing would never visit the last timestep, the one that was added.
-            overrides |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-        return overrides
-
-
-def _is_flow(scheduler_config: Mapping[str, Any]) -> bool:
-    """Tell whether the model behind a diffusers scheduler config was trained by flow matching."""
-    return bool(
-        str(scheduler_config.get("_class_name", "")).startswith("FlowMatch")
-        or scheduler_config.get("use_flow_sigmas")
-        or scheduler_config.get("prediction_type") == "flow_prediction"
-    )
+        return self.prediction.scheduler_overrides(scheduler_config, zero_snr=self.rescale_betas_zero_snr)
 
 
 def _invalid(name: str, value: object, expected: str, remedy: str) -> UsageError:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.randomness import Purpose, normal
-from sd_lightning.models.conditioning import join_conditioning, map_conditioning
+from sd_lightning.models.families.base import SIZES, Conditioning
+from sd_lightning.models.families.conditioning import join_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-_CONDITIONS = ("input_ids", "original_size", "crop_top_left", "target_size")
 _MOST_CAPTIONS = 10_000
 """Captions whose encoding is kept; beyond, all are encoded anew."""
 _PIXELS_PER_CALL = 4 * 512 * 512
@@ -25,6 +26,10 @@ _PIXELS_PER_CALL = 4 * 512 * 512
 def images_per_call(height: int, width: int) -> int:
     """Return how many images of a size, in pixels, the VAE encodes at a time."""
     return max(_PIXELS_PER_CALL // (height * width), 1)
+
+
+def _row(values: Tensor, *, number: int) -> Tensor:
+    return values[number : number + 1].clone()
 
 
 class LatentEncoder:
@@ -71,7 +76,7 @@ class LatentEncoder:
             self._captions.clear()
         self.device = device
         home = torch.device("cpu") if self.offload else device
-        overflows = self.dtype == torch.float16 and self._model.vae.config.force_upcast
+        overflows = self.dtype == torch.float16 and self._model.vae.config.get("force_upcast", False)
         for network in self.networks:
             dtype = torch.float32 if overflows and network is self._model.vae else self.dtype
             network.to(home)
@@ -92,51 +97,52 @@ class LatentEncoder:
 
     @torch.no_grad()
     def encode_moments(self, pixel_values: Tensor) -> Tensor:
-        """Encode images to the moments of the VAE's posterior, a few at a time.
+        """Encode images to what latents are drawn from, a few at a time; see :meth:`Family.encode`.
 
         Args:
             pixel_values: (B, 3, H, W) in [-1, 1].
 
         Returns:
-            Mean and log-variance (B, 2C, h, w), float32, unscaled.
+            Float32, unscaled; of most families mean and log-variance (B, 2C, h, w).
         """
         vae = self._model.vae
         count = 1 if self.offload else images_per_call(*pixel_values.shape[-2:])
         with self._at_work([vae]), torch.autocast(self.device.type, enabled=False):
             parameter = next(vae.parameters())
             parts = [
-                vae.encode(pixels.to(parameter.device, parameter.dtype)).latent_dist.parameters.float()
+                self._model.family.encode(vae, pixels.to(parameter.device, parameter.dtype)).float()
                 for pixels in pixel_values.split(count)
             ]
         return torch.cat(parts)
 
-    def latents(self, moments: Tensor, *, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
-        """Draw latents from the posterior; the draw belongs to the sample, not to the process.
+    def latents(self, encoded: Tensor, *, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
+        """Draw latents from encoded images; the draw belongs to the sample, not to the process.
 
         Args:
-            moments: (B, 2C, h, w) from :meth:`encode_moments`.
+            encoded: From :meth:`encode_moments`.
             seed: Seed of the run.
             epoch: (B,) int64.
             index: (B,) int64, global sample index.
 
         Returns:
-            (B, C, h, w), float32, scaled to unit variance by the VAE's ``scaling_factor``.
+            (B, C, h, w), float32, scaled to about unit variance.
         """
-        mean, log_variance = moments.chunk(2, dim=1)
-        noise = normal(seed, epoch, index, Purpose.VAE_SAMPLE, tuple(mean.shape[1:]))
-        config = self._model.components["vae"].config
-        shift = config.get("shift_factor") or 0.0
-        sample = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise
-        return (sample - shift) * float(self._model.vae.config.scaling_factor)
+        model, scale = self._model, self._model.vae_scale_factor
+        height, width = (side * scale for side in encoded.shape[-2:])
+        shape = model.family.latent_shape(model.components, height, width)
+        noise = normal(seed, epoch, index, Purpose.VAE_SAMPLE, shape)
+        return model.family.latents(model.components["vae"].config, encoded, noise)
 
     @torch.no_grad()
-    def conditioning(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Encode token ids to the UNet's keyword arguments, float32; see :mod:`sd_lightning.models.conditioning`."""
+    def conditioning(self, batch: Mapping[str, Any]) -> Conditioning:
+        """Encode the captions of a batch, float32; see :meth:`Family.condition`."""
         if not self.offload:
             return self._encode_captions(batch)
-        names = [name for name in _CONDITIONS if name in batch]
+        given = {name: batch[name] for name in ("input_ids", *SIZES) if name in batch}
         # Whatever the conditioning depends on, as one row of numbers for each sample.
-        numbers = torch.cat([batch[name].flatten(1) for name in names], dim=1).cpu().numpy()
+        columns: list[Tensor] = []
+        map_conditioning(given, columns.append)
+        numbers = torch.cat(columns, dim=1).cpu().numpy()
         keys = [row.tobytes() for row in numbers]
         unknown = [i for i, key in enumerate(keys) if key not in self._captions and keys.index(key) == i]
         if len(self._captions) + len(unknown) > _MOST_CAPTIONS:
@@ -144,15 +150,14 @@ class LatentEncoder:
             unknown = [i for i, key in enumerate(keys) if keys.index(key) == i]
         if unknown:
             with self._at_work(list(self._model.text_encoders.values())):
-                made = self._encode_captions({name: batch[name][unknown] for name in names})
+                made = self._encode_captions(map_conditioning(given, lambda t: t[unknown]))
             for row, i in enumerate(unknown):
-                self._captions[keys[i]] = map_conditioning(made, lambda t, row=row: t[row : row + 1].clone())
+                self._captions[keys[i]] = map_conditioning(made, partial(_row, number=row))
         return join_conditioning([self._captions[key] for key in keys])
 
-    def _encode_captions(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        encoders = list(self._model.text_encoders.values())
+    def _encode_captions(self, batch: Mapping[str, Any]) -> Conditioning:
         with torch.autocast(self.device.type, enabled=False):
-            return map_conditioning(self._model.condition(encoders, batch), lambda t: t.float())
+            return map_conditioning(self._model.condition(self._model.text_encoders, batch), lambda t: t.float())
 
     def __call__(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:
         """Replace pixels (or cached moments) by ``latents`` and, if the text encoder is frozen, add ``conditioning``.

@@ -11,16 +11,11 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families.sampling import said_once, scheduler_class
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.models.sampling_schedulers import said_once, scheduler_class
 
 if TYPE_CHECKING:
     from PIL import Image
-
-
-TILE = 256
-"""Side of the tiles that pictures are decoded in, pixels. diffusers takes the size that the VAE was made for, 512 or
-more, with which a picture of 512 x 512 is one tile."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ def generate(
         seeds: One seed per picture.
         options: Steps, guidance, scheduler, batch size, picture size.
         negative_prompt: What guidance leads away from.
-        device: Where to compute; where the UNet is, if not given.
+        device: Where to compute; where the denoiser is, if not given.
 
     Raises:
         UsageError: The number of seeds differs, or the model cannot be sampled with these options.
@@ -120,7 +115,7 @@ def generate(
     if len(seeds) != len(prompts):
         raise UsageError(f"generate got {len(prompts)} prompts and {len(seeds)} seeds; expected as many")
     options.check(latent_diffusion)
-    device = device or next(latent_diffusion.unet.parameters()).device
+    device = device or next(latent_diffusion.denoiser.parameters()).device
     with said_once():
         pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())
@@ -135,38 +130,21 @@ def generate(
         _evaluation_mode(networks),
         _common_dtype(networks, device),
         _decoding_as_is(vae, device),
-        decoding_in_tiles(vae, options.vae_tiling),
+        latent_diffusion.family.decoding_in_tiles(vae, options.vae_tiling),
     ):
         for begin in range(0, len(prompts), options.batch_size):
             batch = slice(begin, begin + options.batch_size)
-            images += pipeline(
-                list(prompts[batch]),
-                # None, not "": some pipelines have a special embedding for no negative prompt.
-                negative_prompt=[negative_prompt] * len(prompts[batch]) if negative_prompt else None,
+            images += latent_diffusion.family.draw(
+                pipeline,
+                prompts[batch],
+                negative_prompt=negative_prompt,
+                generators=[torch.Generator().manual_seed(seed) for seed in seeds[batch]],
                 num_inference_steps=options.num_inference_steps,
                 guidance_scale=options.guidance_scale,
                 height=options.height,
                 width=options.width,
-                generator=[torch.Generator().manual_seed(seed) for seed in seeds[batch]],
-            ).images
+            )
     return images
-
-
-@contextlib.contextmanager
-def decoding_in_tiles(vae: Any, tiling: bool) -> Iterator[None]:
-    """Let the VAE decode in tiles of at most ``TILE`` pixels."""
-    names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
-    before = {name: getattr(vae, name) for name in names}
-    if tiling:
-        scale = 2 ** (len(vae.config.block_out_channels) - 1)
-        vae.enable_tiling()
-        vae.tile_sample_min_size = min(TILE, vae.tile_sample_min_size)
-        vae.tile_latent_min_size = vae.tile_sample_min_size // scale
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(vae, name, value)
 
 
 @contextlib.contextmanager
@@ -199,7 +177,7 @@ def _decoding_as_is(vae: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _common_dtype(networks: Sequence[nn.Module], device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Autocast where networks differ in dtype (encoders in half precision beside a float32 UNet)."""
+    """Autocast where networks differ in dtype (encoders in half precision beside a float32 denoiser)."""
     dtypes = {next(network.parameters()).dtype for network in networks}
     if len(dtypes) == 1:
         return contextlib.nullcontext()

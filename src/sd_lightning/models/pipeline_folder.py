@@ -14,19 +14,12 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.architectures import Component
+from sd_lightning.models.families import Component, Family
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import indexed_files
 from sd_lightning.storage.streamed_tensor import tensors_in
 from sd_lightning.storage.tensor_store import ShardedTensors
 
-# What may stand in a model_index.json, by part: the file is not ours, and names classes to import.
-_CLASSES = {
-    "unet": ("diffusers", ("UNet2DConditionModel",)),
-    "vae": ("diffusers", ("AutoencoderKL",)),
-    "text_encoder": ("transformers", ("CLIPTextModel", "CLIPTextModelWithProjection")),
-    "tokenizer": ("transformers", ("CLIPTokenizer", "CLIPTokenizerFast")),
-}
 QUANTIZATION = "quantization_config"
 """Where ``config.json`` says that, and how, a network is quantised."""
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -35,7 +28,7 @@ _REMEDY = "it needs config.json and complete safetensors weights; copy or downlo
 
 def weights_file(component: Component) -> str:
     """Name of a network's weight file in a pipeline folder."""
-    return "diffusion_pytorch_model.safetensors" if component.library == "diffusers" else "model.safetensors"
+    return "model.safetensors" if component.library == "transformers" else "diffusion_pytorch_model.safetensors"
 
 
 def config_file(component: Component, name: str) -> str:
@@ -45,9 +38,10 @@ def config_file(component: Component, name: str) -> str:
 
 def saved_config(component: Component) -> dict[str, Any]:
     """Return the JSON content of a component's configuration file."""
-    if component.library == "diffusers":
+    if component.library != "transformers":
         return {**component.config, "_class_name": component.class_name, "_diffusers_version": version("diffusers")}
-    return {"architectures": [component.class_name], "model_type": "clip_text_model", **component.config}
+    model_type = class_of(component).config_class.model_type
+    return {"architectures": [component.class_name], "model_type": model_type, **component.config}
 
 
 def file_keys(component: Component, names: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
@@ -101,7 +95,7 @@ def _find(name: str | Path, download: Callable[[str], str]) -> Path:
     if root.exists():
         raise UsageError(
             f"model.pretrained={name}: the folder has no model_index.json; expected a pipeline in the diffusers "
-            "layout (unet/, vae/, text_encoder/, tokenizer/, scheduler/)"
+            "layout (model_index.json, and a folder for each part)"
         )
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") != 1:
         raise UsageError(
@@ -117,8 +111,8 @@ def _find(name: str | Path, download: Callable[[str], str]) -> Path:
         ) from error
 
 
-def read_component(index: Mapping[str, Any], name: str, root: Path) -> Component:
-    """Return what ``model_index.json`` says of a part, without its configuration.
+def read_component(index: Mapping[str, Any], name: str, family: Family, root: Path) -> Component:
+    """Return a part's record in ``model_index.json``, without its configuration; the file names classes to import.
 
     Raises:
         UsageError: The part is missing, or of a class that is not known here.
@@ -126,31 +120,29 @@ def read_component(index: Mapping[str, Any], name: str, root: Path) -> Component
     library, class_name = index.get(name) or (None, None)
     if class_name is None:
         raise UsageError(f"{root}: the pipeline has no {name}; copy the whole pipeline")
-    known_library, known = _CLASSES[name.removesuffix("_2")]
-    if library != known_library or class_name not in known:
+    part = family.parts[name]
+    if library != part.library or class_name not in part.classes:
         raise UsageError(
             f"{root}: model_index.json names {library}.{class_name} as {name}; expected "
-            f"{' or '.join(f'{known_library}.{k}' for k in known)}"
+            f"{' or '.join(f'{part.library}.{known}' for known in part.classes)}"
         )
     if not (root / name).is_dir():
         raise UsageError(f"{root}: model_index.json names {name}/, which is missing; copy the whole pipeline")
     return Component(library, class_name)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Load a CLIP tokenizer.
+def load_tokenizer(folder: Path, component: Component) -> Any:
+    """Load a tokenizer.
 
     Raises:
         UsageError: Its files are missing or unreadable.
     """
-    from transformers import CLIPTokenizer
-
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make an empty one
         raise UsageError(
             f"{folder}: neither {' nor '.join(_TOKENIZER_FILES)} in it; copy the tokenizer of the pipeline again"
         )
     try:
-        return CLIPTokenizer.from_pretrained(folder)
+        return class_of(component).from_pretrained(folder)
     except Exception as error:  # the Rust library raises plain Exceptions
         raise UsageError(
             f"{folder}: cannot load the tokenizer: {_first_line(error)}; copy or download that folder again"
@@ -267,7 +259,7 @@ def _empty_network(component: Component, folder: Path) -> Any:
     cls = class_of(component)
     try:
         with init_empty_weights(include_buffers=False):
-            if component.library == "diffusers":
+            if component.library != "transformers":
                 config = cls.load_config(folder)
                 return cls.from_config({k: v for k, v in config.items() if k != QUANTIZATION})
             config = cls.config_class.from_pretrained(folder)
@@ -279,7 +271,7 @@ def _empty_network(component: Component, folder: Path) -> Any:
 
 def _keys_in_files(component: Component, network: Any, store: ShardedTensors) -> dict[str, str]:
     """Map the names that a network knows its tensors by to the keys of the files, where they are in them."""
-    if component.library == "diffusers":
+    if component.library != "transformers":
         keys = {key: key for key in store.keys()}
         network._fix_state_dict_keys_on_load(keys)  # renames attention layers of before diffusers 0.12
         return keys
@@ -291,7 +283,7 @@ def _keys_in_files(component: Component, network: Any, store: ShardedTensors) ->
 
 def _described(component: Component, network: Any) -> Component:
     """Return the record of a network that was made from its configuration file."""
-    if component.library == "diffusers":
+    if component.library != "transformers":
         config = {k: v for k, v in dict(network.config).items() if not k.startswith("_")}
     else:
         config = {
@@ -329,11 +321,10 @@ def no_progress_bar() -> Iterator[None]:
 
 def instantiate(component: Component) -> nn.Module:
     """Build a network from its configuration, with random weights."""
-    if component.library == "diffusers":
-        return class_of(component).from_config(dict(component.config))
-    from transformers import CLIPTextConfig
-
-    return class_of(component)(CLIPTextConfig(**component.config))
+    cls = class_of(component)
+    if component.library != "transformers":
+        return cls.from_config(dict(component.config))
+    return cls(cls.config_class(**component.config))
 
 
 def class_of(component: Component) -> Any:

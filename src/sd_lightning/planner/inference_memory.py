@@ -23,9 +23,9 @@ def inference_bytes(
 ) -> tuple[int, int]:
     """Compute what a model needs to draw a batch of pictures with guidance: all its weights, and the peak over that.
 
-    Text encoders, UNet and VAE decoder are run once on the meta device. Counted are the weights and every tensor while
-    it is alive, dequantised weights among them; not the libraries' own workspaces. Attention is taken to be a fused
-    kernel, that never holds the matrix of scores.
+    Text encoders, denoiser and VAE decoder run once on the meta device. Weights and every tensor while it is alive
+    count, dequantised weights among them; the libraries' own workspaces do not. Attention is taken to be a fused
+    kernel that never holds the matrix of scores.
 
     Args:
         model: The model; it is not touched.
@@ -70,18 +70,14 @@ def _calls(
     model: LatentDiffusion, twins: Mapping[str, nn.Module], height: int, width: int, batch_size: int
 ) -> Iterator[Callable[[], Any]]:
     """Yield what a pipeline does with each network, as it would hold its inputs."""
-    encoders = [twins[name] for name in model.text_encoders]
-    unet, vae = twins["unet"], twins["vae"]
-    rows, dtype = 2 * batch_size, next(unet.parameters()).dtype  # guidance: with the caption and without
-    length = next(iter(model.tokenizers.values())).model_max_length
-    batch = {"input_ids": torch.empty(rows, len(encoders), length, dtype=torch.int64, device="meta")}
-    batch |= {k: torch.empty(rows, 2, device="meta") for k in ("original_size", "crop_top_left", "target_size")}
-    yield torch.no_grad()(lambda: model.condition(encoders, batch))
+    family, vae = model.family, twins["vae"]
+    denoiser = twins[family.denoiser]
+    rows, dtype = 2 * batch_size, next(denoiser.parameters()).dtype  # guidance: with the caption and without
+    batch = model.meta_batch(rows, height=height, width=width)
+    latents = batch["latents"].to(dtype)
+    yield torch.no_grad()(lambda: model.condition(twins, batch))
     with torch.no_grad():
-        conditioning = model.condition(encoders, batch)
-    side = model.vae_scale_factor
-    channels = model.components["vae"].config.get("latent_channels", 4)
-    latents = torch.empty(rows, channels, height // side, width // side, dtype=dtype, device="meta")
-    yield torch.no_grad()(lambda: unet(latents, torch.empty((), device="meta"), **conditioning))
+        conditioning = model.condition(twins, batch)
+    yield torch.no_grad()(lambda: family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning))
     decoded = latents[:batch_size].to(next(vae.parameters()).dtype)
     yield torch.no_grad()(lambda: vae.decode(decoded))  # type: ignore[operator]

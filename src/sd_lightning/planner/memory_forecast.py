@@ -6,6 +6,7 @@ traced on the meta device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,9 @@ from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
 from sd_lightning.gemini.tiers import Tier
 from sd_lightning.gemini.updates import update_of
 from sd_lightning.models.adapters.lora import Lora
-from sd_lightning.models.conditioning import map_conditioning
 from sd_lightning.models.encoder import images_per_call
-from sd_lightning.models.generation import decoding_in_tiles
+from sd_lightning.models.families import Conditioning
+from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.memory_trace import peak_bytes
 from sd_lightning.training.speed import enable_gradient_checkpointing
@@ -134,7 +135,7 @@ def forecast(model: LatentDiffusion, training: Training, gemini: GeminiConfig) -
         gemini: Static settings of the engine.
     """
     whole = sum(_bytes(network) for network in model.networks.values())
-    names = ["unet", *(model.text_encoders if training.train_text_encoder else ())]
+    names = [model.family.denoiser, *(model.text_encoders if training.train_text_encoder else ())]
     trained = {name: model.networks[name] for name in names}
     loading = whole - sum(_bytes(network) for network in trained.values())
     loading += max(_FLOAT_BYTES * p.numel() for network in trained.values() for p in network.parameters())
@@ -158,9 +159,8 @@ def forecast(model: LatentDiffusion, training: Training, gemini: GeminiConfig) -
         _cast(network, training.encoder_dtype).requires_grad_(False).eval()
     encoder_bytes = sum(_bytes(network) for network in encoders)
     waiting = encoder_bytes if training.offload_encoders else 0
-    side = training.resolution // model.vae_scale_factor
-    channels = _latent_channels(model)
-    moments = training.num_images * 2 * channels * side * side * _FLOAT_BYTES if training.cache_latents else 0
+    latents = math.prod(model.family.latent_shape(model.components, training.resolution, training.resolution))
+    moments = training.num_images * 2 * latents * _FLOAT_BYTES if training.cache_latents else 0
     drawing = max(_drawing_peak(model, training, training.sample_batch_size), _encoding_peak(model, training))
     return Forecast(
         weights_and_states=device + average - average_on_host + encoder_bytes - waiting,
@@ -218,15 +218,14 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
     """Trace a forward and backward pass; gradients are the engine's, which takes each as soon as it is there."""
 
     def step() -> None:
-        inputs = _inputs(model, training.batch_size, (training.resolution, training.resolution))
+        inputs = model.meta_batch(training.batch_size, height=training.resolution, width=training.resolution)
         if training.train_text_encoder:
-            encoders = [trained[name] for name in model.text_encoders]
-            conditioning = model.condition(encoders, inputs)
+            conditioning = model.condition(trained, inputs)
         else:
             conditioning = _conditioning(model, inputs, training.dtype)
         conditioning = map_conditioning(conditioning, lambda t: t.to(training.dtype))
         latents = inputs["latents"].to(training.dtype)
-        prediction = trained["unet"](latents, inputs["timesteps"], **conditioning).sample
+        prediction = model.family.denoise(model.denoiser, latents, inputs["timesteps"], conditioning)
         (prediction.float() - inputs["latents"]).square().mean((1, 2, 3)).mean().backward()
 
     parameters = [p for network in trained.values() for p in network.parameters() if p.requires_grad]
@@ -244,33 +243,33 @@ def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int
     The networks are left in that type.
     """
     dtype = training.prior_dtype
-    upcast = dtype == torch.float16 and model.vae.config.force_upcast
-    for network in (model.unet, model.vae):
+    upcast = dtype == torch.float16 and model.vae.config.get("force_upcast", False)
+    for network in (model.denoiser, model.vae):
         _cast(network, torch.float32 if upcast and network is model.vae else dtype)
     weights = whole * dtype.itemsize // _FLOAT_BYTES + (_bytes(model.vae) // 2 if upcast else 0)
     return weights + int(_TRACE_MARGIN * _drawing_peak(model, training, training.prior_batch_size))
 
 
 def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int:
-    """Trace what drawing some pictures takes, in the networks' types: the UNet with guidance, then the VAE."""
+    """Trace what drawing some pictures takes, in the networks' types: the denoiser with guidance, then the VAE."""
     if count == 0:
         return 0
-    unet, vae = model.unet, model.vae
-    dtype, decoded = (next(network.parameters()).dtype for network in (unet, vae))
-    size = training.drawn_size or (training.resolution, training.resolution)
+    denoiser, vae, family = model.denoiser, model.vae, model.family
+    dtype, decoded = (next(network.parameters()).dtype for network in (denoiser, vae))
+    height, width = training.drawn_size or (training.resolution, training.resolution)
 
     def denoise() -> None:
-        inputs = _inputs(model, 2 * count, size)
+        inputs = model.meta_batch(2 * count, height=height, width=width)
         conditioning = map_conditioning(_conditioning(model, inputs, dtype), lambda t: t.to(dtype))
-        unet(inputs["latents"].to(dtype), inputs["timesteps"], **conditioning)
+        family.denoise(denoiser, inputs["latents"].to(dtype), inputs["timesteps"], conditioning)
 
     def decode() -> None:
-        vae.decode(_inputs(model, count, size)["latents"].to(decoded))
+        vae.decode(model.meta_batch(count, height=height, width=width)["latents"].to(decoded))
 
-    unet.eval()
-    with torch.no_grad(), decoding_in_tiles(vae, training.vae_tiling):
+    denoiser.eval()
+    with torch.no_grad(), family.decoding_in_tiles(vae, training.vae_tiling):
         peaks = [peak_bytes(compute) for compute in (denoise, decode)]
-    unet.train()
+    denoiser.train()
     return max(peaks)
 
 
@@ -281,32 +280,16 @@ def _encoding_peak(model: LatentDiffusion, training: Training) -> int:
     count = 1 if training.offload_encoders else min(num_images, images_per_call(size, size))
 
     def encode() -> None:
-        model.vae.encode(torch.empty(count, 3, size, size, dtype=training.encoder_dtype, device="meta"))
+        model.family.encode(model.vae, torch.empty(count, 3, size, size, dtype=training.encoder_dtype, device="meta"))
 
     with torch.no_grad():
         return peak_bytes(encode)
 
 
-def _latent_channels(model: LatentDiffusion) -> int:
-    return int(model.vae.config.latent_channels)
-
-
-def _inputs(model: LatentDiffusion, count: int, size: tuple[int, int]) -> dict[str, Tensor]:
-    height, width = (side // model.vae_scale_factor for side in size)
-    length = next(iter(model.tokenizers.values())).model_max_length
-    with torch.device("meta"):
-        return {
-            "latents": torch.empty(count, _latent_channels(model), height, width),
-            "timesteps": torch.empty(count, dtype=torch.int64),
-            "input_ids": torch.empty(count, len(model.text_encoders), length, dtype=torch.int64),
-            **{name: torch.empty(count, 2) for name in ("original_size", "crop_top_left", "target_size")},
-        }
-
-
-def _conditioning(model: LatentDiffusion, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+def _conditioning(model: LatentDiffusion, inputs: Mapping[str, Any], dtype: torch.dtype) -> Conditioning:
     """Return conditioning that has been made before: the same shapes, without a graph."""
     with torch.no_grad():
-        made = model.condition(list(model.text_encoders.values()), inputs)
+        made = model.condition(model.text_encoders, inputs)
     return map_conditioning(made, lambda tensor: torch.empty_like(tensor, dtype=dtype))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.architectures import Component
+from sd_lightning.models.families import Component
 from sd_lightning.models.pipeline_folder import QUANTIZATION, defer_network, read_json
 from sd_lightning.quantization.config import NUM_LAYERS, Int8, read_record
 from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
@@ -33,7 +33,7 @@ def stored_int8(folder: Path) -> Int8 | None:
 
 
 def load_int8_network(
-    component: Component, folder: Path, config: Int8, *, pipeline_class: str, variant: str | None = None
+    component: Component, folder: Path, config: Int8, *, overflows: bool, variant: str | None = None
 ) -> tuple[nn.Module, Component]:
     """Load a network whose weight files are in int8, layer by layer; no more is held than what it is.
 
@@ -41,7 +41,7 @@ def load_int8_network(
         component: What it is.
         folder: Where its files lie.
         config: How it was quantised, and what computes.
-        pipeline_class: Of the pipeline that it is part of.
+        overflows: Whether the family's VAE overflows in float16.
         variant: File variant.
 
     Returns:
@@ -54,7 +54,7 @@ def load_int8_network(
     network, component, deferred = defer_network(
         component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)
     )
-    cast_rest(network, config, pipeline_class)  # before the rest is read, so that it is converted on the way
+    cast_rest(network, config, overflows=overflows)  # before the rest is read, so that it is converted on the way
     buffers: dict[str, Tensor] = {}
     for name, layer in int8_layers(network):
         layer.weight = torch.empty_like(layer.weight, device="cpu")

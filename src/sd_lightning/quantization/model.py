@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families import FAMILIES
 from sd_lightning.models.pipeline_folder import QUANTIZATION
 from sd_lightning.quantization.config import FORMAT, Int8
 from sd_lightning.quantization.layers import (
@@ -24,19 +25,13 @@ from sd_lightning.quantization.layers import (
 from sd_lightning.quantization.linear import load_kernels
 
 if TYPE_CHECKING:
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
     from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
-class Networks(Protocol):
-    """A model of several networks: a ``LatentDiffusion``."""
-
-    @property
-    def networks(self) -> Mapping[str, nn.Module]: ...
-
-
 Filter = Callable[[nn.Module, str], bool]
-"""(layer, its name, beginning with the network's: "unet.conv_out") -> whether to quantise it."""
-Model = TypeVar("Model", bound=Networks | nn.Module)
+"""(layer, its name, beginning with the network's: "vae.conv_out") -> whether to quantise it."""
+Model = TypeVar("Model", bound="LatentDiffusion | nn.Module")
 
 _KINDS = {"linear": nn.Linear, "conv2d": nn.Conv2d, "embedding": nn.Embedding}
 
@@ -72,8 +67,8 @@ def quantize_(model: Model, config: Int8 | None = None, filter_fn: Filter | None
     if filter_fn is None:
         config.check_names([_full(name, key) for name, network in networks.items() for key in _layers(network)])
     load_kernels(config.linear)
-    deferred: dict[str, DeferredWeights] = getattr(model, "deferred", {})
-    pipeline_class = getattr(model, "pipeline_class", "")
+    deferred: dict[str, DeferredWeights] = {} if isinstance(model, nn.Module) else model.deferred
+    overflows = not isinstance(model, nn.Module) and model.family.vae_overflows
     chosen = {
         name: {
             key: layer
@@ -88,11 +83,11 @@ def quantize_(model: Model, config: Int8 | None = None, filter_fn: Filter | None
     for name, network in networks.items():
         if name in chosen:
             if name in deferred:  # before the rest is read, so that it is converted on the way
-                cast_rest(network, config, pipeline_class)
+                cast_rest(network, config, overflows=overflows)
             _quantize_network(network, chosen[name], config, deferred.pop(name, None), name)
         elif int8_config(network) != config:
             _compute_with(network, config, name)
-        cast_rest(network, config, pipeline_class)
+        cast_rest(network, config, overflows=overflows)
     return model
 
 
@@ -150,16 +145,16 @@ def set_structure(network: nn.Module, names: set[str], config: Int8, network_nam
     network.int8_config = config  # type: ignore[assignment]
 
 
-def cast_rest(network: nn.Module, config: Int8, pipeline_class: str) -> None:
-    """Cast what is not int8 to the dtype of the config; ``pipeline_class`` is "" for a network on its own."""
-    # diffusers' default of force_upcast is True; only the pipeline of SDXL, whose VAE does overflow, looks at it.
-    upcast = pipeline_class == "StableDiffusionXLPipeline" and getattr(network.config, "force_upcast", False)
+def cast_rest(network: nn.Module, config: Int8, *, overflows: bool) -> None:
+    """Cast what is not int8 to the dtype of the config; a VAE that overflows in float16 stays in float32."""
+    # diffusers' default of force_upcast is True, so it alone does not tell.
+    upcast = overflows and getattr(network.config, "force_upcast", False)
     dtype = torch.float32 if upcast and config.dtype == "float16" else config.torch_dtype
     if dtype is not None:
         nn.Module.to(network, dtype)  # diffusers' own warns at every cast
 
 
-def _networks(model: Networks | nn.Module, who: str) -> Mapping[str, nn.Module]:
+def _networks(model: LatentDiffusion | nn.Module, who: str) -> Mapping[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
     networks = getattr(model, "networks", None)
@@ -167,9 +162,10 @@ def _networks(model: Networks | nn.Module, who: str) -> Mapping[str, nn.Module]:
         return networks
     if isinstance(model, str | os.PathLike):
         given, remedy = repr(str(model)), f"{who}(LatentDiffusion.from_pretrained({str(model)!r}))"
-    elif hasattr(model, "unet"):  # a pipeline of diffusers
+    elif type(model).__name__ in FAMILIES:  # a pipeline of diffusers
         given = f"a {type(model).__name__}"
-        remedy = f"{who}(pipeline.unet), or load the folder with LatentDiffusion.from_pretrained"
+        denoiser = FAMILIES[given.removeprefix("a ")].denoiser
+        remedy = f"{who}(pipeline.{denoiser}), or load the folder with LatentDiffusion.from_pretrained"
     else:
         given, remedy = f"a {type(model).__name__}", f"{who}(LatentDiffusion.from_pretrained(<folder>))"
     raise UsageError(f"{who} got {given}; expected a LatentDiffusion or one network (nn.Module); write {remedy}")

@@ -23,7 +23,7 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.chunked import Reader
-from sd_lightning.models.blocks import execution_position
+from sd_lightning.models.families.blocks import execution_position
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.gemini_precision import GeminiPrecision
 from sd_lightning.strategies.gemini_state import GeminiState

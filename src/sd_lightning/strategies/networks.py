@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.blocks import repeated_blocks
+from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
@@ -28,7 +28,7 @@ class TrainingProtocol(Protocol):
         ...
 
     def repeated_blocks(self) -> Mapping[str, nn.Module]:
-        """Return the units to gather one after the other; by default those that :mod:`sd_lightning.models.blocks` finds."""
+        """Return the units to gather one after the other; see :mod:`sd_lightning.models.families.blocks`."""
         ...
 
     def take_deferred(self, name: str) -> DeferredWeights | None:

@@ -16,10 +16,11 @@ from sd_lightning._errors import UsageError
 from sd_lightning.diffusion.objective import NoisyBatch, Objective
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import Lora, freeze_unused, plain_names
-from sd_lightning.models.conditioning import map_conditioning
 from sd_lightning.models.encoder import Dtype, LatentEncoder
+from sd_lightning.models.families import Conditioning
+from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.generation import SamplingOptions, generate
-from sd_lightning.models.latent_diffusion import Conditioning, LatentDiffusion
+from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.training.flops import training_flops_per_sample
 
@@ -35,7 +36,7 @@ def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 class SDLightningModule(pl.LightningModule):
-    """Train the UNet, and the text encoder(s) if wished, of a latent-diffusion model.
+    """Train the denoiser, and the text encoder(s) if wished, of a latent-diffusion model.
 
     Only trained networks are submodules. Frozen encoders live in :attr:`encoder`, where no strategy sees them.
     The module knows no strategy: strategies ask :meth:`trained_networks`.
@@ -46,7 +47,7 @@ class SDLightningModule(pl.LightningModule):
         optimizer: Parameter groups -> optimizer; AdamW with learning rate 1e-4 if not given.
         lr_scheduler: Optimizer -> learning-rate scheduler, stepped after every optimizer step.
         train_text_encoder: Train the text encoder(s) too.
-        text_encoder_lr: Learning rate of the text encoder(s), if another than the UNet's.
+        text_encoder_lr: Learning rate of the text encoder(s), if another than the denoiser's.
         encoder_dtype: What the frozen encoders compute in.
         offload_encoders: Keep the frozen encoders in host memory while they have nothing to encode.
         lora: Train adapters of the networks in the place of their weights.
@@ -102,8 +103,8 @@ class SDLightningModule(pl.LightningModule):
         self._optimizer_factory = optimizer
         self._scheduler_factory = lr_scheduler
         self._loss: Tensor | None = None
-        latent_diffusion.use_scheduler(self.objective.scheduler_overrides())
-        self.unet: nn.Module = latent_diffusion.unet
+        latent_diffusion.use_scheduler(self.objective.scheduler_overrides(latent_diffusion.scheduler_config))
+        self.add_module(latent_diffusion.family.denoiser, latent_diffusion.denoiser)
         self._text_encoder_names: tuple[str, ...] = ()
         if has_text:
             self._text_encoder_names = tuple(latent_diffusion.text_encoders)
@@ -120,10 +121,10 @@ class SDLightningModule(pl.LightningModule):
     def _choose_trained(self, train_text_encoder: bool) -> None:
         """Let those parameters require gradients that are trained, and get any."""
         latent_diffusion, networks = self.latent_diffusion, self.trained_networks()
-        for name, network in networks.items():
-            network.requires_grad_(name == "unet" or train_text_encoder).train()
+        for network in networks.values():
+            network.requires_grad_(network is self.denoiser or train_text_encoder).train()
         if self.lora is not None:
-            adapted = {n: network for n, network in networks.items() if n == "unet" or train_text_encoder}
+            adapted = {n: network for n, network in networks.items() if network is self.denoiser or train_text_encoder}
             self.lora.apply_(adapted)
             for name in adapted.keys() & latent_diffusion.deferred.keys():
                 names = plain_names(adapted[name].state_dict())
@@ -135,7 +136,13 @@ class SDLightningModule(pl.LightningModule):
 
     def trained_networks(self) -> dict[str, nn.Module]:
         """Return the networks that are trained, by name: what strategies shard."""
-        return {name: getattr(self, name) for name in ("unet", *self._text_encoder_names)}
+        names = (self.latent_diffusion.family.denoiser, *self._text_encoder_names)
+        return {name: self.get_submodule(name) for name in names}
+
+    @property
+    def denoiser(self) -> nn.Module:
+        """The network that predicts: a UNet, a transformer."""
+        return self.get_submodule(self.latent_diffusion.family.denoiser)
 
     def setup(self, stage: str) -> None:
         """Read weights that are still in their files, unless the strategy does, once it has sharded the networks."""
@@ -283,21 +290,21 @@ class SDLightningModule(pl.LightningModule):
     def _conditioning(self, batch: dict[str, Any], *, prefix: str = "") -> Conditioning:
         if prefix + "conditioning" in batch:
             return batch[prefix + "conditioning"]
-        encoders = [getattr(self, name) for name in self._text_encoder_names]
+        encoders = {name: self.get_submodule(name) for name in self._text_encoder_names}
         return self.latent_diffusion.condition(encoders, {**batch, "input_ids": batch[prefix + "input_ids"]})
 
     def _sample_losses(self, noisy: NoisyBatch, conditioning: Conditioning) -> Tensor:
-        dtype = next(self.unet.parameters()).dtype  # an engine may compute in another one than float32
+        dtype = next(self.denoiser.parameters()).dtype  # an engine may compute in another one than float32
         latents, conditioning = noisy.noisy_latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
-        prediction = self.unet(latents, noisy.timesteps, **conditioning).sample
+        prediction = self.latent_diffusion.family.denoise(self.denoiser, latents, noisy.timesteps, conditioning)
         return self.objective.loss(prediction, noisy)
 
     # ------------------------------------------------------------------ optimization
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        groups: list[dict[str, Any]] = [{"params": _trained(self.unet)}]
+        groups: list[dict[str, Any]] = [{"params": _trained(self.denoiser)}]
         if self._text_encoder_names:
-            parameters = [p for name in self._text_encoder_names for p in _trained(getattr(self, name))]
+            parameters = [p for name in self._text_encoder_names for p in _trained(self.get_submodule(name))]
             rate = {} if self.text_encoder_lr is None else {"lr": self.text_encoder_lr}
             words = {id(p) for p in LearnedToken.parameters(self.trained_networks())}
             # Weight decay would shrink the words that are not learned.
@@ -375,7 +382,7 @@ class SDLightningModule(pl.LightningModule):
     def flops_per_sample(self, batch: dict[str, Any]) -> int:
         """Floating-point operations of one training step for one sample of ``batch``, forward and backward."""
         conditioning = self._conditioning(batch) if "conditioning" in batch else None
-        return training_flops_per_sample(self.latent_diffusion, batch["latents"], batch["input_ids"], conditioning)
+        return training_flops_per_sample(self.latent_diffusion, batch["latents"], conditioning)
 
 
 def _trained(network: nn.Module) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.blocks import repeated_blocks
+from sd_lightning.models.families.blocks import repeated_blocks
 
 log = logging.getLogger(__name__)
 

@@ -53,7 +53,7 @@ class LearnedToken:
         Raises:
             UsageError: A tokenizer has the word, does not know what it begins as, or is not its text encoder's.
         """
-        tokenizers = {name.replace("tokenizer", "text_encoder"): t for name, t in model.tokenizers.items()}
+        tokenizers = {name: model.tokenizers[model.family.tokenizer_of(name)] for name in model.text_encoders}
         starts = {name: self._check(name, tokenizer, model) for name, tokenizer in tokenizers.items()}
         for name, tokenizer in tokenizers.items():
             tokenizer.add_tokens([self.placeholder_token])

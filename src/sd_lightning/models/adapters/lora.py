@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.architectures import Component
+from sd_lightning.models.families import Component
 from sd_lightning.models.pipeline_folder import file_keys
 from sd_lightning.storage.streamed_tensor import write_tensors
 
@@ -38,7 +38,7 @@ class Lora:
     """The adapters' output is scaled by ``alpha / rank``; the rank if not given."""
     dropout: float = 0.0
     target_modules: tuple[str, ...] | list[str] = ("to_k", "to_q", "to_v", "to_out.0")
-    """Endings of the names of the UNet's layers."""
+    """Endings of the names of the denoiser's layers."""
     text_encoder_target_modules: tuple[str, ...] | list[str] = ("q_proj", "k_proj", "v_proj", "out_proj")
     """The same for text encoders, if they are trained."""
     merge: bool = False
@@ -74,7 +74,7 @@ class Lora:
                     with _on_host(network):
                         inject_adapter_in_model(config, network, adapter_name=_ADAPTER)
                 except ValueError as error:
-                    key = "target_modules" if name == "unet" else "text_encoder_target_modules"
+                    key = "text_encoder_target_modules" if _is_text(name) else "target_modules"
                     reason = str(error).partition(". ")[0]
                     raise UsageError(
                         f"lora.{key}={list(config.target_modules)}: {reason}; expected endings of the names of linear "
@@ -110,13 +110,17 @@ class Lora:
     def _config(self, name: str) -> Any:
         from peft import LoraConfig
 
-        targets = self.target_modules if name == "unet" else self.text_encoder_target_modules
+        targets = self.text_encoder_target_modules if _is_text(name) else self.target_modules
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.effective_alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
             target_modules=list(targets),
         )
+
+
+def _is_text(network: str) -> bool:
+    return network.startswith("text_encoder")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.adapters.lora import METADATA, adapter_keys, add_adapter, is_adapter
-from sd_lightning.models.architectures import Component
+from sd_lightning.models.families import Component
 from sd_lightning.storage.safetensors_file import open_safetensors
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -30,7 +30,7 @@ class LoraFile:
 
     path: Path
     tensors: Mapping[str, StreamedTensor]
-    """By their keys in the file, ``unet.<layer>.lora_A.weight``."""
+    """By their keys in the file, ``<network>.<layer>.lora_A.weight``."""
     metadata: Mapping[str, str]
     is_source: bool = True
     """Whether these are the weights that lie in the file."""

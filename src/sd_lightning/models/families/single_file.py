@@ -13,12 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.streamed_tensor import StreamedTensor, joined
 
-Family = Literal["v1", "v2", "xl"]
+if TYPE_CHECKING:
+    from sd_lightning.models.families.base import Family
+
+Layout = Literal["v1", "v2", "xl"]
 
 _UNET_PREFIX, _VAE_PREFIX = "model.diffusion_model.", "first_stage_model."
 _ENCODER_PREFIXES = {
@@ -88,30 +91,28 @@ class Origin:
     """``to_conv``: a linear layer's matrix becomes the kernel of a 1x1 convolution."""
 
 
-def family_of(pipeline_class: str, text_encoder_config: Mapping[str, Any], *, who: str) -> Family:
-    """Return whose names a pipeline's file has; 1.x and 2.x differ in their text encoder, CLIP or OpenCLIP.
+def layout_of(family: Family, text_encoder_config: Mapping[str, Any], *, who: str) -> Layout:
+    """Return whose names a pipeline's file has.
 
     Raises:
         UsageError: The original layout has no names for such a pipeline.
     """
-    if pipeline_class == "StableDiffusionXLPipeline":
-        return "xl"
-    activation = text_encoder_config.get("hidden_act", "quick_gelu")
-    families: dict[str, Family] = {"quick_gelu": "v1", "gelu": "v2"}
-    if pipeline_class != "StableDiffusionPipeline" or activation not in families:
+    layout = family.single_file_layout(text_encoder_config)
+    if layout is None:
+        activation = text_encoder_config.get("hidden_act", "quick_gelu")
         raise UsageError(
-            f"{who}: a {pipeline_class} whose text encoder has hidden_act={activation} cannot be one file; expected "
-            "Stable Diffusion 1.x (quick_gelu), 2.x (gelu) or XL; write format=diffusers"
+            f"{who}: a {family.pipeline_class} whose text encoder has hidden_act={activation} cannot be one file; "
+            "expected Stable Diffusion 1.x (quick_gelu), 2.x (gelu) or XL; write format=diffusers"
         )
-    return families[activation]
+    return layout
 
 
-def original_names(networks: Mapping[str, Iterable[str]], family: Family, *, who: str) -> dict[str, Origin]:
+def original_names(networks: Mapping[str, Iterable[str]], layout: Layout, *, who: str) -> dict[str, Origin]:
     """Name all tensors of a pipeline as in the original layout.
 
     Args:
         networks: By network, the names of the tensors in its weight file.
-        family: See :func:`family_of`.
+        layout: See :func:`layout_of`.
         who: Begins the message.
 
     Raises:
@@ -120,7 +121,7 @@ def original_names(networks: Mapping[str, Iterable[str]], family: Family, *, who
     result: dict[str, Origin] = {}
     for network, given in networks.items():
         names = [name for name in given if not name.endswith("position_ids")]  # counted, not learnt
-        naming = _naming(network, names, family)
+        naming = _naming(network, names, layout)
         sources: dict[str, list[str]] = {}
         for name in names:
             original = naming(name)
@@ -140,20 +141,20 @@ def original_names(networks: Mapping[str, Iterable[str]], family: Family, *, who
 
 
 def original_tensors(
-    networks: Mapping[str, Mapping[str, StreamedTensor]], family: Family, *, who: str
+    networks: Mapping[str, Mapping[str, StreamedTensor]], layout: Layout, *, who: str
 ) -> dict[str, StreamedTensor]:
     """Return the tensors of a pipeline under the names and in the shapes of the original layout."""
     return {
         original: _made(origin, [networks[origin.network][name] for name in origin.names])
-        for original, origin in original_names(networks, family, who=who).items()
+        for original, origin in original_names(networks, layout, who=who).items()
     }
 
 
-def model_spec(family: Family, *, title: str, prediction_type: str, side: int) -> dict[str, str]:
+def model_spec(layout: Layout, *, title: str, prediction_type: str, side: int) -> dict[str, str]:
     """Describe the file as Stability AI's model metadata specification 1.0.0 asks for.
 
     Args:
-        family: See :func:`family_of`.
+        layout: See :func:`layout_of`.
         title: Name of the model.
         prediction_type: As in a scheduler's configuration.
         side: Side of the images it was made for, pixels.
@@ -166,7 +167,7 @@ def model_spec(family: Family, *, title: str, prediction_type: str, side: int) -
     }
     entries = {
         "sai_model_spec": "1.0.0",
-        "architecture": architectures[family],
+        "architecture": architectures[layout],
         "implementation": "https://github.com/Stability-AI/generative-models",
         "title": title,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -196,15 +197,15 @@ def _qkv_order(name: str) -> int:
     return next((i for i, part in enumerate(("q_proj", "k_proj", "v_proj")) if part in name), 0)
 
 
-def _naming(network: str, names: list[str], family: Family) -> Callable[[str], str | None]:
+def _naming(network: str, names: list[str], layout: Layout) -> Callable[[str], str | None]:
     """Return the function that renames the tensors of a network, None for those without a name."""
     if network == "unet":
         return _unet_naming(names)
     if network == "vae":
         return _vae_naming(names)
-    prefix = _ENCODER_PREFIXES[family][network]
+    prefix = _ENCODER_PREFIXES[layout][network]
     is_open_clip = prefix.endswith(".model.")
-    return lambda name: _open_clip_name(name, prefix, family) if is_open_clip else _clip_name(name, prefix)
+    return lambda name: _open_clip_name(name, prefix, layout) if is_open_clip else _clip_name(name, prefix)
 
 
 # ---------------------------------------------------------------------- UNet
@@ -291,14 +292,14 @@ def _clip_name(name: str, prefix: str) -> str:
     return f"{prefix}text_model.{name.removeprefix('text_model.')}"
 
 
-def _open_clip_name(name: str, prefix: str, family: Family) -> str | None:
+def _open_clip_name(name: str, prefix: str, layout: Layout) -> str | None:
     if name == "text_projection.weight":
         return f"{prefix}text_projection"
     name = name.removeprefix("text_model.")
     if name in _OPEN_CLIP_ENDS:
         return prefix + _OPEN_CLIP_ENDS[name]
     layer = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    if layer is None or (family == "v2" and int(layer[1]) >= _OPEN_CLIP_LAYERS):
+    if layer is None or (layout == "v2" and int(layer[1]) >= _OPEN_CLIP_LAYERS):
         return None
     number, module, kind = layer.groups()
     if re.fullmatch(r"self_attn\.[qkv]_proj", module):

@@ -6,18 +6,19 @@ from collections.abc import Iterable
 
 from torch import nn
 
-_BLOCK_CLASSES = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
+from sd_lightning.models.families import FAMILIES
 
 
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated units of a network by name: resnet and transformer blocks, encoder layers.
+    """Return the repeated units of a network by name, such as resnet blocks, transformer blocks, encoder layers.
 
-    These are the units that engines shard, checkpoint and compile; this is the one place that knows them. Networks
-    without any of ours have what their authors call units that must stay in one piece (``_no_split_modules``, of
-    diffusers and transformers), or the equal members of their module lists.
+    They are of the classes that a family names (:attr:`Family.block_classes`). A network without any of those has
+    what its authors declare to be units that stay in one piece (``_no_split_modules``, of diffusers and
+    transformers), or the equal members of its module lists.
     """
+    known = {name for family in FAMILIES.values() for name in family.block_classes}
     # By the name of any base class: engines wrap a block's class in a subclass of another name.
-    return _of_classes(network, _BLOCK_CLASSES) or _declared(network) or _listed(network)
+    return _of_classes(network, known) or _declared(network) or _listed(network)
 
 
 def _of_classes(network: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:

@@ -46,7 +46,7 @@ def scheduler_class(name: str) -> str:
     return chosen
 
 
-def samples_stable_diffusion(scheduler: Any) -> bool:
+def takes_noise_pred(scheduler: Any) -> bool:
     """Tell whether a scheduler has what the pipelines call: ``step(noise_pred, t, latents, …)`` and its company."""
     if not all(hasattr(scheduler, name) for name in ("step", "scale_model_input", "init_noise_sigma", "order")):
         return False

@@ -1,0 +1,273 @@
+"""What a network can predict of noisy latents: one class each, with its noising, target, weights and sampler."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.diffusion.noise_schedule import NoiseSchedule
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """View (B,) as (B, 1, ..., 1) to multiply a tensor (B, ...)."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def add_noise(latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
+    """Ho et al. 2020 (2006.11239) eq. 4: sample q(x_t | x_0) with the given noise.
+
+    Args:
+        latents: Clean latents (B, C, H, W).
+        noise: Standard normal, (B, C, H, W).
+        timesteps: int64 (B,) in [0, T).
+        schedule: Its tables on the device of ``timesteps``.
+    """
+    signal = _per_sample(schedule.sqrt_alphas_cumprod[timesteps], latents)
+    return signal * latents + _per_sample(schedule.sqrt_one_minus_alphas_cumprod[timesteps], latents) * noise
+
+
+def velocity(latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
+    """Salimans & Ho 2022 (2202.00512) section 4: v = alpha * noise - sigma * latents.
+
+    Args:
+        latents: Clean latents (B, C, H, W).
+        noise: Standard normal, (B, C, H, W).
+        timesteps: int64 (B,) in [0, T).
+        schedule: Its tables on the device of ``timesteps``.
+    """
+    signal = _per_sample(schedule.sqrt_alphas_cumprod[timesteps], latents)
+    return signal * noise - _per_sample(schedule.sqrt_one_minus_alphas_cumprod[timesteps], latents) * latents
+
+
+def flow_interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
+    """Liu et al. 2022 (2209.03003) eq. 1 in the direction of SD3 (2403.03206) eq. 13.
+
+    Args:
+        latents: Clean latents (B, C, H, W).
+        noise: Standard normal, (B, C, H, W).
+        sigmas: (B,) in [0, 1]; 1 is pure noise.
+    """
+    sigmas = _per_sample(sigmas, latents)
+    return (1.0 - sigmas) * latents + sigmas * noise
+
+
+def shifted(sigmas: Tensor, shift: float) -> Tensor:
+    """Esser et al. 2024, SD3 (2403.03206) eq. 23: move noise levels (B,) in [0, 1] for larger latents."""
+    return shift * sigmas / (1.0 + (shift - 1.0) * sigmas)
+
+
+@dataclass(frozen=True)
+class FlowSchedule:
+    """Noise levels of flow matching: a straight line."""
+
+    num_train_timesteps: int
+    """T, which a noise level of 1 is called."""
+    shift: float = 1.0
+    """Static shift of the noise levels, that of the model's sampler."""
+    whole_timesteps: bool = True
+    """Whether the network is told whole timesteps, below sigma * T, as diffusers' DPMSolverMultistepScheduler does;
+    its flow-matching schedulers tell sigma * T itself."""
+
+    def to(self, device: torch.device | str) -> FlowSchedule:
+        return self
+
+
+Schedule = NoiseSchedule | FlowSchedule
+
+
+class Prediction(ABC):
+    """What the network predicts. Instances have no state."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def schedule(self, scheduler_config: Mapping[str, Any]) -> Schedule:
+        """Make the schedule to train with.
+
+        Raises:
+            UsageError: The model's schedule cannot be trained with this prediction.
+        """
+
+    @abstractmethod
+    def add_noise(self, latents: Tensor, noise: Tensor, positions: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        """Return noisy latents (B, C, H, W) and the timesteps (B,) that the network is told.
+
+        Args:
+            latents: Clean latents (B, C, H, W), float32.
+            noise: Standard normal, (B, C, H, W).
+            positions: (B,) in [0, T], float64.
+            schedule: From :meth:`schedule`.
+        """
+
+    @abstractmethod
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
+        """Return what the network should answer, (B, C, H, W)."""
+
+    @abstractmethod
+    def min_snr_weights(self, timesteps: Tensor, gamma: float, schedule: Schedule) -> Tensor:
+        """Hang et al. 2023 (2303.09556) section 3.4: loss weights min(SNR, gamma) of the latents, (B,).
+
+        For a network that predicts noise or velocity the same loss on the latents is that weight divided by SNR or by
+        SNR + 1 (section 4.2; diffusers' ``train_text_to_image.py``).
+        """
+
+    @abstractmethod
+    def scheduler_overrides(self, scheduler_config: Mapping[str, Any], *, zero_snr: bool) -> dict[str, Any]:
+        """Return what the exported sampling scheduler's config must say; see :meth:`Objective.scheduler_overrides`."""
+
+
+class _Diffusion(Prediction):
+    """What the networks of DDPM predict, which are told whole timesteps."""
+
+    def schedule(self, scheduler_config: Mapping[str, Any]) -> NoiseSchedule:
+        if is_flow(scheduler_config):
+            raise UsageError(
+                f"Objective got prediction_type={self.name} for a flow-matching model (scheduler "
+                f"{scheduler_config.get('_class_name', 'with use_flow_sigmas')}); expected flow. Set objective=flow."
+            )
+        return NoiseSchedule.from_config(scheduler_config)
+
+    def add_noise(self, latents: Tensor, noise: Tensor, positions: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        assert isinstance(schedule, NoiseSchedule)
+        timesteps = positions.long().clamp_(max=schedule.num_train_timesteps - 1)  # rounding can reach T itself
+        return add_noise(latents, noise, timesteps, schedule), timesteps
+
+    def min_snr_weights(self, timesteps: Tensor, gamma: float, schedule: Schedule) -> Tensor:
+        assert isinstance(schedule, NoiseSchedule)
+        snr = schedule.snr[timesteps]
+        return self._of_prediction(snr.clamp(max=gamma), snr)
+
+    @abstractmethod
+    def _of_prediction(self, weights: Tensor, snr: Tensor) -> Tensor:
+        """Turn weights of an error of the latents into those of an error of the prediction."""
+
+    def scheduler_overrides(self, scheduler_config: Mapping[str, Any], *, zero_snr: bool) -> dict[str, Any]:
+        overrides: dict[str, Any] = {"prediction_type": self.name}
+        if zero_snr:  # leading spacing would never visit the last timestep, the one that was added
+            overrides |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+            overrides["_class_name"] = "DPMSolverMultistepScheduler"
+        return overrides
+
+
+class Epsilon(_Diffusion):
+    """The noise (Ho et al. 2020, 2006.11239)."""
+
+    name = "epsilon"
+
+    def schedule(self, scheduler_config: Mapping[str, Any]) -> NoiseSchedule:
+        schedule = super().schedule(scheduler_config)
+        if float(schedule.alphas_cumprod[-1]) <= 0:
+            raise UsageError(
+                "Objective got prediction_type=epsilon for a model whose noise schedule ends at zero SNR, where the "
+                "noise says nothing about the image. Set objective=v_prediction."
+            )
+        return schedule
+
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
+        return noise
+
+    def _of_prediction(self, weights: Tensor, snr: Tensor) -> Tensor:
+        return weights / snr
+
+
+class Velocity(_Diffusion):
+    """alpha * noise - sigma * latents (Salimans & Ho 2022, 2202.00512)."""
+
+    name = "v_prediction"
+
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
+        assert isinstance(schedule, NoiseSchedule)
+        return velocity(latents, noise, timesteps, schedule)
+
+    def _of_prediction(self, weights: Tensor, snr: Tensor) -> Tensor:
+        return weights / (snr + 1.0)
+
+
+class Sample(_Diffusion):
+    """The clean latents."""
+
+    name = "sample"
+
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
+        return latents
+
+    def _of_prediction(self, weights: Tensor, snr: Tensor) -> Tensor:
+        return weights
+
+    def scheduler_overrides(self, scheduler_config: Mapping[str, Any], *, zero_snr: bool) -> dict[str, Any]:
+        # PNDM, the usual scheduler of SD 1.5, would ignore the key.
+        overrides = super().scheduler_overrides(scheduler_config, zero_snr=zero_snr)
+        return overrides | {"_class_name": "DPMSolverMultistepScheduler"}
+
+
+class Flow(Prediction):
+    """The velocity of a straight path, noise - latents (Liu et al. 2022, 2209.03003, eq. 1)."""
+
+    name = "flow"
+
+    def schedule(self, scheduler_config: Mapping[str, Any]) -> FlowSchedule:
+        own = is_flow_matching(scheduler_config)
+        return FlowSchedule(
+            int(scheduler_config.get("num_train_timesteps", 1000)),
+            shift=float(scheduler_config.get("shift", 1.0)) if own else 1.0,
+            whole_timesteps=not own,
+        )
+
+    def add_noise(self, latents: Tensor, noise: Tensor, positions: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
+        assert isinstance(schedule, FlowSchedule)
+        sigmas = positions / schedule.num_train_timesteps
+        if schedule.shift != 1.0:
+            sigmas = shifted(sigmas, schedule.shift)
+        if schedule.whole_timesteps:
+            timesteps = positions.long().clamp_(max=schedule.num_train_timesteps - 1)
+        else:
+            timesteps = (sigmas * schedule.num_train_timesteps).float()
+        return flow_interpolate(latents, noise, sigmas.float()), timesteps
+
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
+        return noise - latents
+
+    def min_snr_weights(self, timesteps: Tensor, gamma: float, schedule: Schedule) -> Tensor:
+        raise UsageError(
+            f"Objective got snr_gamma={gamma} with prediction_type=flow; min-SNR weights exist for epsilon, "
+            "v_prediction and sample. Set objective.snr_gamma=null."
+        )
+
+    def scheduler_overrides(self, scheduler_config: Mapping[str, Any], *, zero_snr: bool) -> dict[str, Any]:
+        if is_flow_matching(scheduler_config):
+            return {}
+        return {
+            "_class_name": "DPMSolverMultistepScheduler",
+            "prediction_type": "flow_prediction",
+            "use_flow_sigmas": True,
+            "flow_shift": 1.0,
+            # A model's own scheduler may have set these, and one of them would win.
+            "use_karras_sigmas": False,
+            "use_exponential_sigmas": False,
+            "use_beta_sigmas": False,
+            "use_lu_lambdas": False,
+            "final_sigmas_type": "zero",
+        }
+
+
+PREDICTIONS: dict[str, Prediction] = {each.name: each for each in (Epsilon(), Velocity(), Sample(), Flow())}
+
+
+def is_flow_matching(scheduler_config: Mapping[str, Any]) -> bool:
+    """Return whether a diffusers scheduler config is of one of its flow-matching schedulers."""
+    return str(scheduler_config.get("_class_name", "")).startswith("FlowMatch")
+
+
+def is_flow(scheduler_config: Mapping[str, Any]) -> bool:
+    """Return whether the model behind a diffusers scheduler config was trained by flow matching."""
+    return bool(
+        is_flow_matching(scheduler_config)
+        or scheduler_config.get("use_flow_sigmas")
+        or scheduler_config.get("prediction_type") == "flow_prediction"
+    )

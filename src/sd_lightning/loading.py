@@ -1,0 +1,300 @@
+"""Files <-> :class:`LatentDiffusion`: above the model, adapters and int8, all of which it knows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models import assets, families
+from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.models.adapters.lora import adapted_weights, merged_state_dict
+from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.pipeline_folder import (
+    config_file,
+    defer_network,
+    file_keys,
+    find_configs,
+    find_folder,
+    instantiate,
+    load_network,
+    load_tokenizer,
+    meta_network,
+    no_progress_bar,
+    read_component,
+    read_json,
+    saved_config,
+    weights_file,
+    write_json,
+)
+from sd_lightning.quantization.folder import load_int8_network, stored_int8
+from sd_lightning.quantization.model import int8_config, int8_record
+from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.storage.streamed_tensor import write_tensors
+
+
+def build(architecture: str | Architecture, *, seed: int = 0, device: str | torch.device = "cpu") -> LatentDiffusion:
+    """Build a model from its configuration, with random weights.
+
+    The ``tiny`` model gets the trained VAE that ships with the package. Without downloads there is no CLIP vocabulary,
+    so every architecture gets the shipped byte-level tokenizer.
+
+    Args:
+        architecture: "tiny", "sd15", "sd21", "sdxl" or an :class:`Architecture`.
+        seed: Seed of the random weights; the global generator is left as it was.
+        device: Where the weights are made; "meta" makes none.
+
+    Raises:
+        UsageError: The name is not known.
+    """
+    from transformers import CLIPTokenizer
+
+    is_tiny = architecture == "tiny"
+    if isinstance(architecture, str):
+        architecture = families.architecture(architecture, who="LatentDiffusion.build")
+    family = family_of(architecture.pipeline_class, who="LatentDiffusion.build")
+    tokenizers = {
+        family.tokenizer_of(name): CLIPTokenizer.from_pretrained(
+            assets.TINY_TOKENIZER, model_max_length=architecture.length_of(name)
+        )
+        for name in family.text_encoders
+    }
+    components = dict(copy.deepcopy(architecture.networks))  # the model's record may be changed
+    for name in family.text_encoders:
+        tokenizer = tokenizers[family.tokenizer_of(name)]
+        ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
+        config = {"vocab_size": len(tokenizer), **components[name].config, **ids}
+        components[name] = Component(components[name].library, components[name].class_name, config)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        networks = {name: instantiate(component) for name, component in components.items()}
+        if architecture.token_embedding_std is not None:
+            embedding = networks["text_encoder"].get_input_embeddings().weight  # type: ignore[operator]
+            nn.init.normal_(embedding, std=architecture.token_embedding_std)
+    if is_tiny and torch.device(device).type != "meta":
+        networks["vae"], components["vae"] = load_network(components["vae"], assets.TINY_VAE)
+    return LatentDiffusion(
+        networks,
+        tokenizers=tokenizers,
+        components={**components, "scheduler": architecture.scheduler},
+        pipeline_class=architecture.pipeline_class,
+    )
+
+
+def from_pretrained(
+    pretrained_model_name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    vae: str | Path | None = None,
+    deferred: Sequence[str] = (),
+) -> LatentDiffusion:
+    """Load a pipeline in the diffusers layout: in float32, or in int8 if it was saved so.
+
+    Adapters that a run with ``trainable=lora`` has saved in the folder are added to the weights.
+
+    Args:
+        pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
+        revision: Branch, tag or commit on the hub.
+        variant: File variant, e.g. "fp16".
+        vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
+        deferred: Networks to build on the meta device: their weights stay in their files until a trainer is set up,
+            when every process reads what it keeps of them. Until then they cannot compute. Names of networks,
+            "denoiser", "text_encoders" or "all"; names that the pipeline does not have mean nothing.
+
+    Raises:
+        UsageError: There is no such pipeline, or a part of it is missing or unreadable.
+    """
+    root = find_folder(pretrained_model_name_or_path, revision=revision, variant=variant)
+    weights: dict[str, DeferredWeights] = {}
+    adapters = (root / LORA_NAME).is_file()
+
+    def load(name: str, component: Component, family: Family) -> tuple[nn.Module, Component]:
+        if name == "vae" and vae is not None:
+            return load_network(component, Path(vae))
+        if (int8 := stored_int8(root / name)) is not None:
+            return load_int8_network(component, root / name, int8, overflows=family.vae_overflows, variant=variant)
+        if name in _named(deferred, family) and not adapters:
+            network, described, weights[name] = defer_network(component, root / name, variant=variant)
+            return network, described
+        return load_network(component, root / name, variant=variant)
+
+    model = _from_folder(root, load)
+    model.deferred = weights
+    if adapters:
+        _add_adapters(model, root)
+    return model
+
+
+def describe(
+    pretrained_model_name_or_path: str | Path, *, revision: str | None = None, vae: str | Path | None = None
+) -> LatentDiffusion:
+    """Build the networks of a pipeline on the meta device, from its configuration files: all sizes, no weights.
+
+    Args:
+        pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
+        revision: Branch, tag or commit on the hub.
+        vae: Another VAE (a folder or repository id).
+
+    Raises:
+        UsageError: There is no such pipeline, or a part of it is missing or unreadable.
+    """
+    root = find_configs(pretrained_model_name_or_path, revision=revision)
+    return _from_folder(
+        root, lambda name, part, _: meta_network(part, root / name if vae is None or name != "vae" else Path(vae))
+    )
+
+
+def save_pretrained(model: LatentDiffusion, folder: str | Path, *, skip: Sequence[str] = ()) -> None:
+    """Write a pipeline folder in the diffusers layout (safetensors).
+
+    Args:
+        model: The model.
+        folder: Written into; made if it does not exist.
+        skip: Networks whose weights are left out (their configuration is written).
+
+    Raises:
+        UsageError: Weights are still in their files, in shards of a strategy, or in int8 with LoRA on top.
+    """
+    model.check_is_read("save_pretrained", skip=skip)
+    _check_can_merge(model)
+    folder, family = Path(folder), model.family
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tokenizer in model.tokenizers.items():
+        tokenizer.save_pretrained(folder / name)
+    index: dict[str, Any] = {"_class_name": model.pipeline_class, "_diffusers_version": version("diffusers")}
+    index |= {name: [None, None] for name in family.absent}
+    index |= {name: [family.parts[name].library, family.parts[name].classes[0]] for name in model.tokenizers}
+    index |= model.pipeline_options
+    for name, component in model.components.items():
+        index[name] = [component.library, component.class_name]
+        (folder / name).mkdir(exist_ok=True)
+        record = int8_record(model.networks[name]) if name in model.networks else {}
+        write_json(folder / name / config_file(component, name), saved_config(component) | record)
+        if name in model.networks and name not in skip:
+            state = merged_state_dict(model.networks[name])
+            _check_is_in_memory(name, state)
+            keys = file_keys(component, state)
+            write_tensors(folder / name / weights_file(component), {keys[k]: v for k, v in state.items()})
+    write_json(folder / "model_index.json", index)
+
+
+def load_model(
+    *,
+    architecture: str,
+    pretrained: str | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    vae: str | None = None,
+    seed: int = 0,
+    deferred: Sequence[str] = (),
+) -> LatentDiffusion:
+    """Load pretrained weights if they are named, otherwise build the architecture with random ones.
+
+    Random weights are made in every process and are then there: ``deferred`` is about files.
+
+    Raises:
+        UsageError: Options of pretrained weights without ``pretrained``, or what :func:`check_pretrained`,
+            :func:`build` and :func:`from_pretrained` raise.
+    """
+    if pretrained is not None:
+        check_pretrained(architecture, pretrained, revision=revision)
+        return from_pretrained(pretrained, revision=revision, variant=variant, vae=vae, deferred=deferred)
+    given = {k: v for k, v in {"revision": revision, "variant": variant, "vae": vae}.items() if v is not None}
+    if given:
+        raise UsageError(
+            f"model got {', '.join(f'{k}={v}' for k, v in given.items())} without pretrained weights; "
+            "add model.pretrained=<hub id or folder>"
+        )
+    return build(architecture, seed=seed)
+
+
+def check_pretrained(architecture: str, pretrained: str, *, revision: str | None = None) -> None:
+    """Refuse to train a pipeline that another ``model=`` names, or whose weights are in int8; reads configurations.
+
+    Raises:
+        UsageError: It is one, or there is no such pipeline.
+    """
+    families.architecture(architecture, who="model")
+    root = find_configs(pretrained, revision=revision)
+    family = family_of(str(read_json(root / "model_index.json").get("_class_name")), who=str(root))
+    denoiser = read_json(root / family.denoiser / "config.json")
+    found = contradiction(architecture, family.pipeline_class, denoiser)
+    if found is not None:
+        raise UsageError(f"model={architecture}, but {pretrained} holds {found[0]}; write model={found[1]}")
+    if any(stored_int8(root / name) for name in family.networks):
+        raise UsageError(
+            f"model.pretrained={pretrained}: its weights are in int8, which cannot be trained; give the pipeline that "
+            "it was made from"
+        )
+
+
+def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.Module, Component]]) -> LatentDiffusion:
+    """Make a model of a pipeline folder; ``load`` makes each network of its name, record and family."""
+    index = read_json(root / "model_index.json")
+    family = family_of(str(index.get("_class_name")), who=str(root))
+    scheduler = read_json(root / "scheduler" / "scheduler_config.json")
+    records = {name: read_component(index, name, family, root) for name in family.parts}
+    networks: dict[str, nn.Module] = {}
+    components: dict[str, Component] = {}
+    for name in family.networks:
+        networks[name], components[name] = load(name, records[name], family)
+    components["scheduler"] = Component("diffusers", scheduler.pop("_class_name"), scheduler)
+    return LatentDiffusion(
+        networks,
+        tokenizers={
+            name: load_tokenizer(root / name, record) for name, record in records.items() if name not in networks
+        },
+        components=components,
+        pipeline_class=family.pipeline_class,
+        pipeline_options={key: index.get(key, absent) for key, absent in family.stored_options.items()},
+    )
+
+
+def _named(names: Iterable[str], family: Family) -> set[str]:
+    """Return the networks that names and roles mean."""
+    roles = {"all": family.networks, "denoiser": (family.denoiser,), "text_encoders": family.text_encoders}
+    return {network for name in names for network in roles.get(name, (name,))}
+
+
+def _add_adapters(model: LatentDiffusion, folder: Path) -> None:
+    """Add the adapters of ``pytorch_lora_weights.safetensors`` to the weights."""
+    pipeline: Any = model.pipeline()
+    try:
+        with no_progress_bar():
+            pipeline.load_lora_weights(folder, weight_name=LORA_NAME)
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"{folder / LORA_NAME}: these adapters do not fit the model beside them ({reason}); copy the file "
+            "again, or delete it to load the model without"
+        ) from error
+
+
+def _check_can_merge(model: LatentDiffusion) -> None:
+    """Raise if a network is in int8, which has no place for what an adapter adds."""
+    names = sorted(n for n, network in model.networks.items() if int8_config(network) and adapted_weights(network))
+    if names:
+        raise UsageError(
+            f"LatentDiffusion.save_pretrained: {', '.join(names)} in int8 with LoRA on top; save the model with "
+            "LoRA first, then load and quantize_ it, or take LoRA off"
+        )
+
+
+def _check_is_in_memory(network: str, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise if an engine has taken the memory of weights."""
+    for name, tensor in state.items():
+        if type(tensor) is torch.Tensor and tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise UsageError(
+                f"save_pretrained: {network}.{name} is in shards of the training strategy; use the folder pipeline/ of "
+                "a checkpoint, or call trainer.strategy.engine.restore() in every process before"
+            )

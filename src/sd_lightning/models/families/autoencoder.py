@@ -1,0 +1,54 @@
+"""``AutoencoderKL``, the VAE of most families: its posterior, its scale, decoding in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TILE = 256
+"""Side of the tiles that pictures are decoded in, pixels. diffusers takes the size that the VAE was made for, 512 or
+more, with which a picture of 512 x 512 is one tile."""
+
+
+def scale_factor(config: Mapping[str, Any]) -> int:
+    """Return the pixels per latent cell along one side."""
+    return int(2 ** (len(config["block_out_channels"]) - 1))
+
+
+def moments(vae: Any, pixel_values: Tensor) -> Tensor:
+    """Return mean and log-variance (B, 2C, h, w) of the posterior of images (B, 3, H, W) in [-1, 1]."""
+    found: Tensor = vae.encode(pixel_values).latent_dist.parameters
+    return found
+
+
+def latents(config: Mapping[str, Any], moments: Tensor, noise: Tensor) -> Tensor:
+    """Draw from the posterior (Kingma & Welling 2013, arXiv 1312.6114, section 2.4), shifted and scaled.
+
+    Args:
+        config: Configuration of the VAE.
+        moments: Mean and log-variance (B, 2C, h, w).
+        noise: Standard normal (B, C, h, w).
+    """
+    mean, log_variance = moments.chunk(2, dim=1)
+    sample = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise
+    return (sample - (config.get("shift_factor") or 0.0)) * float(config.get("scaling_factor", 0.18215))
+
+
+@contextmanager
+def decoding_in_tiles(vae: Any, tiling: bool) -> Iterator[None]:
+    """Let the VAE decode in tiles of at most ``TILE`` pixels, if ``tiling``."""
+    names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
+    before = {name: getattr(vae, name) for name in names}
+    if tiling:
+        vae.enable_tiling()
+        vae.tile_sample_min_size = min(TILE, vae.tile_sample_min_size)
+        vae.tile_latent_min_size = vae.tile_sample_min_size // scale_factor(vae.config)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vae, name, value)

@@ -1,0 +1,106 @@
+"""Stable Diffusion XL: a UNet, two CLIP text encoders and size conditioning (arXiv 2307.01952)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sd_lightning.models.families.base import SIZES, Architecture, Component, Conditioning
+from sd_lightning.models.families.single_file import Layout
+from sd_lightning.models.families.stable_diffusion import BETAS, CLIP, CLIP_L, TOKENIZER, UNET, VAE, UNetFamily, vae
+
+
+class SDXL(UNetFamily):
+    """Stable Diffusion XL."""
+
+    pipeline_class = "StableDiffusionXLPipeline"
+    parts = {
+        "unet": UNET,
+        "vae": VAE,
+        "text_encoder": CLIP,
+        "text_encoder_2": CLIP,
+        "tokenizer": TOKENIZER,
+        "tokenizer_2": TOKENIZER,
+    }
+    # Captions are dropped to "" in training, so that is what a model built here is guided away from; the published
+    # models, whose model_index.json may not say so, want zeros in its place.
+    pipeline_options = {"force_zeros_for_empty_prompt": False}
+    stored_options = {"force_zeros_for_empty_prompt": True}
+    vae_overflows = True
+
+    def condition(self, text_encoders: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> Conditioning:
+        """Encode as in section 2.2 of the paper.
+
+        The penultimate hidden states of both encoders are concatenated. The pooled output of the second and six
+        numbers (original size, crop corner, target size) go through the time embedding.
+
+        Returns:
+            ``encoder_hidden_states`` (B, L, D1 + D2) and ``added_cond_kwargs`` with ``text_embeds`` (B, P) and
+            ``time_ids`` (B, 6).
+        """
+        hidden, pooled = [], None
+        for name in self.text_encoders:
+            output = text_encoders[name](batch["input_ids"][name], output_hidden_states=True)
+            hidden.append(output.hidden_states[-2])
+            pooled = output[0]
+        time_ids = torch.cat([batch[name] for name in SIZES], dim=1)
+        return {
+            "encoder_hidden_states": torch.cat(hidden, dim=-1),
+            # float32 whatever the encoders compute in: bfloat16 does not know odd sizes above 256.
+            "added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids.float()},
+        }
+
+    def embedding_keys(self, placeholder_token: str) -> tuple[str, ...]:
+        return "clip_l", "clip_g"  # CLIP ViT-L and OpenCLIP ViT-bigG
+
+    def single_file_layout(self, text_encoder_config: Mapping[str, Any]) -> Layout | None:
+        return "xl"
+
+    architectures = {
+        "sdxl": Architecture(
+            pipeline_class,
+            networks={
+                "unet": Component(
+                    "diffusers",
+                    "UNet2DConditionModel",
+                    {
+                        "sample_size": 128,
+                        "attention_head_dim": [5, 10, 20],
+                        "block_out_channels": [320, 640, 1280],
+                        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+                        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+                        "transformer_layers_per_block": [1, 2, 10],
+                        "cross_attention_dim": 2048,
+                        "use_linear_projection": True,
+                        "addition_embed_type": "text_time",
+                        "addition_time_embed_dim": 256,
+                        "projection_class_embeddings_input_dim": 2816,
+                    },
+                ),
+                "vae": vae(sample_size=1024, scaling_factor=0.13025, force_upcast=True),
+                "text_encoder": Component("transformers", "CLIPTextModel", CLIP_L),
+                "text_encoder_2": Component(
+                    "transformers",
+                    "CLIPTextModelWithProjection",
+                    {
+                        "vocab_size": 49408,
+                        "hidden_size": 1280,
+                        "intermediate_size": 5120,
+                        "num_hidden_layers": 32,
+                        "num_attention_heads": 20,
+                        "max_position_embeddings": 77,
+                        "hidden_act": "gelu",
+                        "projection_dim": 1280,
+                    },
+                ),
+            },
+            scheduler=Component(
+                "diffusers",
+                "EulerDiscreteScheduler",
+                {**BETAS, "prediction_type": "epsilon", "timestep_spacing": "leading", "steps_offset": 1},
+            ),
+        )
+    }

@@ -1,0 +1,197 @@
+"""Stable Diffusion 1.x and 2.x: a UNet, one CLIP text encoder, an ``AutoencoderKL`` (arXiv 2112.10752).
+
+The configurations of ``sd15`` and ``sd21`` are those published with the original releases. ``tiny`` has the same
+classes, small enough to train in a minute on two CPU cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from sd_lightning.models.families.autoencoder import scale_factor
+from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Part
+from sd_lightning.models.families.sampling import takes_noise_pred
+from sd_lightning.models.families.single_file import Layout
+
+UNET = Part("diffusers", ("UNet2DConditionModel",))
+VAE = Part("diffusers", ("AutoencoderKL",))
+CLIP = Part("transformers", ("CLIPTextModel", "CLIPTextModelWithProjection"))
+TOKENIZER = Part("transformers", ("CLIPTokenizer", "CLIPTokenizerFast"))
+BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+CLIP_L = {
+    "vocab_size": 49408,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 77,
+    "hidden_act": "quick_gelu",
+    "projection_dim": 768,
+}
+
+
+def vae(**config: Any) -> Component:
+    """Return the VAE of the published models."""
+    own = {
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "latent_channels": 4,
+    }
+    return Component("diffusers", "AutoencoderKL", own | config)
+
+
+class UNetFamily(Family):
+    """What Stable Diffusion 1.x, 2.x and XL have in common."""
+
+    denoiser = "unet"
+    block_classes = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
+    width_key = "cross_attention_dim"  # the width of the text encoder
+
+    def resolution(self, components: Mapping[str, Component]) -> int:
+        return int(components["unet"].config["sample_size"]) * scale_factor(components["vae"].config)
+
+    def denoise(
+        self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
+    ) -> Tensor:
+        prediction: Tensor = denoiser(noisy_latents, timesteps, **conditioning).sample
+        return prediction
+
+    def samples_with(self, scheduler: Any) -> bool:
+        return takes_noise_pred(scheduler)
+
+
+class StableDiffusion(UNetFamily):
+    """Stable Diffusion 1.x and 2.x."""
+
+    pipeline_class = "StableDiffusionPipeline"
+    parts = {"unet": UNET, "vae": VAE, "text_encoder": CLIP, "tokenizer": TOKENIZER}
+    absent = ("safety_checker", "feature_extractor", "image_encoder")
+    pipeline_options = {"requires_safety_checker": False}
+
+    def condition(self, text_encoders: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> Conditioning:
+        """Return the last hidden state of the text encoder, ``encoder_hidden_states`` (B, L, D)."""
+        return {"encoder_hidden_states": text_encoders["text_encoder"](batch["input_ids"]["text_encoder"])[0]}
+
+    def single_file_layout(self, text_encoder_config: Mapping[str, Any]) -> Layout | None:
+        """1.x and 2.x differ in their text encoder, CLIP or OpenCLIP."""
+        layouts: dict[str, Layout] = {"quick_gelu": "v1", "gelu": "v2"}
+        return layouts.get(text_encoder_config.get("hidden_act", "quick_gelu"))
+
+    architectures = {
+        "tiny": Architecture(
+            pipeline_class,
+            networks={
+                "unet": Component(
+                    "diffusers",
+                    "UNet2DConditionModel",
+                    {
+                        "sample_size": 8,
+                        "in_channels": 4,
+                        "out_channels": 4,
+                        "layers_per_block": 1,
+                        "block_out_channels": [32, 64],
+                        "norm_num_groups": 16,
+                        "cross_attention_dim": 64,
+                        "attention_head_dim": 4,
+                        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+                        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+                    },
+                ),
+                "vae": vae(
+                    down_block_types=["DownEncoderBlock2D"] * 3,
+                    up_block_types=["UpDecoderBlock2D"] * 3,
+                    block_out_channels=[8, 16, 16],
+                    layers_per_block=1,
+                    norm_num_groups=8,
+                    sample_size=32,
+                ),
+                "text_encoder": Component(
+                    "transformers",
+                    "CLIPTextModel",
+                    {
+                        "hidden_size": 64,
+                        "intermediate_size": 256,
+                        "num_hidden_layers": 2,
+                        "num_attention_heads": 4,
+                        "max_position_embeddings": 8,
+                    },
+                ),
+            },
+            scheduler=Component(
+                "diffusers",
+                "DPMSolverMultistepScheduler",
+                {**BETAS, "prediction_type": "v_prediction", "steps_offset": 1},
+            ),
+            max_length=8,
+            token_embedding_std=1.0,
+        ),
+        "sd15": Architecture(
+            pipeline_class,
+            networks={
+                "unet": Component(
+                    "diffusers",
+                    "UNet2DConditionModel",
+                    {"sample_size": 64, "attention_head_dim": 8, "cross_attention_dim": 768},
+                ),
+                "vae": vae(sample_size=512, scaling_factor=0.18215),
+                "text_encoder": Component("transformers", "CLIPTextModel", CLIP_L),
+            },
+            scheduler=Component(
+                "diffusers",
+                "DDIMScheduler",
+                {
+                    **BETAS,
+                    "prediction_type": "epsilon",
+                    "clip_sample": False,
+                    "set_alpha_to_one": False,
+                    "steps_offset": 1,
+                },
+            ),
+        ),
+        "sd21": Architecture(
+            pipeline_class,
+            networks={
+                "unet": Component(
+                    "diffusers",
+                    "UNet2DConditionModel",
+                    {
+                        "sample_size": 96,
+                        "attention_head_dim": [5, 10, 20, 20],
+                        "cross_attention_dim": 1024,
+                        "use_linear_projection": True,
+                    },
+                ),
+                "vae": vae(sample_size=768, scaling_factor=0.18215),
+                "text_encoder": Component(
+                    "transformers",
+                    "CLIPTextModel",
+                    {
+                        "vocab_size": 49408,
+                        "hidden_size": 1024,
+                        "intermediate_size": 4096,
+                        "num_hidden_layers": 23,
+                        "num_attention_heads": 16,
+                        "max_position_embeddings": 77,
+                        "hidden_act": "gelu",
+                        "projection_dim": 512,
+                    },
+                ),
+            },
+            scheduler=Component(
+                "diffusers",
+                "DDIMScheduler",
+                {
+                    **BETAS,
+                    "prediction_type": "v_prediction",
+                    "clip_sample": False,
+                    "set_alpha_to_one": False,
+                    "steps_offset": 1,
+                },
+            ),
+        ),
+    }

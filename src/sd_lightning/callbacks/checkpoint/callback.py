@@ -11,15 +11,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint import opening
-from sd_lightning.callbacks.checkpoint.data import check_datamodule, compare_data, data_fingerprint
+from sd_lightning.callbacks.checkpoint import data, frozen_weights, opening, restore, trainer_state, writer
 from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
-from sd_lightning.callbacks.checkpoint.frozen_weights import check_same_frozen, fingerprints, write_frozen_weights
-from sd_lightning.callbacks.checkpoint.record import RunRecord, callback_states
-from sd_lightning.callbacks.checkpoint.restore import agree_on_checkpoint, check_same_run, restore
 from sd_lightning.callbacks.checkpoint.rotation import Rotation
-from sd_lightning.callbacks.checkpoint.trainer_state import configured_groups, read_trainer_state
-from sd_lightning.callbacks.checkpoint.writer import replace_callbacks, write_checkpoint
 from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
 from sd_lightning.callbacks.throughput import paused
 from sd_lightning.storage import checkpoint, runs, typed_json
@@ -67,7 +61,7 @@ class PortableCheckpoint(Checkpoint):
         """Holds the run's lock, from before the first step until the fit ends."""
         self.restored: Path | None = None
         """The checkpoint that the last fit continued."""
-        self._record = RunRecord()
+        self._record = trainer_state.RunRecord()
         self._rotation = Rotation()
         self._saved_callbacks: str | None = None
         self._last_step = 0
@@ -95,23 +89,25 @@ class PortableCheckpoint(Checkpoint):
         if stage != "fit":
             return
         module = cast(SDLightningModule, pl_module)
-        datamodule = check_datamodule(trainer.datamodule)  # type: ignore[attr-defined]
-        self.resume = agree_on_checkpoint(trainer, self.resume)
+        datamodule = data.check_datamodule(trainer.datamodule)  # type: ignore[attr-defined]
+        self.resume = restore.agree_on_checkpoint(trainer, self.resume)
         self.check_resume(module, datamodule)
         self.restored, self._is_later_fit = None, trainer.global_step > 0
         opening.take_folder(trainer, self.folder)
         if trainer.is_global_zero:
-            self._record.frozen |= fingerprints(module)
-            write_frozen_weights(self.run_dir, module)
+            self._record.frozen |= frozen_weights.fingerprints(module)
+            frozen_weights.write_frozen_weights(self.run_dir, module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._record.start_clock()
         self._rotation, self._saved_callbacks = Rotation(), None
         if trainer.is_global_zero:
-            self._record.data = data_fingerprint(trainer)
-        self._record.configured = configured_groups(training_state(trainer).optimizer_groups())
+            self._record.data = data.data_fingerprint(trainer)
+        self._record.configured = trainer_state.configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
-        typed_json.dumps(callback_states(trainer))  # before the first step, not after hours: can they be saved?
+        typed_json.dumps(
+            trainer_state.callback_states(trainer)
+        )  # before the first step, not after hours: can they be saved?
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._open_run(trainer, pl_module)
 
@@ -186,8 +182,8 @@ class PortableCheckpoint(Checkpoint):
                 log.warning("step %d: no checkpoint is saved while the loss is not finite", trainer.global_step)
                 return None
             self._record.loss = loss
-            saved = write_checkpoint(trainer, module, self.run_dir, self._record)
-            self._saved_callbacks = typed_json.dumps(callback_states(trainer))
+            saved = writer.write_checkpoint(trainer, module, self.run_dir, self._record)
+            self._saved_callbacks = typed_json.dumps(trainer_state.callback_states(trainer))
             self._rotation.saved(saved)
             if trainer.is_global_zero:
                 self._rotation.prune(self.run_dir, self.keep)
@@ -202,11 +198,11 @@ class PortableCheckpoint(Checkpoint):
         newest, saved = self.last_saved, self._saved_callbacks
         if newest is None or saved is None or checkpoint.step_of(newest) != trainer.global_step:
             return
-        callbacks = callback_states(trainer)
+        callbacks = trainer_state.callback_states(trainer)
         text = typed_json.dumps(callbacks)
         if trainer.strategy.reduce_boolean_decision(text != saved, all=False):
             with paused(trainer, "saving"):
-                replace_callbacks(trainer, self.run_dir, newest, callbacks)
+                writer.replace_callbacks(trainer, self.run_dir, newest, callbacks)
             self._saved_callbacks = text
 
     def _open_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -227,9 +223,9 @@ class PortableCheckpoint(Checkpoint):
             UsageError: The checkpoint is of another model, or of a run with another batch size, seed or adapters.
         """
         if self.resume is not None:
-            saved = read_trainer_state(self.resume)
-            check_same_run(saved, pl_module, datamodule.batch_size, self.resume)
-            check_same_frozen(saved, fingerprints(pl_module), self.resume)
+            saved = trainer_state.read_trainer_state(self.resume)
+            restore.check_same_run(saved, pl_module, datamodule.batch_size, self.resume)
+            frozen_weights.check_same_frozen(saved, frozen_weights.fingerprints(pl_module), self.resume)
 
     def check_data(self, datamodule: pl.LightningDataModule) -> None:
         """Compare the training set with that of the checkpoint to resume, if any, before a run is started.
@@ -238,12 +234,12 @@ class PortableCheckpoint(Checkpoint):
             UsageError: The epoch that the checkpoint is in the middle of holds other samples by now.
         """
         if self.resume is not None:
-            compare_data(datamodule, read_trainer_state(self.resume), self.resume)
+            data.compare_data(datamodule, trainer_state.read_trainer_state(self.resume), self.resume)
 
     def restore(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Continue from ``resume``, if it is given, before the first step; a second ``fit`` goes on from there."""
         if self.resume is not None:
-            restore(trainer, cast(SDLightningModule, pl_module), self.resume, self._record)
+            restore.restore(trainer, cast(SDLightningModule, pl_module), self.resume, self._record)
             self._rotation.newest = self.restored = self.resume
             self.resume = None
         self._last_step = trainer.global_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +12,7 @@ import lightning.pytorch as pl
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.position import RunPosition
 from sd_lightning.callbacks.checkpoint.together import on_rank_zero
+from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.fingerprint import Change
 
 log = logging.getLogger(__name__)
@@ -30,23 +30,6 @@ class ResumableData(Protocol):
         ...
 
 
-@runtime_checkable
-class TrackedData(Protocol):
-    """What ``SDDataModule`` tells of its samples; datamodules of one's own need not."""
-
-    changed: str
-
-    def fingerprint(self) -> dict[str, Any]: ...
-
-    def change_since(self, saved: Mapping[str, Any]) -> Change | None: ...
-
-    def gather_bad_samples(self) -> dict[str, str]: ...
-
-    def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]: ...
-
-    def recall_bad(self, bad: Mapping[str, str]) -> None: ...
-
-
 def check_datamodule(datamodule: object) -> ResumableData:
     """Return the trainer's datamodule, which knows where a run stands.
 
@@ -62,9 +45,10 @@ def check_datamodule(datamodule: object) -> ResumableData:
     )
 
 
-def _tracked(trainer: pl.Trainer) -> TrackedData | None:
+def _tracked(trainer: pl.Trainer) -> SDDataModule | None:
+    """Return the datamodule if it is ours: one of the user's own need not know its samples."""
     datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule if isinstance(datamodule, TrackedData) else None
+    return datamodule if isinstance(datamodule, SDDataModule) else None
 
 
 def data_fingerprint(trainer: pl.Trainer) -> dict[str, Any] | None:
@@ -90,7 +74,7 @@ def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Chang
     Raises:
         UsageError: The epoch that the checkpoint is in the middle of holds other samples by now.
     """
-    if saved.get("data") is None or not isinstance(datamodule, TrackedData):
+    if saved.get("data") is None or not isinstance(datamodule, SDDataModule):
         return None
     change = datamodule.change_since(saved["data"])
     position = RunPosition(**saved["position"])

@@ -11,18 +11,11 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint import trainer_state
 from sd_lightning.callbacks.checkpoint.data import go_on_with_data
 from sd_lightning.callbacks.checkpoint.position import RunPosition, restore_position
-from sd_lightning.callbacks.checkpoint.record import RunRecord
 from sd_lightning.callbacks.checkpoint.scheduler_state import load_scheduler_state
 from sd_lightning.callbacks.checkpoint.together import on_rank_zero
-from sd_lightning.callbacks.checkpoint.trainer_state import (
-    adopt_settings,
-    check_same_model,
-    check_same_parts,
-    read_trainer_state,
-    trained_parts,
-)
 from sd_lightning.callbacks.ema import ema_of
 from sd_lightning.state.optimizer_change import keep_states
 from sd_lightning.state.shards import SavedParameter, TrainingState
@@ -66,14 +59,14 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
         UsageError: The checkpoint is of another model, or of a run with another batch size, seed or adapters.
     """
     RunPosition(**saved["position"]).check_same_run(batch_size=batch_size, seed=module.seed)
-    check_same_parts(saved, trained_parts(module.lora, module.learned_token), path)
+    trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
     # A strategy may have partitioned the parameters already: DeepSpeed leaves empty ones that know their shape.
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
-    check_same_model(saved["parameters"], shapes, path)
+    trainer_state.check_same_model(saved["parameters"], shapes, path)
 
 
-def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: RunRecord) -> None:
+def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: trainer_state.RunRecord) -> None:
     """Put everything that a checkpoint holds into a run before its first step; a collective call.
 
     Args:
@@ -85,7 +78,7 @@ def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: 
     Raises:
         UsageError: The checkpoint is of another run, or of one with another schedule.
     """
-    saved = read_trainer_state(path)
+    saved = trainer_state.read_trainer_state(path)
     check_same_run(saved, module, trainer.datamodule.batch_size, path)  # type: ignore[attr-defined]
     position = go_on_with_data(trainer, saved, path)
     state = training_state(trainer)
@@ -103,9 +96,9 @@ def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: 
     log.info("resumed %s at step %d", path, position.optimizer_steps)
 
 
-def _adopt_settings(saved: dict[str, Any], record: RunRecord, path: Path) -> None:
+def _adopt_settings(saved: dict[str, Any], record: trainer_state.RunRecord, path: Path) -> None:
     """Let the optimizer's settings of this run replace those of the checkpoint where they differ."""
-    changes = adopt_settings(saved, record.configured)
+    changes = trainer_state.adopt_settings(saved, record.configured)
     if changes and "configured_groups" in saved:
         log.info("resume=%s: settings of this run's optimizer apply from here: %s", path, changes)
     elif changes:

@@ -14,9 +14,8 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.data import gather_bad_samples
 from sd_lightning.callbacks.checkpoint.pipeline import write_pipeline
-from sd_lightning.callbacks.checkpoint.record import RunRecord
 from sd_lightning.callbacks.checkpoint.together import failing_together, saving_together
-from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
+from sd_lightning.callbacks.checkpoint.trainer_state import RunRecord, read_trainer_state
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.guards import REMEDY, last_good
 from sd_lightning.state.shards import ParameterShard, TensorRange, tensor_of

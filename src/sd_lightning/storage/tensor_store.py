@@ -129,11 +129,10 @@ class ShardedTensors:
     def _slices(self, key: str) -> Iterator[Tensor]:
         stored = self._entry(key)
         max_numel = SLICE_BYTES // stored.dtype.itemsize
-        for piece, start, stop in self._spans(key, 0, stored.numel):
-            for position in range(start, stop, max_numel):
-                block = self._buffer.take([min(max_numel, stop - position)], stored.dtype)
-                self._read(key, piece, position, block)
-                yield block
+        for begin in range(0, stored.numel, max_numel):
+            block = self._buffer.take([min(max_numel, stored.numel - begin)], stored.dtype)
+            self.read_into(key, block, begin, begin + block.numel())
+            yield block
 
     def close(self) -> None:
         """Close the files."""

@@ -105,9 +105,7 @@ class PortableCheckpoint(Checkpoint):
             self._record.data = data.data_fingerprint(trainer)
         self._record.configured = trainer_state.configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
-        typed_json.dumps(
-            trainer_state.callback_states(trainer)
-        )  # before the first step, not after hours: can they be saved?
+        typed_json.dumps(trainer_state.callback_states(trainer))  # raises before the first step, not after hours
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._open_run(trainer, pl_module)
 

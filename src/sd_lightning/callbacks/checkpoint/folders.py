@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -20,16 +20,8 @@ from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import ShardedTensors
 
-
-class Resumes(Protocol):
-    """The part of ``PortableCheckpoint`` that is asked here."""
-
-    run_dir: Path
-    resume: Path | None
-
-    def restore(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue from ``resume``."""
-        ...
+if TYPE_CHECKING:
+    from sd_lightning.callbacks.checkpoint.callback import PortableCheckpoint
 
 
 class CheckpointFolders(CheckpointIO):
@@ -43,7 +35,7 @@ class CheckpointFolders(CheckpointIO):
         files: Who reads and writes everything else.
     """
 
-    def __init__(self, callback: Resumes, trainer: pl.Trainer, files: CheckpointIO) -> None:
+    def __init__(self, callback: PortableCheckpoint, trainer: pl.Trainer, files: CheckpointIO) -> None:
         self._callback = callback
         self._trainer = trainer
         self._files = files

@@ -23,7 +23,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import TensorRange
 from sd_lightning.storage import safetensors_file, streamed_tensor, tensor_store
 from sd_lightning.storage.safetensors_file import flat_blocks
-from sd_lightning.storage.streamed_tensor import StreamedTensor, write_file, write_streamed
+from sd_lightning.storage.streamed_tensor import StreamedTensor, write_file, write_streamed, write_tensors
 from sd_lightning.storage.tensor_store import ShardedTensors, merge_index, write_shards
 
 
@@ -173,6 +173,31 @@ def test_read_into_converts_to_the_dtype_of_the_target(tmp_path: Path) -> None:
     with ShardedTensors(tmp_path) as reader:
         reader.read_into("x", weights, 0, 1000)
     assert torch.equal(weights.detach().view(-1), master.bfloat16())
+
+
+WRITTEN_BEFORE = {
+    "index.json": "af7e40b5a3ec2c97fa1244c4a631276e233f0c9660a529a2f49326760498abfa",
+    "n.safetensors": "90bc4ddf211f7eca456a90f23df2144fc91edbab318a7b5fef93f9a3fab284c7",
+    "shard-00000-of-00002.safetensors": "b18fb00d9953d61045b33a5eacea56a002dce41a37f76e970930cabe9a4f738d",
+    "shard-00001-of-00002.safetensors": "f8983f82cf3785580f2664c14279578edb405482dd01e141cb3c194c72b96816",
+}
+"""SHA-256 of what commit d7823e6, with another writer, made of the same tensors."""
+
+
+def test_files_are_those_of_earlier_releases_byte_for_byte(tmp_path: Path) -> None:
+    weight = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    half = torch.arange(10, dtype=torch.bfloat16)
+    for rank in range(2):
+        begin = 12 * rank
+        ranges = [TensorRange("master/unet.w", (2, 3, 2, 2), begin, begin + 12, weight[rank])]
+        ranges.append(TensorRange("exp_avg/unet.b", (10,), 10 * rank, 10, half[10 * rank :]))
+        if rank == 0:
+            ranges.append(TensorRange("ema/unet.s", (), 0, 1, lambda: torch.tensor(2.5), torch.float32))
+        write_shards(tmp_path, rank, 2, ranges)
+    merge_index(tmp_path, 2)
+    write_tensors(tmp_path / "n.safetensors", {"half": half, "w": weight, "ids": torch.arange(3)})
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+    assert found == WRITTEN_BEFORE
 
 
 def test_several_pieces_of_one_tensor_on_one_rank(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Checkpoint directories: complete or absent, checksummed, never half of one.
 
 Layout: ``<run>/checkpoints/step-00000240/{pipeline/,state/,trainer.json,manifest.json}``. ``manifest.json`` holds the
-size and SHA-256 of every file. One process (rank 0) makes, commits and removes; all ranks write into it. How it gets
-its name in one step, and what a killed process leaves, says :mod:`sd_lightning.storage.atomic`. What a run left behind
-when it went back to an earlier step is called ``set-aside-…``.
+size and SHA-256 of every file. Rank 0 makes, completes and removes it; all ranks write into it. For how it gets its
+name in one step, and what a killed process leaves, see :mod:`sd_lightning.storage.atomic`. Checkpoints of later steps
+than the one that a run went back to are renamed ``set-aside-…``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where results may go: no folder of the user's is replaced, and a new one is there complete or not at all."""
+"""Folders for results: none of the user's is replaced, and a new one is complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a folder is: a run marks its own before it writes anything else there, and enters none that holds other files.
+"""A run's folder: it is marked before anything else is written there, and none that holds other files is entered.
 
 The mark is ``.sd_lightning``. Folders of earlier releases carry none; they are recognised by what lies in them. What
 operating systems put into folders by themselves (``.DS_Store``, ``lost+found``, …) counts as nothing.
@@ -181,7 +181,7 @@ def _keys(config: Path) -> set[str]:
 
 
 def _entries(folder: Path) -> list[str]:
-    """Names in a folder, without what systems put there and without what no run minds: a lock, half a mark."""
+    """List a folder, without files of the operating system, locks, and marks that were not completed."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     return [name for name in names if not (_matches(name, _FROM_SYSTEMS) or _is_passing(folder / name))]
 

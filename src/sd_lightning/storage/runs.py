@@ -1,4 +1,4 @@
-"""A run lives in one directory; this is its layout, and how other programs find things in it.
+"""Find checkpoints and pipelines in a run's directory, and publish its results there.
 
 ``<run>/`` holds ``.sd_lightning`` (the mark of a run: see :mod:`sd_lightning.storage.run_folder`), ``config.yaml``,
 ``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint),

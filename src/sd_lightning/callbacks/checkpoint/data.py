@@ -1,4 +1,4 @@
-"""What a checkpoint knows of the data: whether they have changed since, and which samples could not be used."""
+"""Compare the training set with that of a checkpoint, and carry over which samples could not be used."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _tracked(trainer: pl.Trainer) -> SDDataModule | None:
 
 
 def data_fingerprint(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """Return what tells whether the training set is still the same."""
+    """Return the fingerprint of the training set, by which a later run notices changes."""
     data = _tracked(trainer)
     return None if data is None else data.fingerprint()
 
@@ -64,7 +64,7 @@ def gather_bad_samples(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Change | None:
-    """Return what has become of the training set since a checkpoint; it looks at files.
+    """Return how the training set has changed since a checkpoint; it reads files.
 
     Args:
         datamodule: Of the run that resumes.
@@ -89,7 +89,7 @@ def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Chang
 
 
 def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> RunPosition:
-    """Say what has become of the data, count the bad samples of before, and return where the run goes on.
+    """Log changes of the training set, count the bad samples of earlier starts, and return where the run goes on.
 
     A collective call; rank 0 looks at the files.
 

@@ -36,7 +36,9 @@ def agree_on_checkpoint(trainer: pl.Trainer, resume: Path | None) -> Path | None
         UsageError: Another checkpoint lies there on the machine of some rank.
     """
     path, digest = on_rank_zero(trainer, lambda: (resume, resume and checkpoint.manifest_digest(resume)))
-    is_same = path is None or checkpoint.manifest_digest(path) == digest
+    if path is None:
+        return None
+    is_same = checkpoint.manifest_digest(path) == digest
     if not trainer.strategy.reduce_boolean_decision(is_same, all=True):
         where = f"rank {trainer.global_rank} on {socket.gethostname()}" if not is_same else "another rank"
         raise UsageError(

@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 from sd_lightning.apps import dreambooth, export, generate, train
-from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage import checkpoint
+from sd_lightning.storage.run_folder import RunFolder
 
 # (command line, words of the message in their order: who, what was given, what is expected, how to mend it)
 KEYS = [
@@ -909,9 +910,10 @@ def test_overwrite_deletes_what_a_run_left_and_nothing_else(folder: Path, tmp_pa
     (run_dir / "photos").mkdir()
     (run_dir / "photos/me.jpg").touch()
     (run_dir / ".sd_lightning").unlink()  # as an earlier release left it
-    runs.prepare(run_dir, overwrite=False)
+    folder_of_run = RunFolder(run_dir)
+    folder_of_run.open(overwrite=False)
     assert set(os.listdir(run_dir)) - {".lock"} == {*os.listdir(folder / "run"), "photos"}
-    runs.prepare(run_dir, overwrite=True)
+    folder_of_run.open(overwrite=True)
     left = contents(run_dir).keys() - {str(run_dir / ".lock")}
     assert left == {str(run_dir / name) for name in ("photos", "photos/me.jpg", ".sd_lightning")}
     assert (folder / "run/pipeline/model_index.json").exists()

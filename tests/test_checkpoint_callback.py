@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import textwrap
 import zipfile
@@ -21,7 +22,7 @@ from safetensors import safe_open
 import small_training as small
 from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.storage import checkpoint, run_folder, runs, typed_json
+from sd_lightning.storage import run_folder, runs, typed_json
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, verify
 
 Run = Callable[..., CompletedProcess[str]]
@@ -164,8 +165,8 @@ def test_the_size_of_a_checkpoint_is_told_at_the_start_and_is_an_upper_bound(
 def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = checkpoint.shutil.disk_usage(tmp_path)._replace(free=10_000_000)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UsageError, match=r"checkpoints needs? .* 0.01 GB free; .*output_dir"):
         small.fit(small.module(), small.data(), 1, PortableCheckpoint(tmp_path))
     assert not all_checkpoints(tmp_path)

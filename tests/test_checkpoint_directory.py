@@ -13,25 +13,25 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint.restore import agree_on_checkpoint
 from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.atomic import check_free_space, hard_link_tree
 from sd_lightning.storage.checkpoint import (
     all_checkpoints,
-    begin,
-    check_free_space,
     checkpoint_path,
     clean,
-    commit,
-    hard_link_tree,
     newest_valid,
     prune,
     saving,
     step_of,
     verify,
 )
+from sd_lightning.storage.run_folder import RunFolder
 
 
 def save(run_dir: Path, step: int, content: str = "weights") -> Path:
@@ -117,7 +117,72 @@ def test_every_single_altered_bit_is_found(tmp_path: Path) -> None:
         altered[bit // 8] ^= 1 << bit % 8
         shard.write_bytes(altered)
         assert verify(path) == ["state/shard.bin was altered (its SHA-256 differs)"]
-    assert verify(path, contents=False) == []
+    assert verify(path, hash_up_to=0) == []
+
+
+def hashed_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record by name which files are read and hashed."""
+    read: list[str] = []
+    file_digest = checkpoint.hashlib.file_digest
+    monkeypatch.setattr(
+        checkpoint.hashlib,
+        "file_digest",
+        lambda file, name: read.append(Path(file.name).name) or file_digest(file, name),
+    )
+    return read
+
+
+def test_only_the_first_process_hashes_large_files_unless_the_run_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SMALL_BYTES", 5)
+    paths = [save(tmp_path, step) for step in (1, 2)]
+    read = hashed_files(monkeypatch)
+    assert runs.find_checkpoint("auto", tmp_path) == paths[1]
+    assert read == ["shard.bin", "trainer.json"]
+    for given in ("auto", str(tmp_path), str(paths[1])):
+        read.clear()
+        assert runs.find_checkpoint(given, tmp_path, thorough=False) == paths[1]
+        assert read == ["trainer.json"]
+    (tmp_path / "summary.json").write_text('{"steps": 2}')  # the processes may leave before they hear of each other
+    read.clear()
+    assert runs.find_checkpoint("auto", tmp_path, thorough=False) == paths[1]
+    assert "shard.bin" in read
+    (tmp_path / "summary.json").unlink()
+    DAMAGES["altered"](paths[1])
+    assert runs.find_checkpoint("auto", tmp_path, thorough=False) == paths[1]
+    assert runs.find_checkpoint("auto", tmp_path) == paths[0]
+    DAMAGES["truncated"](paths[1])
+    assert runs.find_checkpoint("auto", tmp_path, thorough=False) == paths[0]
+    (paths[0] / "trainer.json").write_text("[]")
+    assert runs.find_checkpoint("auto", tmp_path, thorough=False) is None
+
+
+class Rank:
+    """A strategy of two ranks, of which rank 0 has broadcast a value already."""
+
+    def __init__(self, told: object) -> None:
+        self.told = told
+
+    def broadcast(self, value: object) -> object:
+        return self.told
+
+    def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
+        return decision
+
+
+def test_the_other_processes_take_the_checkpoint_that_the_first_has_verified_and_no_other(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (1, 2)]
+
+    def agreed(told: object, resume: Path | None) -> Path | None:
+        strategy = Rank((told, None))
+        return agree_on_checkpoint(SimpleNamespace(strategy=strategy, is_global_zero=False, global_rank=1), resume)  # type: ignore[arg-type]
+
+    digests = [checkpoint.manifest_digest(path) for path in paths]
+    assert agreed((paths[0], digests[0]), paths[1]) == paths[0]
+    assert agreed((None, None), paths[1]) is None
+    with pytest.raises(UsageError, match=f"resume={paths[0]}: rank 1 on .* sees another checkpoint there than rank 0"):
+        agreed((paths[0], digests[1]), paths[0])
 
 
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
@@ -160,13 +225,7 @@ def test_a_failed_rename_keeps_the_checkpoint_that_was_to_be_replaced(
 def test_known_checksums_are_taken_and_the_rest_is_read_once_per_inode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[str] = []
-    file_digest = checkpoint.hashlib.file_digest
-    monkeypatch.setattr(
-        checkpoint.hashlib,
-        "file_digest",
-        lambda file, name: read.append(Path(file.name).name) or file_digest(file, name),
-    )
+    read = hashed_files(monkeypatch)
     frozen = tmp_path / "vae"
     frozen.mkdir()
     (frozen / "weights").write_text("frozen")
@@ -184,8 +243,8 @@ def test_known_checksums_are_taken_and_the_rest_is_read_once_per_inode(
         hard_link_tree(path / "vae", tmp / "vae")
     assert read == []  # taken over from the checkpoint that links the same file
     assert verify(checkpoint_path(tmp_path, 2)) == []
-    with pytest.raises(ValueError, match="has no file 'absent'"):
-        commit(begin(tmp_path, 3), known={"absent": ""})
+    with pytest.raises(ValueError, match="has no file 'absent'"), saving(tmp_path, 3, known={"absent": ""}):
+        pass
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
@@ -263,8 +322,9 @@ def test_a_run_that_goes_back_sets_its_results_aside(tmp_path: Path, caplog: pyt
 _LOCKING = """
 import sys, time
 from pathlib import Path
-from sd_lightning.storage import runs
-runs.lock(Path(sys.argv[1]))
+from sd_lightning.storage.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+folder.lock()
 print("locked", flush=True)
 time.sleep(60)
 """
@@ -275,19 +335,24 @@ def test_a_directory_belongs_to_one_process_until_that_ends_even_by_sigkill(tmp_
         try:
             assert other.stdout is not None and other.stdout.readline() == b"locked\n"
             with pytest.raises(UsageError, match=rf"a run is at work in it \(process {other.pid} on .*choose another"):
-                runs.lock(tmp_path)
+                RunFolder(tmp_path).lock()
         finally:
             other.kill()
-    runs.lock(tmp_path)
-    runs.lock(tmp_path)  # as for two fits in a notebook
+    folder, again = RunFolder(tmp_path), RunFolder(tmp_path)
+    folder.lock()
+    for each in (folder, again):  # as for two fits in a notebook
+        each.lock()
+    again.unlock()  # it is not the one that holds it
     assert os.listdir(tmp_path) == [".lock"]
-    runs.unlock(tmp_path)
+    folder.unlock()
     assert os.listdir(tmp_path) == []
+    again.lock()
+    again.unlock()
 
 
 def test_clean_removes_leftovers_and_puts_back_what_was_being_replaced(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    (begin(tmp_path, 2) / "half").write_text("half")
+    (path.with_name(".tmp-step-00000002-00ff00ff") / "state").mkdir(parents=True)
     path.rename(path.with_name(".old-step-00000001-abcd"))
     (path.with_name(".trash-step-00000000-abcd") / "state").mkdir(parents=True)
     clean(tmp_path)
@@ -351,12 +416,13 @@ import torch
 from safetensors.torch import save_file
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.checkpoint import saving, newest_valid, checkpoint_path
-from sd_lightning.storage.tensor_store import Entry, write_shards
+from sd_lightning.state.shards import TensorRange
+from sd_lightning.storage.tensor_store import write_shards
 
 run = Path(sys.argv[1])
 
 def ours(tmp, tensor):
-    write_shards(tmp, 0, 1, [Entry("x", tuple(tensor.shape), 0, tensor.numel(), tensor)])
+    write_shards(tmp, 0, 1, [TensorRange("x", tuple(tensor.shape), 0, tensor.numel(), tensor)])
 
 def library(tmp, tensor):
     save_file({"x": tensor}, tmp / "x.safetensors")

@@ -284,13 +284,13 @@ def test_between_epochs_and_where_samples_stay_what_they_are_changes_are_only_sa
 def test_a_checkpoint_that_tells_nothing_of_its_data_is_resumed_with_one_line(
     started: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd_lightning.callbacks.checkpoint import callback
+    from sd_lightning.callbacks.checkpoint import trainer_state
 
     def of_before(path: Path) -> dict[str, Any]:
         return {k: v for k, v in read(path).items() if k not in ("data", "bad_samples", "optimizers")}
 
-    read = callback.read_trainer_state
-    monkeypatch.setattr(callback, "read_trainer_state", of_before)
+    read = trainer_state.read_trainer_state
+    monkeypatch.setattr(trainer_state, "read_trainer_state", of_before)
     resume = checkpoint_path(started / "run", 2)
     _fit(tmp_path / "run", started / "photos", 3, resume)
     assert [m for m in caplog.messages if str(resume) in m and "data" in m] == [

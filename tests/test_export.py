@@ -22,8 +22,9 @@ from sd_lightning import LatentDiffusion, export
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME
 from sd_lightning.models.families import Architecture
+from sd_lightning.state.shards import TensorRange
 from sd_lightning.storage import checkpoint, runs
-from sd_lightning.storage.tensor_store import Entry, merge_index, write_shards
+from sd_lightning.storage.tensor_store import merge_index, write_shards
 from small_models import SMALL_SD2, SMALL_SDXL
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -118,18 +119,17 @@ def test_run_without_average_gives_what_was_trained_and_frozen(cli: Any, plain_d
 def test_state_written_by_other_processes_is_read(cli: Any, run_dir: Path, tmp_path: Path) -> None:
     """The same checkpoint with its state as three ranks of a sharding strategy write it."""
     original = newest(run_dir)
-    tmp = checkpoint.begin(tmp_path / "sharded", 6)
-    shutil.copytree(original / "pipeline", tmp / "pipeline")
-    shutil.copy(original / "trainer.json", tmp)
-    (tmp / "state").mkdir()
-    for rank in range(3):
-        entries = []
-        for key, tensor in small_training.stored(original).items():
-            begin, end = (tensor.numel() * r // 3 for r in (rank, rank + 1))
-            entries.append(Entry(key, tuple(tensor.shape), begin, end, tensor.reshape(-1)[begin:end]))
-        write_shards(tmp / "state", rank, 3, entries)
-    merge_index(tmp / "state", 3)
-    checkpoint.commit(tmp)
+    with checkpoint.saving(tmp_path / "sharded", 6) as tmp:
+        shutil.copytree(original / "pipeline", tmp / "pipeline")
+        shutil.copy(original / "trainer.json", tmp)
+        (tmp / "state").mkdir()
+        for rank in range(3):
+            ranges = []
+            for key, tensor in small_training.stored(original).items():
+                begin, end = (tensor.numel() * r // 3 for r in (rank, rank + 1))
+                ranges.append(TensorRange(key, tuple(tensor.shape), begin, end, tensor.reshape(-1)[begin:end]))
+            write_shards(tmp / "state", rank, 3, ranges)
+        merge_index(tmp / "state", 3)
     assert cli("run=sharded", "format=non_ema", "output_dir=out")[0] == 0
     assert small_training.same(exported(tmp_path / "out"), trained("master", original))
 
@@ -137,7 +137,7 @@ def test_state_written_by_other_processes_is_read(cli: Any, run_dir: Path, tmp_p
 def test_a_learned_word_goes_along_but_for_the_weights_it_is_not_of(
     cli: Any, plain_dir: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "verify", lambda _: [])  # a file more than the run has written
+    monkeypatch.setattr(checkpoint, "verify", lambda *_, **__: [])  # a file more than the run has written
     for name, format, has_word in (
         ("plain", "diffusers", True),
         ("plain", "non_ema", True),
@@ -159,13 +159,12 @@ def test_a_learned_word_goes_along_but_for_the_weights_it_is_not_of(
 def test_non_ema_keeps_what_was_frozen_inside_a_trained_network(cli: Any, run_dir: Path, tmp_path: Path) -> None:
     """A run that trained only a part of the UNet stores only that part."""
     original, part = newest(run_dir), "unet.mid_block."
-    tmp = checkpoint.begin(tmp_path / "partial", 6)
-    shutil.copytree(original / "pipeline", tmp / "pipeline")
-    (tmp / "state").mkdir()
-    stored = {k: v for k, v in small_training.stored(original).items() if part in k}
-    write_shards(tmp / "state", 0, 1, [Entry(k, tuple(v.shape), 0, v.numel(), v) for k, v in stored.items()])
-    merge_index(tmp / "state", 1)
-    checkpoint.commit(tmp)
+    with checkpoint.saving(tmp_path / "partial", 6) as tmp:
+        shutil.copytree(original / "pipeline", tmp / "pipeline")
+        (tmp / "state").mkdir()
+        stored = {k: v for k, v in small_training.stored(original).items() if part in k}
+        write_shards(tmp / "state", 0, 1, [TensorRange(k, tuple(v.shape), 0, v.numel(), v) for k, v in stored.items()])
+        merge_index(tmp / "state", 1)
     assert cli("run=partial", "format=non_ema", "output_dir=out")[0] == 0
     master = {name: value for name, value in trained("master", original).items() if name.startswith(part)}
     assert master

@@ -15,7 +15,8 @@ from gemini_driver import Blocks, Findings, Job, inputs, loss_of, train
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.layout import ALIGNMENT
-from sd_lightning.state.shards import ReplicatedState, SavedParameter
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.shards import SavedParameter
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.gemini_state import GeminiState

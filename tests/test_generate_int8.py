@@ -90,7 +90,7 @@ def test_a_full_disk_leaves_nothing(cli: Any, pipeline: Path, tmp_path: Path, mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sd_lightning.models.latent_diffusion.write_tensors", full)
+    monkeypatch.setattr("sd_lightning.loading.write_tensors", full)
     code, err = cli(f"model.pretrained={pipeline}", "quantization=int8", "save_to=new/small")
     assert code == 2
     assert "error: save_to=new/small cannot be written" in err and "No space left" in err and "free space" in err

@@ -23,10 +23,10 @@ from torch import Tensor
 import small_training as small
 from sd_lightning import SDLightningModule, UsageError
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
-from sd_lightning.callbacks.checkpoint import callback as checkpoint_callback
+from sd_lightning.callbacks.checkpoint import opening, writer
 from sd_lightning.models.generation import SamplingOptions
+from sd_lightning.state.shards import TensorRange, tensor_of
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path, step_of
-from sd_lightning.storage.tensor_store import Entry
 
 Run = Callable[..., CompletedProcess[str]]
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -283,9 +283,9 @@ def test_weights_that_are_not_finite_are_never_saved_though_the_loss_is(tmp_path
 
 
 def test_large_weights_whose_sum_overflows_are_saved() -> None:
-    entry = Entry("master/x", (3,), 0, 3, torch.full((3,), 3e38))
+    each = TensorRange("master/x", (3,), 0, 3, torch.full((3,), 3e38))
     not_finite: list[str] = []
-    assert checkpoint_callback._watched(entry, not_finite).tensor().sum().isinf() and not_finite == []  # type: ignore[operator]
+    assert tensor_of(writer.watched(each, not_finite).values).sum().isinf() and not_finite == []
 
 
 def test_an_overflow_of_scaled_gradients_is_not_taken_for_a_bad_loss(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_rank_hears_of_weights_that_another_has_found(tmp_path: Path) -> None:
     told = SimpleNamespace(reduce_boolean_decision=lambda found, all: False, broadcast=lambda value: "there")
     trainer: Any = SimpleNamespace(strategy=told, is_global_zero=False, global_step=9)
     with pytest.raises(UsageError, match=r"step 9: weights are NaN or infinite \(on another process\).* is there;"):
-        PortableCheckpoint(tmp_path)._check_finite(trainer, tmp_path, [])
+        writer.check_finite(trainer, tmp_path, [])
 
 
 def test_a_patience_below_one_is_refused() -> None:
@@ -326,8 +326,8 @@ def test_a_rank_that_does_not_see_output_dir_ends_the_run_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has written ``frozen/``; that it is not there stands for a disk of this machine's own."""
-    monkeypatch.setattr(checkpoint_callback, "_NFS_SECONDS", 0.0)
-    monkeypatch.setattr(PortableCheckpoint, "_write_frozen", lambda *_: None)
+    monkeypatch.setattr(opening, "_NFS_SECONDS", 0.0)
+    monkeypatch.setattr(opening, "write_frozen", lambda *_: None)
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     module, weights = small.module(), Weights()
     with pytest.raises(UsageError) as caught:
@@ -347,9 +347,9 @@ def test_a_rank_waits_for_output_dir_to_show_up(tmp_path: Path, monkeypatch: pyt
         if len(slept) == 3:
             (run / "frozen").mkdir(parents=True)
 
-    monkeypatch.setattr(checkpoint_callback.time, "sleep", sleep)
+    monkeypatch.setattr(opening.time, "sleep", sleep)
     trainer = SimpleNamespace(global_rank=5)
-    PortableCheckpoint(run)._check_shared(trainer)  # type: ignore[arg-type]
+    opening.check_shared(trainer, run)  # type: ignore[arg-type]
     assert len(slept) == 3
 
 

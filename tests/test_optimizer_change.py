@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import small_training as small
 from sd_lightning.callbacks.checkpoint.trainer_state import adopt_settings, configured_groups
 from sd_lightning.state.optimizer_change import keep_states, optimizer_name
-from sd_lightning.state.shards import ReplicatedState, SavedParameter
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage import typed_json
 from sd_lightning.storage.tensor_store import ShardedTensors, merge_index, write_shards
 
@@ -90,7 +91,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str
         for seed in range(2):
             _step(network, optimizer, seed)
         state = _state(network, optimizer)
-        write_shards(folder, 0, 1, [entry for shard in state.parameter_shards() for entry in shard.entries()])
+        write_shards(folder, 0, 1, [entry for shard in state.parameter_shards() for entry in shard.ranges()])
         merge_index(folder, 1)
         runs[name] = folder, typed_json.dumps(_document(state, optimizer))
     return runs

@@ -322,16 +322,16 @@ def test_early_stopping_ends_a_resumed_run_where_it_would_have_ended(
 def test_a_checkpoint_is_written_once_where_a_validation_teaches_no_callback_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commits: list[str] = []
-    commit = checkpoint.commit
+    saved: list[int] = []
+    saving = checkpoint.saving
 
-    def counted(tmp: Path, **options: Any) -> Path:
-        commits.append(commit(tmp, **options).name)
-        return tmp
+    def counted(run_dir: Path, step: int, **options: Any) -> Any:
+        saved.append(step)
+        return saving(run_dir, step, **options)
 
-    monkeypatch.setattr(checkpoint, "commit", counted)
+    monkeypatch.setattr(checkpoint, "saving", counted)
     small.train(tmp_path, 4, save=(2,), limit_val_batches=1, val_check_interval=2)
-    assert commits == ["step-00000002", "step-00000004"]
+    assert saved == [2, 4]
 
 
 def test_the_state_of_a_callback_that_the_run_no_longer_has_is_named(

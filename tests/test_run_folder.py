@@ -15,9 +15,11 @@ from PIL import Image
 
 from sd_lightning import UsageError
 from sd_lightning.callbacks import PortableCheckpoint
+from sd_lightning.callbacks.checkpoint import opening
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.storage import checkpoint, run_folder, runs
-from sd_lightning.storage.new_folder import check_new_folder
+from sd_lightning.storage.new_folder import check_new_folder, check_place
+from sd_lightning.storage.run_folder import RunFolder
 
 CONFIG = "\n".join(f"{key}: 1" for key in ("name", *sorted(run_folder._CONFIG_KEYS)))
 
@@ -60,33 +62,31 @@ def snapshot(root: Path) -> dict[str, tuple[int, str]]:
 def open_by_callback(run_dir: Path, *loggers: Any, step: int = 0) -> None:
     """Do what a fit with PortableCheckpoint does before its first write."""
     strategy = SimpleNamespace(broadcast=lambda value: value)
-    trainer: Any = SimpleNamespace(
-        is_global_zero=True, loggers=loggers, strategy=strategy, global_step=step, ckpt_path=None
-    )
-    callback = PortableCheckpoint(run_dir)
-    callback._is_later_fit = step > 0
+    trainer: Any = SimpleNamespace(is_global_zero=True, loggers=loggers, strategy=strategy)
+    folder = RunFolder(run_dir)
     try:
-        callback._lock(trainer)
-        callback._refuse_another_run(trainer)
+        opening.take_folder(trainer, folder)
+        opening.refuse_another_run(trainer, run_dir, goes_on=step > 0)
     finally:
-        runs.unlock(run_dir)
+        folder.unlock()
 
 
 def open_by_program(run_dir: Path, *, resuming: bool = False, overwrite: bool = False, **reads: Path) -> None:
     """Do what a program does before its first write."""
     given = {name.replace("__", "."): str(path) for name, path in reads.items()}
     runs.check_output_dir(run_dir, resuming=resuming, overwrite=overwrite, reads=given)
+    folder = RunFolder(run_dir)
     try:
-        runs.prepare(run_dir, overwrite=overwrite)
+        folder.open(overwrite=overwrite)
     finally:
-        runs.unlock(run_dir)
+        folder.unlock()
 
 
 WAYS: dict[str, Callable[[Path], None]] = {
     "new": open_by_program,
     "resume": lambda run_dir: open_by_program(run_dir, resuming=True),
     "overwrite": lambda run_dir: open_by_program(run_dir, overwrite=True),
-    "prepare": lambda run_dir: runs.prepare(run_dir, overwrite=True),
+    "prepare": lambda run_dir: RunFolder(run_dir).open(overwrite=True),
     "callback": open_by_callback,
     "callback that resumes": lambda run_dir: open_by_callback(run_dir, step=1),
 }
@@ -289,21 +289,21 @@ def test_nothing_the_root_the_home_and_the_current_folder_are_no_place(
     name = {"CWD": str(tmp_path / "cwd"), "HOME": str(tmp_path / "home")}.get(given, given)
     before = snapshot(tmp_path)
     for key, check in (
-        ("output_dir", lambda: run_folder.check_place(name, key="output_dir")),
+        ("output_dir", lambda: check_place(name, key="output_dir")),
         ("PortableCheckpoint got run_dir", lambda: PortableCheckpoint(name)),
         ("save_to", lambda: check_new_folder(name, key="save_to")),
     ):
         with pytest.raises(UsageError, match=f"^{key}={name}.*expected a .*; write {key.split()[-1]}=") as refused:
             check()
-        run_folder.check_place(str(refused.value).rpartition("=")[2], key=key)
+        check_place(str(refused.value).rpartition("=")[2], key=key)
     assert snapshot(tmp_path) == before
-    run_folder.check_place("runs/new", key="output_dir")
+    check_place("runs/new", key="output_dir")
 
 
 def test_a_home_that_no_shell_has_filled_in_is_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UsageError, match=f"output_dir=~/runs/a: only a shell .* write output_dir={tmp_path}/runs/a"):
-        run_folder.check_place("~/runs/a", key="output_dir")
+        check_place("~/runs/a", key="output_dir")
 
 
 def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import small_training as small
 from sd_lightning import SamplingOptions, UsageError
 from sd_lightning.callbacks import EMA, SampleGrid
-from sd_lightning.state.shards import ReplicatedState, SavedParameter
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage import typed_json
 from sd_lightning.storage.tensor_store import ShardedTensors, merge_index, write_shards
 from sd_lightning.strategies import training_state
@@ -171,7 +172,7 @@ def _train(network: nn.ModuleDict, optimizer: torch.optim.Optimizer, steps: rang
 def _through_a_store(folder: Path, ours: ReplicatedState, theirs: ReplicatedState) -> None:
     """Save one state as a checkpoint does and load the other from it."""
     shards = ours.parameter_shards()
-    entries = [entry for shard in shards for entry in shard.entries()]
+    entries = [entry for shard in shards for entry in shard.ranges()]
     write_shards(folder, 0, 1, entries)
     merge_index(folder, 1)
     document = typed_json.loads(
@@ -238,7 +239,7 @@ def test_loading_without_groups_takes_the_weights_alone(tmp_path: Path) -> None:
     optimizers = [torch.optim.AdamW(network.parameters(), lr=1e-2) for network in networks]
     states = [ReplicatedState(dict(n.named_parameters()), [o]) for n, o in zip(networks, optimizers)]
     _train(networks[0], optimizers[0], range(2))
-    write_shards(tmp_path, 0, 1, [entry for shard in states[0].parameter_shards() for entry in shard.entries()])
+    write_shards(tmp_path, 0, 1, [entry for shard in states[0].parameter_shards() for entry in shard.ranges()])
     merge_index(tmp_path, 1)
     with ShardedTensors(tmp_path) as store:
         states[1].load({}, None, lambda kind, name, out, b, e: store.read_into(f"{kind}/{name}", out, b, e))

@@ -37,7 +37,7 @@ from sd_lightning.models.pipeline_folder import (
 from sd_lightning.quantization.folder import load_int8_network, stored_int8
 from sd_lightning.quantization.model import int8_config, int8_record
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.storage.safetensors_file import write_tensors
+from sd_lightning.storage.streamed_tensor import write_tensors
 
 
 def build(architecture: str | Architecture, *, seed: int = 0, device: str | torch.device = "cpu") -> LatentDiffusion:

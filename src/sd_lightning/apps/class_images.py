@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from sd_lightning.apps.pictures import settings_of, write_png
 from sd_lightning.data.sources.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.storage import atomic
 
 log = logging.getLogger(__name__)
 
@@ -155,14 +155,11 @@ def _check_prompt(picture: Path, prompt: str, folder: str | Path) -> None:
 
 def _write(image: Image.Image, picture: Missing, settings: dict[str, Any]) -> None:
     """Write a PNG under a temporary name, and rename it."""
-    tmp = picture.path.with_name(f".tmp-{secrets.token_hex(4)}.png")
     try:
-        tmp.parent.mkdir(parents=True, exist_ok=True)
-        write_png(image, tmp, settings)
-        tmp.rename(picture.path)
+        picture.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.new_file(picture.path) as tmp:
+            write_png(image, tmp, settings)
     except OSError as error:
-        with suppress(OSError):
-            tmp.unlink(missing_ok=True)
         raise UsageError(
             f"dreambooth cannot write {picture.path} ({error.strerror or error}); free space, or choose another "
             "class_data_dir=<folder>; the pictures drawn so far are kept"

@@ -15,7 +15,7 @@ from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.preflight import LOAD_MODEL, is_lightning_checkpoint, is_resumed
 from sd_lightning.data.sources.dreambooth import num_per_prompt
 from sd_lightning.models.adapters.learned_token import LearnedToken
-from sd_lightning.storage import runs
+from sd_lightning.storage.new_folder import check_writable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -124,7 +124,7 @@ def check_drawing(cfg: DictConfig) -> None:
         return
     _conf.instantiate(cfg.data, class_prompts=None)
     try:
-        runs.check_writable(Path(cfg.class_data_dir))
+        check_writable(Path(cfg.class_data_dir))
     except OSError as error:
         name = "output_dir" if cfg.class_data_dir == f"{cfg.output_dir}-class-images" else "class_data_dir"
         raise UsageError(

@@ -29,7 +29,7 @@ from sd_lightning.models.families import Component, Family, family_of
 from sd_lightning.models.families.single_file import layout_of, model_spec, original_tensors
 from sd_lightning.models.pipeline_folder import config_file, read_json, weights_file, write_json
 from sd_lightning.quantization.config import read_record
-from sd_lightning.storage import checkpoint, runs, streamed_tensor
+from sd_lightning.storage import atomic, checkpoint, runs, streamed_tensor
 from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -220,7 +220,7 @@ def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
     stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
     keys = pipeline_folder.file_keys(network.component, stored)
     return network.changed(
-        {keys[plain]: streamed_tensor.stored_tensor(store, prefix + live) for plain, live in stored.items()}
+        {keys[plain]: streamed_tensor.store.streamed(prefix + live) for plain, live in stored.items()}
     )
 
 
@@ -238,11 +238,11 @@ def write_pipeline(source: Source, model: Model, folder: Path, request: Request)
             config = component.config | dict.fromkeys(stale, request.dtype)
             write_json(folder / name / config_file(component, name), config)
     if model.adapters is not None and model.adapters.stays(dtype):
-        checkpoint.hard_link(model.adapters.path, folder / LORA_NAME)
+        atomic.hard_link(model.adapters.path, folder / LORA_NAME)
     elif model.adapters is not None:
         write_streamed(folder / LORA_NAME, model.adapters.tensors, dtype=dtype, metadata=model.adapters.metadata)
     if model.word is not None:
-        checkpoint.hard_link(model.word, folder / WORD_NAME)
+        atomic.hard_link(model.word, folder / WORD_NAME)
 
 
 def write_single_file(source: Source, model: Model, folder: Path, request: Request) -> None:
@@ -289,9 +289,9 @@ def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]
             if not file.name.endswith(_WEIGHTS):
                 shutil.copy2(file, target)
             elif part.name not in without_weights:
-                checkpoint.hard_link(file, target)
+                atomic.hard_link(file, target)
 
 
 def _check_space(tensors: Iterable[StreamedTensor], request: Request) -> None:
     size = sum(t.numel * converted_dtype(t, request.torch_dtype).itemsize for t in tensors)
-    checkpoint.check_free_space(request.output_dir, size, f"format={request.format}", purpose="the export")
+    atomic.check_free_space(request.output_dir, size, f"format={request.format}", purpose="the export")

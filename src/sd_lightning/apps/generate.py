@@ -24,8 +24,8 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.pipeline_folder import find_folder, read_json
 from sd_lightning.planner.inference_memory import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
-from sd_lightning.storage import run_folder, runs
-from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
+from sd_lightning.storage import runs
+from sd_lightning.storage.new_folder import check_new_folder, check_place, check_writable, complete_or_absent
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -250,12 +250,12 @@ def _seeds(first: int, count: int) -> range:
 
 def _output_dir(name: str) -> Path:
     """Check that pictures can be written there, without making the folder yet."""
-    run_folder.check_place(name, key="output_dir")
+    check_place(name, key="output_dir")
     path = Path(name)
     try:
         if path.exists() and not path.is_dir():
             raise UsageError(f"output_dir={name}: a file is in the way; choose another output_dir=<folder>")
-        runs.check_writable(path)
+        check_writable(path)
     except OSError as error:
         raise UsageError(
             f"output_dir={name} cannot be written ({error.strerror}); choose another output_dir=<folder>"

@@ -15,6 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.trainer_checks import check_trainer, cuda_devices, num_processes, refuse
 from sd_lightning.storage import checkpoint, run_folder, runs
+from sd_lightning.storage.new_folder import check_place, unused
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ def preflight(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, Parts]:
     Returns:
         The checkpoint to resume, if any, and the parts that need neither model nor data.
     """
-    run_folder.check_place(cfg.output_dir, key="output_dir")
+    check_place(cfg.output_dir, key="output_dir")
     _check_keys(cfg)
     is_own = adopt_base(cfg)
     adopt_engine_file(cfg)
@@ -108,7 +109,9 @@ def preflight(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, Parts]:
         runs.check_lightning_checkpoint(cfg.init_from)
     elif cfg.init_from is not None and not is_own:
         cfg.model.pretrained = str(runs.find_pipeline(cfg.init_from, who="init_from"))
-    resume = None if cfg.resume is None else runs.find_checkpoint(cfg.resume, run_dir)
+    resume = None
+    if cfg.resume is not None:
+        resume = runs.find_checkpoint(cfg.resume, run_dir, thorough=is_first_process())
     parts = Parts.build(cfg)
     if resume is not None:  # as when the module is there, before time is spent on that or on class images
         from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
@@ -195,7 +198,7 @@ def _check_scanned(cfg: DictConfig, run_dir: Path) -> None:
     if run_dir.resolve().is_relative_to(Path(name).resolve()):
         raise UsageError(
             f"data.dataset_name={name}: output_dir={run_dir} lies in it, and the run's pictures would become data; "
-            f"expected two folders apart; write output_dir={run_folder.unused(f'{Path(name)}-runs/{run_dir.name}')}"
+            f"expected two folders apart; write output_dir={unused(f'{Path(name)}-runs/{run_dir.name}')}"
         )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from sd_lightning.callbacks import PortableCheckpoint
     from sd_lightning.data.datamodule import SDDataModule
+    from sd_lightning.storage.run_folder import RunFolder
     from sd_lightning.training.module import SDLightningModule
 
 CallbackT = TypeVar("CallbackT", bound="pl.Callback")
@@ -26,16 +27,25 @@ def callback_of(trainer: pl.Trainer, kind: type[CallbackT]) -> CallbackT | None:
     return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
 
 
+def checkpoints_of(trainer: pl.Trainer) -> PortableCheckpoint:
+    """Return the callback that saves checkpoints; the pre-flight refuses runs without one."""
+    from sd_lightning.callbacks import PortableCheckpoint
+
+    found = callback_of(trainer, PortableCheckpoint)
+    assert found is not None
+    return found
+
+
 @contextmanager
-def locked(trainer: pl.Trainer, run_dir: Path) -> Iterator[None]:
+def locked(trainer: pl.Trainer, folder: RunFolder) -> Iterator[None]:
     """Keep other processes out of a run's directory, as ``fit`` did, while its results are made."""
     if trainer.is_global_zero:
-        runs.lock(run_dir)
-        runs.go_back(run_dir, trainer.global_step)  # fit does, too, where there is something to train
+        folder.lock()
+        runs.go_back(folder.path, trainer.global_step)  # fit does, too, where there is something to train
     try:
         yield
     finally:
-        runs.unlock(run_dir)
+        folder.unlock()
 
 
 def catch_up(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataModule) -> None:
@@ -57,16 +67,15 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
     Returns:
         Exit code: 0, or 75 if a signal stopped the run.
     """
-    from sd_lightning.callbacks import PortableCheckpoint, StopOnSignal
+    from sd_lightning.callbacks import StopOnSignal
     from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
     from sd_lightning.report import read_metrics, write_report
 
     bad_samples = datamodule.gather_bad_samples()
-    checkpoints, stop = callback_of(trainer, PortableCheckpoint), callback_of(trainer, StopOnSignal)
+    checkpoints, stop = checkpoints_of(trainer), callback_of(trainer, StopOnSignal)
     is_stopped = stop is not None and stop.stopped
     if not trainer.is_global_zero:
         return EXIT_INTERRUPTED if is_stopped else 0
-    assert checkpoints is not None, "the pre-flight refuses runs without callbacks.checkpoint"
     saved = checkpoints.last_saved
     if is_stopped:
         step, at = trainer.global_step, None if saved is None else checkpoint.step_of(saved)

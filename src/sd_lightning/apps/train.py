@@ -13,7 +13,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.preflight import LOAD_MODEL, Parts, check_model, is_lightning_checkpoint, preflight
-from sd_lightning.apps.results import callback_of, catch_up, finish, locked
+from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.storage import checkpoint, runs
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
 
     with parting(trainer):
         trainer.fit(module, datamodule)
-        with locked(trainer, run_dir):
-            if trained:
+        saving = checkpoints_of(trainer)
+        with locked(trainer, saving.folder):
+            if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
             return finish(trainer, datamodule, run_dir)
 
@@ -131,14 +132,13 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     Raises:
         UsageError: They do not fit together, or not with the checkpoint to resume.
     """
-    from sd_lightning.callbacks import EngineMemory, PortableCheckpoint, SampleGrid
+    from sd_lightning.callbacks import EngineMemory, SampleGrid
 
     memory = callback_of(trainer, EngineMemory)
     if memory is not None:
         memory.check(trainer.strategy)
     datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
-    saving = callback_of(trainer, PortableCheckpoint)
-    assert saving is not None, "the pre-flight refuses runs without callbacks.checkpoint"
+    saving = checkpoints_of(trainer)
     saving.check_resume(module, datamodule)
     if is_first_process():  # it looks at files; the others hear of it before the first step
         saving.check_data(datamodule)
@@ -164,7 +164,7 @@ def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
 
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
-    runs.prepare(run_dir, overwrite=cfg.overwrite)
+    checkpoints_of(trainer).folder.open(overwrite=cfg.overwrite)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     for logger in trainer.loggers:
         try:

@@ -15,7 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import LazyTensor, ParameterShard, ReplicatedState, TrainingState
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.plain import PlainState
 from sd_lightning.strategies.whole import whole

@@ -16,7 +16,8 @@ from torch import nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.storage.safetensors_file import indexed_files, tensors_in
+from sd_lightning.storage.safetensors_file import indexed_files
+from sd_lightning.storage.streamed_tensor import tensors_in
 from sd_lightning.storage.tensor_store import ShardedTensors
 
 QUANTIZATION = "quantization_config"
@@ -168,7 +169,7 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
         raise UsageError(f"{folder}: cannot load {component.class_name}: {_first_line(error)}; {_REMEDY}") from error
     if folder.is_dir() and QUANTIZATION not in read_json(folder / "config.json"):  # else another library's, that knows
         files = [file for file in indexed_files(folder / weights_file(component), variant=variant) if file.is_file()]
-        refuse_int8(folder, {spec.key: spec.dtype for file in files for spec in tensors_in(file)})
+        refuse_int8(folder, {name: t.dtype for file in files for name, t in tensors_in(file).items()})
     random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
     if random:  # both libraries would go on with random values
         raise UsageError(_misses(folder, component, random))

@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from PIL import Image
 from sd_lightning.report.charts import render_charts
 from sd_lightning.report.memory import TIMELINE_NAME, memory_section
 from sd_lightning.report.metrics import Series
+from sd_lightning.storage import atomic
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,8 @@ def write_report(
         config=_config(resolved_config),
     )
     path = run_dir / "report.html"
-    unfinished = path.with_suffix(".html.tmp")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, path)
+    with atomic.new_file(path) as unfinished:
+        unfinished.write_text(page, encoding="utf-8")
     return path
 
 

@@ -1,4 +1,4 @@
-"""What a run that resumes with another optimizer, or with other settings of the same one, keeps of a checkpoint.
+"""Keep of a checkpoint what a run can use that resumes with another optimizer, or with other settings of the same.
 
 One rule for all strategies: states are kept where the run's optimizer keeps states of the same names and meaning, and
 finds all that it needs among them. Else none is kept, nor the step count (which would correct the bias of moments that

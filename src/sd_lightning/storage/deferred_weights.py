@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.storage.streamed_tensor import StreamedTensor, stored_tensor
+from sd_lightning.storage.streamed_tensor import StreamedTensor
 from sd_lightning.storage.tensor_store import ShardedTensors
 
 Local = Callable[[Any], tuple[Tensor, int, int]]
@@ -31,7 +31,8 @@ class DeferredWeights:
 
     Args:
         store: The files.
-        keys: Name in the network -> key in the files, for every parameter and persistent buffer.
+        keys: Name in the network -> key in the files, for every parameter and persistent buffer; renaming a network
+            changes these alone.
     """
 
     def __init__(self, store: ShardedTensors, keys: Mapping[str, str]) -> None:
@@ -50,7 +51,7 @@ class DeferredWeights:
 
     def streamed(self, name: str) -> StreamedTensor:
         """Describe a weight, by its name in the network, for a writer; call :meth:`close` after."""
-        return stored_tensor(self._store, self._keys[name])
+        return self._store.streamed(self._keys[name])
 
     def read(self, name: str, out: Tensor, begin: int = 0, end: int | None = None) -> None:
         """Fill a tensor with the flat range ``[begin, end)`` of the weight of that name in the network."""

@@ -1,15 +1,76 @@
-"""Folders that are there complete or not at all."""
+"""Folders for results: none of the user's is replaced, and a new one is complete or absent."""
 
 from __future__ import annotations
 
-import secrets
-import shutil
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sd_lightning._errors import UsageError
-from sd_lightning.storage import run_folder, runs
+from sd_lightning.storage import atomic
+
+TEMPORARY = ".tmp-sd_lightning-"
+"""How names begin that exist for a moment only."""
+
+
+def check_place(name: str | os.PathLike[str], *, key: str) -> None:
+    """Refuse what is no place for results: nothing, the root, the home and the current folder, by whatever name.
+
+    Args:
+        name: As the user gave it.
+        key: What the user gave it as, for messages; its last word is the setting: "PortableCheckpoint got run_dir".
+
+    Raises:
+        UsageError: It is one of these.
+    """
+    given, setting, home = os.fspath(name), key.split()[-1], os.path.expanduser("~")
+    if not given.strip():
+        raise UsageError(f"{key}={given}: it is empty; expected a folder; write {setting}={unused('runs/new')}")
+    expanded = os.path.expanduser(given)
+    if expanded != given:
+        own = unused(f"{home}/runs/new") if _is_same(Path(expanded), Path(home)) else expanded
+        raise UsageError(
+            f"{key}={given}: only a shell knows ~ as your home folder; expected a whole path; write {setting}={own}"
+        )
+    path = Path(given).resolve()
+    places = {"the root folder": Path(path.anchor), "your home folder": Path(home)}
+    with suppress(OSError):  # it was deleted
+        places["the current folder"] = Path.cwd()
+    for what, place in places.items():
+        if _is_same(path, place):
+            raise UsageError(
+                f"{key}={given}: it is {what}; expected a folder of its own; write {setting}={unused('runs/new')}"
+            )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    with suppress(OSError):  # one of them is not there, or cannot be
+        return one == other.resolve() or one.samefile(other)
+    return False
+
+
+def unused(path: str | os.PathLike[str]) -> str:
+    """Return a path, or with a number if something is there."""
+    text, number = os.fspath(path), 1
+    while os.path.lexists(text):
+        number += 1
+        text = f"{re.sub(r'-[0-9]+$', '', os.fspath(path))}-{number}"
+    return text
+
+
+def check_writable(folder: Path) -> None:
+    """Try whether a folder can be written, or made if it does not exist; nothing is left behind.
+
+    Raises:
+        OSError: It cannot.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    probe = atomic.hidden(folder / TEMPORARY.removeprefix(".tmp-").removesuffix("-"))
+    probe.mkdir()  # as root, os.access says yes to everything
+    probe.rmdir()
 
 
 def check_new_folder(name: str, *, key: str) -> Path:
@@ -23,14 +84,14 @@ def check_new_folder(name: str, *, key: str) -> Path:
         UsageError: Something is there already, nothing can be written there, or it is the root, the home or the
             current folder.
     """
-    run_folder.check_place(name, key=key)
+    check_place(name, key=key)
     path = Path(name).resolve()
     try:
         if path.is_dir() and any(path.iterdir()):
             raise UsageError(f"{key}={name} is not empty; choose another {key}=<folder>, or delete it")
         if path.exists() and not path.is_dir():
             raise UsageError(f"{key}={name}: a file is in the way; choose another {key}=<folder>")
-        runs.check_writable(path.parent)
+        check_writable(path.parent)
     except OSError as error:
         raise UsageError(f"{key}={name} cannot be written ({error.strerror}); choose another {key}=<folder>") from error
     return path
@@ -38,7 +99,7 @@ def check_new_folder(name: str, *, key: str) -> Path:
 
 @contextmanager
 def complete_or_absent(path: Path, *, given: str) -> Iterator[Path]:
-    """Yield a temporary folder beside a new folder; rename it at the end, remove it on any error.
+    """Yield a temporary folder that takes the place of a new one at the end; any error leaves neither.
 
     Args:
         path: From :func:`check_new_folder`.
@@ -47,16 +108,13 @@ def complete_or_absent(path: Path, *, given: str) -> Iterator[Path]:
     Raises:
         UsageError: It cannot be written.
     """
-    tmp = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
-    made = [parent for parent in tmp.parents if not parent.exists()]
+    made = [parent for parent in path.parents if not parent.exists()]
     try:
-        tmp.mkdir(parents=True)
-        yield tmp
-        if path.exists():
-            path.rmdir()
-        tmp.rename(path)
+        with atomic.new_folder(path) as tmp:
+            yield tmp
+            if path.exists():
+                path.rmdir()  # fails if something has come into it
     except BaseException as error:
-        shutil.rmtree(tmp, ignore_errors=True)
         for parent in made:
             with suppress(OSError):  # it was not made, or something else is in it by now
                 parent.rmdir()

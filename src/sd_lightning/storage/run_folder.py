@@ -1,4 +1,4 @@
-"""Whose a folder is: a run marks its own before it writes anything else there, and enters none that holds other files.
+"""A run's folder: it is marked before anything else is written there, and none that holds other files is entered.
 
 The mark is ``.sd_lightning``. Folders of earlier releases carry none; they are recognised by what lies in them. What
 operating systems put into folders by themselves (``.DS_Store``, ``lost+found``, …) counts as nothing.
@@ -7,24 +7,29 @@ operating systems put into folders by themselves (``.DS_Store``, ``lost+found``,
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing
 import os
 import re
-import secrets
 import shutil
+import socket
 from collections.abc import Collection
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from sd_lightning._errors import UsageError
-from sd_lightning.storage import checkpoint
+from sd_lightning.storage import atomic, checkpoint
+from sd_lightning.storage.new_folder import TEMPORARY, unused
+
+log = logging.getLogger(__name__)
 
 MARK = ".sd_lightning"
 """A small JSON file in every run's folder."""
 LOCK = ".lock"
-"""Holds who is at work in a run's folder; see :mod:`sd_lightning.storage.runs`."""
-TEMPORARY = ".tmp-sd_lightning-"
-"""How names begin that exist for a moment only."""
+"""Holds who is at work in a run's folder: process and machine."""
 
 _FORMAT = 1
 _FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
@@ -32,16 +37,106 @@ NAMES = (
     *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples", "summary.json"),
     *("report.html", "report.html.tmp", "memory_timeline.json", ".tmp-frozen", ".tmp-pipeline", ".old-pipeline"),
 )
-"""What lies in a run's folder."""
+"""What lies in a run's folder; the last ones only in those of earlier releases."""
 _WRITTEN = (
     *("config.yaml", "frozen", "frozen-weights", "pipeline", "summary.json", "report.html", "report.html.tmp"),
     *("checkpoints/step-[0-9]*", "checkpoints/set-aside-*", "checkpoints/.old-step-*", "checkpoints/.tmp-step-*"),
     *("checkpoints/.trash-*", "samples/step-*.png", "logs/**/metrics.csv", "logs/**/hparams.yaml"),
-    *("logs/**/events.out.tfevents.*", "memory_timeline.json", ".tmp-frozen", ".tmp-pipeline", ".old-pipeline"),
+    *("logs/**/events.out.tfevents.*", "memory_timeline.json", ".tmp-frozen*", ".tmp-pipeline*", ".old-pipeline*"),
+    *(".old-frozen*", ".trash-old-*", ".tmp-report-*"),
 )
 """What a run leaves in its folder, as patterns; ``overwrite=true`` deletes this and nothing else there."""
 _CONFIG_KEYS = {"output_dir", "resume", "model", "module", "objective", "trainer", "callbacks", "data"}
 _SHOWN = 5
+
+
+class RunFolder:
+    """A run's folder, which one process at a time works in.
+
+    Args:
+        path: The folder; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: FileLock | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"path": self.path, "_lock": None}  # a process that is started by this one holds no lock itself
+
+    def open(self, *, overwrite: bool = False, key: str = "output_dir", others: Collection[str] = ()) -> None:
+        """Make the folder, lock it and mark it as a run's; the last step before training.
+
+        Args:
+            overwrite: Delete what an earlier run left in it.
+            key: What the user gave it as, for messages.
+            others: Names in it that others write beside the run.
+
+        Raises:
+            UsageError: Another process runs there, or it holds what no run has written: neither is touched.
+        """
+        check_ours(self.path, key=key, others=others)  # before there is a lock file
+        held = self._is_held()
+        self.lock()
+        try:
+            check_ours(self.path, key=key, others=others)  # again, now that nobody else can begin a run
+            mark(self.path)
+            if overwrite:
+                delete_written(self.path)
+        except BaseException:
+            if not held:
+                self.unlock()
+            raise
+
+    def lock(self) -> None:
+        """Keep other processes from running in the folder, which is made; the system unlocks it when this one dies.
+
+        Only rank 0 locks; a process that the holder has started counts as the holder.
+
+        Raises:
+            UsageError: Another process runs there.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._is_held():
+            return
+        file = self.path.resolve() / LOCK
+        lock = FileLock(file, thread_local=False, fallback_to_soft=False)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            self._refuse_locked(file)
+        except OSError as error:
+            log.warning("%s cannot be locked (%s); start no second run in it", self.path, error.strerror)
+        else:
+            self._lock = lock
+            file.write_text(f"{os.getpid()} {socket.gethostname()}", encoding="utf-8")
+
+    def unlock(self) -> None:
+        """Let other processes run in the folder, if this object has locked it."""
+        if self._lock is not None and self._is_held():
+            with suppress(OSError):  # Windows removes no open file
+                Path(self._lock.lock_file).unlink()
+            self._lock.release()
+        self._lock = None
+
+    def _is_held(self) -> bool:
+        return self._lock is not None and self._lock.is_locked  # no longer, after a fork
+
+    def _refuse_locked(self, file: Path) -> None:
+        """Say who holds the lock, unless it is this process or the one that started it."""
+        try:
+            holder = file.read_text(encoding="utf-8", errors="replace").split()
+        except OSError:  # Windows lets nobody else read it
+            holder = []
+        parent = multiprocessing.parent_process()
+        own = {str(process) for process in (os.getpid(), parent and parent.pid)}
+        if len(holder) == 2 and holder[0] in own and holder[1] == socket.gethostname():
+            return
+        who = f"process {holder[0]} on {holder[1]}" if len(holder) == 2 else "another process"
+        raise UsageError(
+            f"output_dir={self.path}: a run is at work in it ({who}); wait for its end, or choose another "
+            "output_dir=<folder>"
+        ) from None
 
 
 def is_run(folder: Path) -> bool:
@@ -55,17 +150,10 @@ def mark(run_dir: Path) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    if _mark(run_dir) is not None:
-        return
-    tmp = run_dir / f"{TEMPORARY}{secrets.token_hex(4)}"
-    try:
-        with open(tmp, "x", encoding="utf-8") as file:
-            json.dump({"format": _FORMAT, "what": "a run of sd_lightning; overwrite=true deletes what it wrote"}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        tmp.replace(run_dir / MARK)
-    finally:
-        tmp.unlink(missing_ok=True)
+    if _mark(run_dir) is None:
+        told = {"format": _FORMAT, "what": "a run of sd_lightning; overwrite=true deletes what it wrote"}
+        with atomic.new_file(run_dir / MARK) as tmp:
+            tmp.write_text(json.dumps(told), encoding="utf-8")
 
 
 def _mark(folder: Path) -> int | None:
@@ -80,7 +168,7 @@ def _has_layout(folder: Path) -> bool:
     """Whether a folder holds a checkpoint of ours, or our ``config.yaml`` and nothing that no run writes."""
     config = folder / "config.yaml"
     is_ours = config.is_file() and _CONFIG_KEYS <= _keys(config)
-    if any(checkpoint.has_manifest(path) for path in checkpoint.all_checkpoints(folder)):
+    if any(checkpoint.manifest_digest(path) is not None for path in checkpoint.all_checkpoints(folder)):
         return is_ours or not config.exists()
     return is_ours and set(_entries(folder)) <= set(NAMES)
 
@@ -93,7 +181,7 @@ def _keys(config: Path) -> set[str]:
 
 
 def _entries(folder: Path) -> list[str]:
-    """Names in a folder, without what systems put there and without what no run minds: a lock, half a mark."""
+    """List a folder, without files of the operating system, locks, and marks that were not completed."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     return [name for name in names if not (_matches(name, _FROM_SYSTEMS) or _is_passing(folder / name))]
 
@@ -111,51 +199,12 @@ def _is_passing(path: Path) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------- what is refused
-
-
-def check_place(name: str | os.PathLike[str], *, key: str) -> None:
-    """Refuse what is no place for results: nothing, the root, the home and the current folder, by whatever name.
-
-    Args:
-        name: As the user gave it.
-        key: What the user gave it as, for messages; its last word is the setting: "PortableCheckpoint got run_dir".
-
-    Raises:
-        UsageError: It is one of these.
-    """
-    given, setting, home = os.fspath(name), key.split()[-1], os.path.expanduser("~")
-    if not given.strip():
-        raise UsageError(f"{key}={given}: it is empty; expected a folder; write {setting}={unused('runs/new')}")
-    expanded = os.path.expanduser(given)
-    if expanded != given:
-        own = unused(f"{home}/runs/new") if _is_same(Path(expanded), Path(home)) else expanded
-        raise UsageError(
-            f"{key}={given}: only a shell knows ~ as your home folder; expected a whole path; write {setting}={own}"
-        )
-    path = Path(given).resolve()
-    places = {"the root folder": Path(path.anchor), "your home folder": Path(home)}
-    with suppress(OSError):  # it was deleted
-        places["the current folder"] = Path.cwd()
-    for what, place in places.items():
-        if _is_same(path, place):
-            raise UsageError(
-                f"{key}={given}: it is {what}; expected a folder of its own; write {setting}={unused('runs/new')}"
-            )
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    with suppress(OSError):  # one of them is not there, or cannot be
-        return one == other.resolve() or one.samefile(other)
-    return False
-
-
 def check_ours(run_dir: Path, *, key: str = "output_dir", others: Collection[str] = ()) -> None:
     """Refuse a folder in which anything lies but a run of ours; nothing is written.
 
     Args:
         run_dir: The run's folder; it need not exist.
-        key: As for :func:`check_place`.
+        key: What the user gave it as, for messages; its last word is the setting.
         others: Names in it that others write beside the run: loggers begin before it.
 
     Raises:
@@ -184,18 +233,6 @@ def check_ours(run_dir: Path, *, key: str = "output_dir", others: Collection[str
     )
 
 
-def unused(path: str | os.PathLike[str]) -> str:
-    """Return a path, or with a number if something is there."""
-    text, number = os.fspath(path), 1
-    while os.path.lexists(text):
-        number += 1
-        text = f"{re.sub(r'-[0-9]+$', '', os.fspath(path))}-{number}"
-    return text
-
-
-# ---------------------------------------------------------------------- what overwrite=true deletes
-
-
 def delete_written(run_dir: Path) -> None:
     """Delete what an earlier run wrote into its folder; its mark, and what others have put there, stay."""
     for path in [path for pattern in _WRITTEN for path in run_dir.glob(pattern)]:
@@ -207,15 +244,10 @@ def delete_written(run_dir: Path) -> None:
         else:
             for part in set(path.iterdir()) - set(kept):
                 shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
-    for folder in sorted((run_dir / "logs").glob("**/"), reverse=True):  # loggers make theirs before they write
-        _remove_empty(folder)
-    for name in ("checkpoints", "samples", "pipeline"):
-        _remove_empty(run_dir / name)
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # it is not empty, not there, or a link
-        folder.rmdir()
+    emptied = sorted((run_dir / "logs").glob("**/"), reverse=True)  # loggers make theirs before they write
+    for folder in [*emptied, *(run_dir / name for name in ("checkpoints", "samples", "pipeline"))]:
+        with suppress(OSError):  # it is not empty, not there, or a link
+            folder.rmdir()
 
 
 def added_to(pipeline: Path) -> list[Path]:

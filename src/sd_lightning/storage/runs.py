@@ -1,4 +1,4 @@
-"""A run lives in one directory; this is its layout, and how other programs find things in it.
+"""Find checkpoints and pipelines in a run's directory, and publish its results there.
 
 ``<run>/`` holds ``.sd_lightning`` (the mark of a run: see :mod:`sd_lightning.storage.run_folder`), ``config.yaml``,
 ``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint),
@@ -9,26 +9,17 @@ engine's bytes are counted, ``memory_timeline.json``.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import multiprocessing
 import os
 import secrets
-import shutil
-import socket
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
 from sd_lightning._errors import UsageError
-from sd_lightning.storage import checkpoint, run_folder
+from sd_lightning.storage import atomic, checkpoint, run_folder
+from sd_lightning.storage.new_folder import check_writable, unused
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,24 +30,33 @@ LIGHTNING_SUFFIX = ".ckpt"
 """Ending of plain Lightning checkpoints, from which only weights are taken."""
 
 
-def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume") -> Path | None:
+def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume", thorough: bool = True) -> Path | None:
     """Return the checkpoint that ``resume=`` means.
 
     Args:
         resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory.
         run_dir: The run's own directory.
         who: The setting it was given by, for the message.
+        thorough: Hash all files. One process of a run does, and tells the others in ``PortableCheckpoint.setup``; until
+            then they go by names, sizes and small files, unless the run is finished and they may leave before.
 
     Raises:
         UsageError: The path holds no valid checkpoint.
     """
+    found = _find_checkpoint(resume, run_dir, who, None if thorough else checkpoint.SMALL_BYTES)
+    if found is not None and not thorough and is_finished(run_dir, checkpoint.step_of(found)):
+        return _find_checkpoint(resume, run_dir, who, None)
+    return found
+
+
+def _find_checkpoint(resume: str, run_dir: Path, who: str, hash_up_to: int | None) -> Path | None:
     if resume == "auto":
-        return checkpoint.newest_valid(run_dir)
+        return checkpoint.newest_valid(run_dir, hash_up_to=hash_up_to)
     path = Path(resume)
     if not path.exists():
         raise UsageError(f"{who}={resume}: no such folder; expected auto, a run or one of its checkpoints")
     if (path / checkpoint.MANIFEST_NAME).exists():
-        problems = checkpoint.verify(path)
+        problems = checkpoint.verify(path, hash_up_to=hash_up_to)
         if problems:
             raise UsageError(
                 f"{who}={resume}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run's folder"
@@ -66,7 +66,7 @@ def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume") -> Path 
         raise UsageError(
             f"{who}={resume}: a Lightning checkpoint, from which only weights can be taken; write init_from={resume}"
         )
-    found = checkpoint.newest_valid(path)
+    found = checkpoint.newest_valid(path, hash_up_to=hash_up_to)
     if found is None:
         raise UsageError(f"{who}={resume}: no valid checkpoint in it; expected a run or one of its checkpoints")
     return found
@@ -185,7 +185,7 @@ def _check_apart(run_dir: Path, reads: Mapping[str, str | os.PathLike[str]]) -> 
             same = Path(path).resolve() == run_dir.resolve()
             raise UsageError(
                 f"{setting}={path} {'is' if same else 'lies in'} output_dir={run_dir}, where the run would write over "
-                f"what it reads; expected two folders apart; write output_dir={run_folder.unused(f'{run_dir}-2')}"
+                f"what it reads; expected two folders apart; write output_dir={unused(f'{run_dir}-2')}"
             )
 
 
@@ -205,120 +205,6 @@ def check_unused(run_dir: Path) -> None:
             f"output_dir={run_dir} already holds the results of a run, whose checkpoints are gone; choose another "
             "output_dir=, or delete them with overwrite=true"
         )
-
-
-def check_writable(folder: Path) -> None:
-    """Try whether a folder can be written, or made if it does not exist; nothing is left behind.
-
-    Raises:
-        OSError: It cannot.
-    """
-    while not folder.exists():
-        folder = folder.parent
-    # As root, os.access says yes to everything.
-    probe = folder / f"{run_folder.TEMPORARY}{secrets.token_hex(4)}"
-    probe.mkdir()
-    probe.rmdir()
-
-
-def prepare(run_dir: Path, *, overwrite: bool = False, key: str = "output_dir", others: Collection[str] = ()) -> None:
-    """Make a run's directory, lock it and mark it as one; the last step before training.
-
-    Args:
-        run_dir: The run's directory.
-        overwrite: Delete what an earlier run left in it.
-        key: What the user gave it as, for messages.
-        others: Names in it that others write beside the run.
-
-    Raises:
-        UsageError: Another process runs there, or it holds what no run has written: neither is touched.
-    """
-    run_folder.check_ours(run_dir, key=key, others=others)  # before there is a lock file
-    held = run_dir.resolve() in _locks
-    lock(run_dir)
-    try:
-        run_folder.check_ours(run_dir, key=key, others=others)  # again, now that nobody else can begin a run
-        run_folder.mark(run_dir)
-        if overwrite:
-            run_folder.delete_written(run_dir)
-    except BaseException:
-        if not held:
-            unlock(run_dir)
-        raise
-
-
-_locks: dict[Path, int] = {}
-"""Folders that this process, or the one it was forked from, has locked, with the open files."""
-
-
-def lock(run_dir: Path) -> None:
-    """Keep other processes from running in a directory, which is made; the system unlocks it when the process dies.
-
-    A process may lock a directory again. Only rank 0 locks; one that the holder has started counts as the holder.
-
-    Raises:
-        UsageError: Another process runs there.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    folder = run_dir.resolve()
-    if folder in _locks:
-        return
-    while True:
-        handle = os.open(folder / run_folder.LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # groups share runs
-        try:
-            _lock_file(handle)
-        except OSError as error:
-            _refuse_locked(run_dir, handle, error)
-            return
-        if _is_file(handle, folder / run_folder.LOCK):
-            break
-        os.close(handle)  # its holder was just removing it
-    os.truncate(handle, 0)
-    os.write(handle, f"{os.getpid()} {socket.gethostname()}".encode())
-    _locks[folder] = handle
-
-
-def _refuse_locked(run_dir: Path, handle: int, error: OSError) -> None:
-    """Say whose the lock is that could not be had, unless it is that of the process which started this one."""
-    os.lseek(handle, 0, os.SEEK_SET)
-    holder = os.read(handle, 1000).decode(errors="replace").split()
-    os.close(handle)
-    if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-        log.warning("%s cannot be locked (%s); start no second run in it", run_dir, error.strerror)
-        return
-    parent = multiprocessing.parent_process()
-    if parent is not None and holder == [str(parent.pid), socket.gethostname()]:
-        return
-    who = f"process {holder[0]} on {holder[1]}" if len(holder) == 2 else "another process"
-    raise UsageError(
-        f"output_dir={run_dir}: a run is at work in it ({who}); wait for its end, or choose another output_dir=<folder>"
-    ) from None
-
-
-def unlock(run_dir: Path) -> None:
-    """Let other processes run in a directory that this one has locked, if it has."""
-    folder = run_dir.resolve()
-    handle = _locks.pop(folder, None)
-    if handle is None:
-        return
-    if sys.platform != "win32" and _is_file(handle, folder / run_folder.LOCK):  # Windows removes no open file
-        (folder / run_folder.LOCK).unlink()
-    os.close(handle)
-
-
-def _is_file(handle: int, path: Path) -> bool:
-    """Whether an open file is the one that a path names."""
-    return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
-
-
-def _lock_file(handle: int) -> None:
-    """Lock an open file, or raise OSError at once; forked processes do not share in the lock."""
-    if sys.platform == "win32":
-        os.lseek(handle, 2**20, os.SEEK_SET)  # away from what is read by others: the lock is mandatory
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        os.lseek(handle, 0, os.SEEK_SET)
-    else:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_finished(run_dir: Path, step: int) -> bool:
@@ -354,18 +240,12 @@ def publish_pipeline(run_dir: Path, newest: Path) -> Path:
 
     What others have put into that folder, such as a model card, stays in it.
     """
-    final, tmp, old = run_dir / "pipeline", run_dir / ".tmp-pipeline", run_dir / ".old-pipeline"
-    if old.is_dir() and not final.exists():
-        old.rename(final)  # a run was killed between the two renames below
-    for leftover in (tmp, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    checkpoint.hard_link_tree(newest / "pipeline", tmp)
-    for path in run_folder.added_to(final) if final.is_dir() else ():
-        if not (tmp / path.name).exists():
-            link = checkpoint.hard_link_tree if path.is_dir() else checkpoint.hard_link
-            link(path, tmp / path.name)
-    if final.exists():
-        final.rename(old)
-    tmp.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+    final = run_dir / "pipeline"
+    atomic.restore_replaced(run_dir, final.name)
+    with atomic.new_folder(final) as tmp:
+        atomic.hard_link_tree(newest / "pipeline", tmp)
+        for path in run_folder.added_to(final) if final.is_dir() else ():
+            if not (tmp / path.name).exists():
+                link = atomic.hard_link_tree if path.is_dir() else atomic.hard_link
+                link(path, tmp / path.name)
     return final

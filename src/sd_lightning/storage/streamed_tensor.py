@@ -1,36 +1,54 @@
-"""Tensors that stay in their files until they are written to another: no network is ever in memory as a whole."""
+"""Tensors that are made or read, slice by slice, while they are written: no network is ever in memory as a whole."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.shards import LazyTensor, tensor_of
 from sd_lightning.storage.safetensors_file import (
+    DTYPE_OF_NAME,
+    NAME_OF_DTYPE,
     SLICE_BYTES,
-    PieceSpec,
-    PieceWriter,
+    HostBuffer,
     bytes_of,
+    flat_blocks,
     indexed_files,
-    tensors_in,
+    open_safetensors,
+    read_exactly,
 )
-from sd_lightning.storage.tensor_store import ShardedTensors
 
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A tensor described by where its values can be read."""
+    """A whole tensor, described by how its values are read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     slices: Callable[[], Iterator[Tensor]]
-    """Gives the values in row-major order as successive 1-D CPU tensors; each is overwritten by the next one."""
+    """Gives the values in row-major order as successive blocks, each of which the next one may overwrite."""
+
+    @classmethod
+    def of(
+        cls, values: LazyTensor, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
+    ) -> StreamedTensor:
+        """Describe a tensor, of any strides and device, or a function that makes one; that needs dtype and shape."""
+        if isinstance(values, Tensor):
+            dtype, shape = dtype or values.dtype, tuple(values.shape) if shape is None else shape
+        assert dtype is not None and shape is not None
+        return cls(dtype, shape, partial(_blocks, values, dtype.itemsize))
 
     @property
     def numel(self) -> int:
@@ -41,7 +59,7 @@ class StreamedTensor:
         tensor = torch.empty(self.numel, dtype=self.dtype)
         position = 0
         for block in self.slices():
-            tensor[position : position + block.numel()] = block
+            tensor[position : position + block.numel()] = block.reshape(-1)
             position += block.numel()
         return tensor.view(self.shape)
 
@@ -57,6 +75,11 @@ class StreamedTensor:
         return StreamedTensor(self.dtype, (columns, rows), lambda: iter([self.read().T.reshape(-1)]))
 
 
+def _blocks(values: LazyTensor, itemsize: int) -> Iterator[Tensor]:
+    tensor = tensor_of(values).detach()
+    yield from flat_blocks(tensor, 0, tensor.numel(), SLICE_BYTES // max(itemsize, tensor.dtype.itemsize))
+
+
 def joined(tensors: Sequence[StreamedTensor]) -> StreamedTensor:
     """Return tensors joined along their first axis."""
     first = tensors[0]
@@ -66,9 +89,43 @@ def joined(tensors: Sequence[StreamedTensor]) -> StreamedTensor:
     return StreamedTensor(first.dtype, shape, lambda: (block for t in tensors for block in t.slices()))
 
 
-def stored_tensor(store: ShardedTensors, key: str) -> StreamedTensor:
-    """Describe a tensor of a store, which must stay open until it is read."""
-    return StreamedTensor(store.dtype(key), store.shape(key), lambda: store.slices(key))
+def tensors_in(path: Path) -> dict[str, StreamedTensor]:
+    """Describe the tensors of one safetensors file.
+
+    Raises:
+        UsageError: There is no such file, or it is damaged.
+    """
+    remedy = "copy or download that file again"
+    try:
+        file = open_safetensors(path)
+        file.handle.close()
+        size = path.stat().st_size
+        tensors = {}
+        for name, entry in file.header.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = DTYPE_OF_NAME[entry["dtype"]], tuple(entry["shape"])
+            begin, end = (file.data_start + offset for offset in entry["data_offsets"])
+            if end > size or end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"it ends within {name!r}")
+            tensors[name] = StreamedTensor(dtype, shape, partial(_stored, path, begin, math.prod(shape), dtype))
+        return tensors
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: no such file; expected weights in safetensors files; {remedy}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: not a complete safetensors file ({error}); {remedy}") from error
+
+
+def _stored(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    max_numel = SLICE_BYTES // dtype.itemsize
+    buffer = torch.empty(min(numel, max_numel), dtype=dtype)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        for start in range(0, numel, max_numel):
+            block = buffer[: numel - start]
+            if not read_exactly(file, bytes_of(block)):
+                raise UsageError(f"{path}: ends too early; copy or download that file again")
+            yield block
 
 
 def file_tensors(path: str | os.PathLike[str]) -> dict[str, StreamedTensor]:
@@ -77,11 +134,7 @@ def file_tensors(path: str | os.PathLike[str]) -> dict[str, StreamedTensor]:
     Raises:
         UsageError: There is no such file, or it is damaged.
     """
-    return {
-        spec.key: StreamedTensor(spec.dtype, spec.shape, _reader(file, begin, math.prod(spec.shape), spec.dtype))
-        for file in indexed_files(Path(path))
-        for spec, begin in tensors_in(file).items()
-    }
+    return {name: tensor for file in indexed_files(Path(path)) for name, tensor in tensors_in(file).items()}
 
 
 def write_streamed(
@@ -91,7 +144,7 @@ def write_streamed(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write one safetensors file, slice by slice.
+    """Write a network's weights as one safetensors file that any library loads, slice by slice.
 
     Args:
         path: File to create.
@@ -105,12 +158,20 @@ def write_streamed(
     Raises:
         UsageError: A value is too large for ``dtype``.
     """
-    specs = [PieceSpec(name, converted_dtype(tensor, dtype), tensor.shape) for name, tensor in tensors.items()]
-    with PieceWriter(path, specs, metadata={"format": "pt", **(metadata or {})}) as writer:
-        for piece in writer.pieces:
-            blocks = (_converted(piece.key, block, piece.dtype) for block in tensors[piece.key].slices())
-            writer.write_slices(piece.key, blocks)
-        return writer.close()
+    converted = {name: _in_dtype(name, tensor, converted_dtype(tensor, dtype)) for name, tensor in tensors.items()}
+    return write_file(path, converted, metadata={"format": "pt", **(metadata or {})})
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> str:
+    """Do the same with tensors in memory; a file that is there is replaced, not overwritten.
+
+    Returns:
+        The SHA-256 of the file.
+    """
+    Path(path).unlink(missing_ok=True)  # it may be a hard link shared with a checkpoint
+    return write_streamed(path, {n: StreamedTensor.of(tensor) for n, tensor in tensors.items()}, metadata=metadata)
 
 
 def converted_dtype(tensor: StreamedTensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -118,34 +179,102 @@ def converted_dtype(tensor: StreamedTensor, dtype: torch.dtype | None) -> torch.
     return tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
 
 
+def _in_dtype(name: str, tensor: StreamedTensor, dtype: torch.dtype) -> StreamedTensor:
+    if dtype == tensor.dtype:
+        return tensor
+    return StreamedTensor(dtype, tensor.shape, lambda: (_converted(name, block, dtype) for block in tensor.slices()))
+
+
 def _converted(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
-    if block.dtype == dtype:
-        return block
-    if dtype.is_floating_point and dtype.itemsize < block.dtype.itemsize and block.numel():
+    if dtype.itemsize >= block.dtype.itemsize:
+        return block.to(dtype)
+    if block.numel():
         largest = max(-block.min().item(), block.max().item())
         if torch.finfo(dtype).max < largest < math.inf:
             raise UsageError(
                 f"{name} holds {largest:.4g}, which is too large for {str(dtype).removeprefix('torch.')}; write "
                 "dtype=bfloat16"
             )
-    return block.to(dtype)
+    return block  # the writer narrows it
 
 
-def _reader(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Callable[[], Iterator[Tensor]]:
-    def slices() -> Iterator[Tensor]:
-        max_numel = SLICE_BYTES // dtype.itemsize
-        buffer = torch.empty(min(numel, max_numel), dtype=dtype)
-        # Plain reads, as in the tensor store: mapped pages would count as resident memory.
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            for start in range(0, numel, max_numel):
-                block = buffer[: numel - start]
-                rest = bytes_of(block)
-                while len(rest):
-                    count = file.readinto(rest)
-                    if not count:
-                        raise UsageError(f"{path}: ends too early; copy or download that file again")
-                    rest = rest[count:]
-                yield block
+def write_file(
+    path: str | os.PathLike[str], tensors: Mapping[str, StreamedTensor], *, metadata: Mapping[str, str] | None = None
+) -> str:
+    """Write one safetensors file, durably, tensor by tensor.
 
-    return slices
+    Args:
+        path: File to create; it must not exist. On an error what was written stays for the caller to delete.
+        tensors: By name in the file. Wide dtypes come first in it, as safetensors has it, so that all are aligned.
+        metadata: Free strings of the header.
+
+    Returns:
+        The SHA-256 of the file.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be created.
+        UsageError: A dtype cannot be stored.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    header = _header(ordered, metadata)
+    # hashlib and write() both release the GIL: hashing costs nothing where a core is free.
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
+        output = _HashedOutput(file, hasher)
+        output.append(memoryview(header))
+        for name, tensor in ordered.items():
+            numel = output.append_tensor(tensor)
+            if numel != tensor.numel:
+                raise ValueError(f"{path}: {name!r} got {numel} values; expected shape {tensor.shape}.")
+        os.fsync(file.fileno())
+    return output.digest.hexdigest()
+
+
+class _HashedOutput:
+    """Writes bytes to a file while another thread hashes them."""
+
+    def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
+        self.digest = hashlib.sha256()
+        self._file = file
+        self._hasher = hasher
+        self._buffer = HostBuffer()
+
+    def append_tensor(self, tensor: StreamedTensor) -> int:
+        """Append all values, as contiguous ones of the tensor's dtype, and return their number."""
+        numel = 0
+        for block in tensor.slices():
+            numel += block.numel()
+            if block.device.type != "cpu" or block.dtype != tensor.dtype or not block.is_contiguous():
+                block = self._buffer.take(block.shape, tensor.dtype).copy_(block)
+            self.append(bytes_of(block))
+        return numel
+
+    def append(self, data: memoryview) -> None:
+        hashed = self._hasher.submit(self.digest.update, data)
+        try:
+            rest = data
+            while len(rest):  # a raw write may stop early
+                rest = rest[self._file.write(rest) :]
+        finally:
+            hashed.result()
+
+
+def _header(tensors: Mapping[str, StreamedTensor], metadata: Mapping[str, str] | None) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        if name == "__metadata__":
+            raise ValueError("A safetensors file cannot hold a tensor named '__metadata__'.")
+        if tensor.dtype not in NAME_OF_DTYPE:
+            raise UsageError(
+                f"Tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot store; convert it first."
+            )
+        end = offset + tensor.numel * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": NAME_OF_DTYPE[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

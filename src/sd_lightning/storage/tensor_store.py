@@ -1,11 +1,7 @@
-"""Tensors in safetensors files, written and read in slices: memory stays flat whatever the size.
+"""A directory of named tensors that several ranks write together, and that any number of ranks reads.
 
-A *store* is a directory that several ranks write together. Every rank writes its flat ranges of
-the named global tensors into one ordinary safetensors file of 1-D pieces, and rank 0 merges the
-lists of pieces into ``index.json``. Any flat range can then be read at any other world size.
-
-Files are read with plain reads, not by memory mapping: mapped pages count as resident memory,
-so loading a file would seem (and under a memory limit would be) as large as the file.
+Every rank writes its flat ranges of the global tensors into one ordinary safetensors file of 1-D pieces, and rank 0
+merges the lists of pieces into ``index.json``. Any flat range can then be read at any other world size.
 """
 
 from __future__ import annotations
@@ -13,58 +9,36 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.shards import TensorRange
 from sd_lightning.storage.safetensors_file import (
     DTYPE_OF_NAME,
     NAME_OF_DTYPE,
     SLICE_BYTES,
     HostBuffer,
     OpenFile,
-    PieceSpec,
-    PieceWriter,
     bytes_of,
     flat_blocks,
     open_safetensors,
-    tensors_in,
+    read_exactly,
 )
+from sd_lightning.storage.streamed_tensor import StreamedTensor, tensors_in, write_file
 
 INDEX_NAME = "index.json"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A flat range of a named global tensor that this rank owns and writes."""
-
-    key: str
-    shape: tuple[int, ...]
-    """True shape of the whole global tensor."""
-    begin: int
-    end: int
-    tensor: Tensor | Callable[[], Tensor]
-    """``end - begin`` values in row-major order (any shape, strides and device), or a function
-    that makes them when their turn comes (dequantised states: one at a time in memory)."""
-    dtype: torch.dtype | None = None
-    """Dtype in the file; needed with a function, otherwise the tensor's own."""
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        if self.dtype is not None:
-            return self.dtype
-        if not isinstance(self.tensor, Tensor):
-            raise ValueError(f"Entry {self.key!r} makes its tensor when written; give its dtype.")
-        return self.tensor.dtype
-
-
-@dataclass(frozen=True)
 class _Piece:
+    """Where a file holds a range of a tensor; a ``TensorRange`` knows its values, not their place."""
+
     file: str
     tensor: str
     begin: int
@@ -73,6 +47,8 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Stored:
+    """A line of the index."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
@@ -100,23 +76,21 @@ class ShardedTensors:
         self._stored = _read_index(self.directory / INDEX_NAME) if files is None else _read_headers(directory, files)
 
     def keys(self) -> list[str]:
-        """Names of the stored tensors, in the order they were first written."""
+        """Return the names of the stored tensors, in the order they were first written."""
         return list(self._stored)
 
     def __contains__(self, key: object) -> bool:
         return key in self._stored
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """True global shape of a tensor."""
+        """Return the global shape of a tensor."""
         return self._entry(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype in the files."""
+        """Return the dtype in the files."""
         return self._entry(key).dtype
 
-    def read_into(
-        self, key: str, out: Tensor, begin: int = 0, end: int | None = None, *, shape: Sequence[int] | None = None
-    ) -> None:
+    def read_into(self, key: str, out: Tensor, begin: int = 0, end: int | None = None) -> None:
         """Fill a tensor with the flat row-major range ``[begin, end)`` of a stored tensor.
 
         Args:
@@ -124,19 +98,13 @@ class ShardedTensors:
             out: Filled in place; ``end - begin`` values, any shape, strides, device and dtype.
             begin: First flat index.
             end: One past the last flat index; the whole tensor if not given.
-            shape: The global shape that the caller expects; compared if given.
 
         Raises:
-            UsageError: The key is missing, the shape differs, a part of the range was never
-                written, or a file is damaged; the message names the key.
+            UsageError: The key is missing, a part of the range was never written, or a file is damaged; the message
+                names the key.
         """
         stored = self._entry(key)
         end = stored.numel if end is None else end
-        if shape is not None and tuple(shape) != stored.shape:
-            raise UsageError(
-                f"Tensor {key!r} has shape {stored.shape} in {self.directory}; expected {tuple(shape)}. "
-                "Resume with the model that was trained."
-            )
         if not 0 <= begin <= end <= stored.numel or out.numel() != end - begin:
             raise UsageError(
                 f"Tensor {key!r} in {self.directory} has shape {stored.shape}; "
@@ -144,23 +112,27 @@ class ShardedTensors:
             )
         target = out.detach()
         max_numel = SLICE_BYTES // stored.dtype.itemsize
-        for file, offset, start, stop in self._spans(key, begin, end):
+        for piece, start, stop in self._spans(key, begin, end):
             for block in flat_blocks(target, start - begin, stop - begin, max_numel):
                 direct = block.device.type == "cpu" and block.dtype == stored.dtype and block.is_contiguous()
                 host = block if direct else self._buffer.take(block.shape, stored.dtype)
-                offset += self._read(file, offset, bytes_of(host), key)
+                self._read(key, piece, start, host)
+                start += block.numel()
                 if not direct:
                     block.copy_(host)
 
-    def slices(self, key: str) -> Iterator[Tensor]:
-        """The whole tensor as successive 1-D CPU slices; each is overwritten by the next one."""
+    def streamed(self, key: str) -> StreamedTensor:
+        """Describe a tensor for a writer; the store must stay open until it is written."""
+        stored = self._entry(key)
+        return StreamedTensor(stored.dtype, stored.shape, lambda: self._slices(key))
+
+    def _slices(self, key: str) -> Iterator[Tensor]:
         stored = self._entry(key)
         max_numel = SLICE_BYTES // stored.dtype.itemsize
-        for file, offset, start, stop in self._spans(key, 0, stored.numel):
-            for position in range(start, stop, max_numel):
-                block = self._buffer.take([min(max_numel, stop - position)], stored.dtype)
-                offset += self._read(file, offset, bytes_of(block), key)
-                yield block
+        for begin in range(0, stored.numel, max_numel):
+            block = self._buffer.take([min(max_numel, stored.numel - begin)], stored.dtype)
+            self.read_into(key, block, begin, begin + block.numel())
+            yield block
 
     def close(self) -> None:
         """Close the files."""
@@ -181,47 +153,37 @@ class ShardedTensors:
             )
         return self._stored[key]
 
-    def _spans(self, key: str, begin: int, end: int) -> Iterator[tuple[BinaryIO, int, int, int]]:
-        """Where ``[begin, end)`` lies: (file, byte offset, first flat index, one past the last)."""
-        stored = self._entry(key)
+    def _spans(self, key: str, begin: int, end: int) -> Iterator[tuple[_Piece, int, int]]:
+        """Say which pieces hold ``[begin, end)``: (piece, first flat index, one past the last)."""
         position = begin
-        for piece in stored.pieces:
+        for piece in self._entry(key).pieces:
             start, stop = max(piece.begin, position), min(piece.end, end)
             if start >= stop:
                 continue
             if start > position:
                 break
-            handle, offset = self._locate(key, stored, piece)
-            yield handle, offset + (start - piece.begin) * stored.dtype.itemsize, start, stop
+            yield piece, start, stop
             position = stop
         if position < end:
             raise UsageError(
                 f"Tensor {key!r} has no values for [{position}, {end}) in {self.directory}; use another checkpoint."
             )
 
-    def _locate(self, key: str, stored: _Stored, piece: _Piece) -> tuple[BinaryIO, int]:
-        """File and byte offset of a piece, checked against the file's own header."""
-        path = self.directory / piece.file
+    def _read(self, key: str, piece: _Piece, start: int, out: Tensor) -> None:
+        """Fill a contiguous host tensor from a piece, whose place is checked against the file's own header."""
+        path, itemsize = self.directory / piece.file, out.dtype.itemsize
         try:
             if piece.file not in self._files:
                 self._files[piece.file] = open_safetensors(path)
             file = self._files[piece.file]
             begin, end = file.header[piece.tensor]["data_offsets"]
-            if end - begin != (piece.end - piece.begin) * stored.dtype.itemsize:
+            if end - begin != (piece.end - piece.begin) * itemsize:
                 raise ValueError(f"{piece.tensor!r} has another size than in {INDEX_NAME}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"Tensor {key!r} cannot be read from {path} ({error}); use another checkpoint.") from error
-        return file.handle, file.data_start + begin
-
-    def _read(self, file: BinaryIO, offset: int, memory: memoryview, key: str) -> int:
-        file.seek(offset)
-        done = 0
-        while done < len(memory):
-            count = file.readinto(memory[done:])  # type: ignore[attr-defined]
-            if not count:
-                raise UsageError(f"Tensor {key!r}: {file.name} ends too early; use another checkpoint.")
-            done += count
-        return done
+        file.handle.seek(file.data_start + begin + (start - piece.begin) * itemsize)
+        if not read_exactly(file.handle, bytes_of(out)):
+            raise UsageError(f"Tensor {key!r}: {path} ends too early; use another checkpoint.")
 
 
 def _read_index(index: Path) -> dict[str, _Stored]:
@@ -240,13 +202,13 @@ def _read_index(index: Path) -> dict[str, _Stored]:
 
 def _read_headers(directory: str | os.PathLike[str], files: Sequence[str]) -> dict[str, _Stored]:
     return {
-        spec.key: _Stored(spec.dtype, spec.shape, (_Piece(file, spec.key, 0, math.prod(spec.shape)),))
+        name: _Stored(tensor.dtype, tensor.shape, (_Piece(file, name, 0, tensor.numel),))
         for file in files
-        for spec in tensors_in(Path(directory, file))
+        for name, tensor in tensors_in(Path(directory, file)).items()
     }
 
 
-def write_shards(directory: str | os.PathLike[str], rank: int, world_size: int, entries: Iterable[Entry]) -> str:
+def write_shards(directory: str | os.PathLike[str], rank: int, world_size: int, ranges: Iterable[TensorRange]) -> str:
     """Write the flat ranges that one rank owns; every rank calls it, in any order, with no communication.
 
     Writes ``shard-<rank>-of-<world_size>.safetensors`` and beside it the list of its pieces.
@@ -257,35 +219,29 @@ def write_shards(directory: str | os.PathLike[str], rank: int, world_size: int, 
         directory: Exists and is seen by all ranks.
         rank: This process, in ``[0, world_size)``.
         world_size: Number of processes that write.
-        entries: What this rank owns; an empty range is allowed.
+        ranges: What this rank owns; an empty range is allowed.
 
     Returns:
         The SHA-256 of the safetensors file.
     """
     stem = f"shard-{rank:05d}-of-{world_size:05d}"
-    specs: list[PieceSpec] = []
-    by_name: dict[str, Entry] = {}
+    tensors: dict[str, StreamedTensor] = {}
     listing: dict[str, dict[str, Any]] = {}
-    for entry in entries:
-        numel = math.prod(entry.shape)
-        if not 0 <= entry.begin <= entry.end <= numel:
-            raise ValueError(f"{entry.key!r} got the range [{entry.begin}, {entry.end}) of shape {entry.shape}.")
-        dtype = entry.stored_dtype
-        pieces = listing.setdefault(
-            entry.key, {"dtype": NAME_OF_DTYPE.get(dtype), "shape": list(entry.shape), "numel": numel, "pieces": []}
-        )["pieces"]
-        if entry.begin == entry.end:
+    for each in ranges:
+        total, numel, dtype = math.prod(each.shape), each.end - each.begin, each.stored_dtype
+        if not 0 <= each.begin <= each.end <= total:
+            raise ValueError(f"{each.name!r} got the range [{each.begin}, {each.end}) of shape {each.shape}.")
+        entry = {"dtype": NAME_OF_DTYPE.get(dtype), "shape": list(each.shape), "numel": total, "pieces": []}
+        pieces = listing.setdefault(each.name, entry)["pieces"]
+        if not numel:
             continue
         # A whole tensor keeps its plain name, so that other tools find it.
-        name = entry.key if entry.end - entry.begin == numel else f"{entry.key}@{entry.begin}"
-        specs.append(PieceSpec(name, dtype, (entry.end - entry.begin,)))
-        by_name[name] = entry
-        pieces.append({"file": f"{stem}.safetensors", "tensor": name, "begin": entry.begin, "end": entry.end})
-    with PieceWriter(Path(directory, f"{stem}.safetensors"), specs) as writer:
-        for piece in writer.pieces:
-            source = by_name.pop(piece.key).tensor
-            writer.write(piece.key, source if isinstance(source, Tensor) else source())
-        digest = writer.close()
+        name = each.name if numel == total else f"{each.name}@{each.begin}"
+        if name in tensors:
+            raise ValueError(f"A safetensors file cannot hold two tensors named {name!r}.")
+        tensors[name] = StreamedTensor.of(each.values, dtype, (numel,))
+        pieces.append({"file": f"{stem}.safetensors", "tensor": name, "begin": each.begin, "end": each.end})
+    digest = write_file(Path(directory, f"{stem}.safetensors"), tensors)
     text = json.dumps({"sha256": digest, "tensors": listing}, ensure_ascii=False)
     Path(directory, f"{stem}.json").write_text(text, encoding="utf-8")
     return digest
@@ -325,57 +281,20 @@ def merge_index(directory: str | os.PathLike[str], world_size: int) -> dict[str,
             if known is not entry:
                 known["pieces"] += entry["pieces"]
     for key, entry in index.items():
-        entry["pieces"].sort(key=lambda piece: piece["begin"])
-        position = 0
-        for piece in [*entry["pieces"], {"begin": entry["numel"], "end": entry["numel"]}]:
-            if piece["begin"] != position:
-                fault = "not at all" if piece["begin"] > position else "twice"
-                low, high = sorted((piece["begin"], position))
-                raise ValueError(f"Elements [{low}, {high}) of {key!r} were written {fault}.")
-            position = piece["end"]
+        _check_complete(key, entry)
     (directory / INDEX_NAME).write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
     for path in lists:
         path.unlink()
     return digests
 
 
-@dataclass(frozen=True)
-class Computed:
-    """A tensor that is made when it is written, and not kept."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-
-
-def stream_network(
-    reader: ShardedTensors,
-    key_of: Mapping[str, str | Tensor | Computed],
-    path: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
-) -> str:
-    """Write a network's weights as one ordinary safetensors file that any library loads.
-
-    Args:
-        reader: The store that holds the weights.
-        key_of: For each name in the file, the key in the store, or the tensor itself (frozen
-            weights and buffers, which are not in the store), or how it is computed.
-        path: File to create.
-        dtype: Convert floating-point weights to it; the stored dtypes if not given.
-
-    Returns:
-        The SHA-256 of the file.
-    """
-    specs = []
-    for name, source in key_of.items():
-        stored = reader.dtype(source) if isinstance(source, str) else source.dtype
-        shape = reader.shape(source) if isinstance(source, str) else tuple(source.shape)
-        specs.append(PieceSpec(name, dtype if dtype is not None and stored.is_floating_point else stored, shape))
-    with PieceWriter(path, specs, metadata={"format": "pt"}) as writer:
-        for piece in writer.pieces:
-            source = key_of[piece.key]
-            if isinstance(source, str):
-                writer.write_slices(piece.key, reader.slices(source))
-            else:
-                writer.write(piece.key, source.make() if isinstance(source, Computed) else source)
-        return writer.close()
+def _check_complete(key: str, entry: dict[str, Any]) -> None:
+    """Sort the pieces of a tensor, and demand every element exactly once."""
+    entry["pieces"].sort(key=lambda piece: piece["begin"])
+    position = 0
+    for piece in [*entry["pieces"], {"begin": entry["numel"], "end": entry["numel"]}]:
+        if piece["begin"] != position:
+            fault = "not at all" if piece["begin"] > position else "twice"
+            low, high = sorted((piece["begin"], position))
+            raise ValueError(f"Elements [{low}, {high}) of {key!r} were written {fault}.")
+        position = piece["end"]

@@ -152,15 +152,6 @@ def _decode(obj: Any) -> Any:
     return _DECODERS[kind](obj)
 
 
-def _decode_items(build: Callable[[Any], Any]) -> Callable[[dict[str, Any]], Any]:
-    return lambda obj: build(_decode(obj["items"]))
-
-
-def _decode_counter(obj: dict[str, Any]) -> collections.Counter[Any]:
-    # Counter(pairs) would count the pairs.
-    return collections.Counter(dict(_decode(obj["items"])))
-
-
 def _decode_tensor(obj: dict[str, Any]) -> Tensor:
     data = bytearray(base64.b64decode(obj["data"], validate=True))
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -179,12 +170,12 @@ def _decode_numpy(obj: dict[str, Any]) -> Any:
 
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "float": lambda obj: float(obj["value"]),
-    "tuple": _decode_items(tuple),
-    "set": _decode_items(set),
-    "frozenset": _decode_items(frozenset),
-    "dict": _decode_items(dict),
-    "OrderedDict": _decode_items(collections.OrderedDict),
-    "Counter": _decode_counter,
+    "tuple": lambda obj: tuple(_decode(obj["items"])),
+    "set": lambda obj: set(_decode(obj["items"])),
+    "frozenset": lambda obj: frozenset(_decode(obj["items"])),
+    "dict": lambda obj: dict(_decode(obj["items"])),
+    "OrderedDict": lambda obj: collections.OrderedDict(_decode(obj["items"])),
+    "Counter": lambda obj: collections.Counter(dict(_decode(obj["items"]))),  # Counter(pairs) would count the pairs
     "dtype": lambda obj: _DTYPES[obj["value"]],
     "tensor": _decode_tensor,
     "ndarray": _decode_numpy,

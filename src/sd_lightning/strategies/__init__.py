@@ -6,7 +6,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import ReplicatedState, TrainingState
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.shards import TrainingState
 
 
 def training_state(trainer: pl.Trainer) -> TrainingState:

@@ -1,4 +1,4 @@
-"""Let strategies that read checkpoints their own way leave our folders to who restores them."""
+"""Route portable checkpoints to PortableCheckpoint in strategies that read checkpoints their own way."""
 
 from __future__ import annotations
 

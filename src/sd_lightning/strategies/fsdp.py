@@ -29,7 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import ReplicatedState
+from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.strategies.checkpoint_folders import TakesCheckpointFolders
 from sd_lightning.strategies.networks import blocks_of, place_rest, sharded_networks, take_deferred, trained_networks
 from sd_lightning.strategies.processes.group import WatchedProcesses

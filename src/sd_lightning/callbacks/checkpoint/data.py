@@ -1,4 +1,4 @@
-"""What a checkpoint knows of the data: whether they have changed since, and which samples could not be used."""
+"""Compare the training set with that of a checkpoint, and carry over which samples could not be used."""
 
 from __future__ import annotations
 
@@ -11,14 +11,30 @@ import lightning.pytorch as pl
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.position import RunPosition
-from sd_lightning.data.contract import ComparableData, CountedData
+from sd_lightning.callbacks.checkpoint.together import on_rank_zero
+from sd_lightning.data.contract import ComparableData, CountedData, ResumableData
 from sd_lightning.data.fingerprint import Change, Fingerprint
 
 log = logging.getLogger(__name__)
 
 
+def check_datamodule(datamodule: object) -> ResumableData:
+    """Return the trainer's datamodule, which knows where a run stands.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if isinstance(datamodule, ResumableData):
+        return datamodule
+    given = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
+    raise UsageError(
+        f"PortableCheckpoint got {given}; expected an SDDataModule, whose sampler says where a run stands and goes "
+        "on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
+    )
+
+
 def data_fingerprint(trainer: pl.Trainer) -> Fingerprint | None:
-    """Return what tells whether the training set is still the same."""
+    """Return the fingerprint of the training set, by which a later run notices changes."""
     datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule.fingerprint() if isinstance(datamodule, ComparableData) else None
 
@@ -30,7 +46,7 @@ def gather_bad_samples(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Change | None:
-    """Return what has become of the training set since a checkpoint; it looks at files.
+    """Return how the training set has changed since a checkpoint; it reads files.
 
     Args:
         datamodule: Of the run that resumes.
@@ -55,7 +71,7 @@ def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Chang
 
 
 def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> RunPosition:
-    """Say what has become of the data, count the bad samples of before, and return where the run goes on.
+    """Log changes of the training set, count the bad samples of earlier starts, and return where the run goes on.
 
     A collective call; rank 0 looks at the files.
 
@@ -63,17 +79,13 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
         UsageError: The epoch holds other samples by now, or too many samples cannot be used.
     """
     datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
-    change, refused, bad = None, None, {}
-    if trainer.is_global_zero:
-        try:
-            change = compare_data(datamodule, saved, path)
-            if isinstance(datamodule, CountedData):
-                bad = datamodule.still_bad(saved.get("bad_samples", {}))
-        except UsageError as error:
-            refused = str(error)
-    change, refused, bad = trainer.strategy.broadcast((change, refused, bad))
-    if refused is not None:
-        raise UsageError(refused)
+
+    def look() -> tuple[Change | None, dict[str, str]]:
+        change = compare_data(datamodule, saved, path)
+        counted = isinstance(datamodule, CountedData)
+        return change, datamodule.still_bad(saved.get("bad_samples", {})) if counted else {}
+
+    change, bad = on_rank_zero(trainer, look)
     if saved.get("data") is None:
         log.warning("resume=%s: it does not say what data it was trained on; they are taken as they are", path)
     if change is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -12,21 +12,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint.frozen_weights import is_sharded
+from sd_lightning.callbacks.checkpoint.together import on_rank_zero
 from sd_lightning.callbacks.checkpoint.trainer_state import check_same_model, read_trainer_state
-from sd_lightning.state.shards import ReplicatedState, SavedParameter
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import ShardedTensors
 
-
-class Resumes(Protocol):
-    """The part of ``PortableCheckpoint`` that is asked here."""
-
-    run_dir: Path
-    resume: Path | None
-
-    def restore(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Continue from ``resume``."""
-        ...
+if TYPE_CHECKING:
+    from sd_lightning.callbacks.checkpoint.callback import PortableCheckpoint
 
 
 class CheckpointFolders(CheckpointIO):
@@ -40,7 +35,7 @@ class CheckpointFolders(CheckpointIO):
         files: Who reads and writes everything else.
     """
 
-    def __init__(self, callback: Resumes, trainer: pl.Trainer, files: CheckpointIO) -> None:
+    def __init__(self, callback: PortableCheckpoint, trainer: pl.Trainer, files: CheckpointIO) -> None:
         self._callback = callback
         self._trainer = trainer
         self._files = files
@@ -54,9 +49,9 @@ class CheckpointFolders(CheckpointIO):
         """
         if not checkpoint.is_portable(path):
             return self._files.load_checkpoint(path, map_location, weights_only)
-        found = runs.find_checkpoint(str(path), self._callback.run_dir, who="ckpt_path")
+        trainer, run_dir = self._trainer, self._callback.run_dir
+        found = on_rank_zero(trainer, lambda: runs.find_checkpoint(str(path), run_dir, who="ckpt_path"))
         assert found is not None
-        trainer = self._trainer
         if trainer.state.fn == TrainerFn.FITTING:
             self._callback.resume = found
             if trainer.strategy.restore_checkpoint_after_setup:  # else on_fit_start is yet to come
@@ -84,14 +79,14 @@ class CheckpointFolders(CheckpointIO):
         self._files.teardown()
 
 
-def load_weights(path: Path, module: Any) -> None:
+def load_weights(path: Path, module: pl.LightningModule) -> None:
     """Fill a module's trained parameters with what a checkpoint exports: its average, or its weights without one.
 
     Raises:
         UsageError: It is of another model, or an engine has taken the parameters apart.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if any(hasattr(p, mark) for p in parameters.values() for mark in ("device_mesh", "ds_shape", "taken_apart")):
+    if any(is_sharded(p) for p in parameters.values()):
         raise UsageError(
             f"ckpt_path={path}: the weights are already sharded; load them before, with LatentDiffusion.from_pretrained"
             f"('{path}/pipeline')"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,17 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.pipeline import frozen_weights_file
-from sd_lightning.storage import checkpoint
+from sd_lightning.storage import atomic, checkpoint
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import bytes_of
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
+from sd_lightning.training.module import SDLightningModule
 
 _SAMPLE = 64
 """Values of each weight that are compared; another model differs in nearly all of them."""
 
 
-def write_frozen_weights(run_dir: Path, pl_module: Any) -> None:
+def write_frozen_weights(run_dir: Path, module: SDLightningModule) -> None:
     """Write what is frozen of each trained network, in float32, before an engine shards or rounds it.
 
     Weights that are still in their files go from there to here in slices.
@@ -30,31 +30,29 @@ def write_frozen_weights(run_dir: Path, pl_module: Any) -> None:
     Raises:
         UsageError: The disk is full.
     """
-    for name, network in pl_module.trained_networks().items():
+    for name, network in module.trained_networks().items():
         frozen = {key: p.detach() for key, p in network.named_parameters() if not p.requires_grad}
         if not frozen or not all(_is_whole(weight) for weight in frozen.values()):
             continue
-        deferred = pl_module.latent_diffusion.deferred.get(name)
+        deferred = module.latent_diffusion.deferred.get(name)
         path = frozen_weights_file(run_dir, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".tmp-{secrets.token_hex(4)}")
         try:
-            write_streamed(part, {k: _streamed(k, w, deferred) for k, w in frozen.items()}, dtype=torch.float32)
-            part.rename(path)
+            with atomic.new_file(path) as part:
+                write_streamed(part, {k: _streamed(k, w, deferred) for k, w in frozen.items()}, dtype=torch.float32)
         except Exception as error:
             raise checkpoint.disk_full(error, run_dir, 0) or error from error
         finally:
-            part.unlink(missing_ok=True)
             if deferred is not None:
                 deferred.close()
 
 
-def fingerprints(pl_module: Any) -> dict[str, str]:
+def fingerprints(module: SDLightningModule) -> dict[str, str]:
     """Return, by network, a digest of some values of each weight that is not trained.
 
     Networks that have been sharded, or cast from float32, have none.
     """
-    model, trained = pl_module.latent_diffusion, pl_module.trained_networks()
+    model, trained = module.latent_diffusion, module.trained_networks()
     found = {}
     for name, network in model.networks.items():
         weights = {k: p.detach() for k, p in network.named_parameters() if name not in trained or not p.requires_grad}
@@ -91,18 +89,20 @@ def check_same_frozen(saved: Mapping[str, Any], ours: Mapping[str, str], path: P
         )
 
 
+def is_sharded(weight: Tensor) -> bool:
+    """Return whether a weight carries an engine's mark: of FSDP2's DTensor, ZeRO-3 or ColossalAI."""
+    return any(hasattr(weight, mark) for mark in ("device_mesh", "ds_shape", "taken_apart"))
+
+
 def _is_whole(weight: Tensor) -> bool:
     """Whether no engine has taken a weight apart (an earlier fit of the same module did)."""
-    marks = ("device_mesh", "ds_shape", "taken_apart")  # FSDP2's DTensor, ZeRO-3, ColossalAI
-    if any(hasattr(weight, mark) for mark in marks):
-        return False
-    return weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves one NaN for all values
+    return not is_sharded(weight) and weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves one NaN
 
 
 def _streamed(key: str, weight: Tensor, deferred: DeferredWeights | None) -> StreamedTensor:
     if weight.is_meta and deferred is not None:
         return deferred.streamed(key)
-    return StreamedTensor(weight.dtype, tuple(weight.shape), lambda: iter([weight.cpu().contiguous().reshape(-1)]))
+    return StreamedTensor.of(weight)
 
 
 def _first_values(key: str, weight: Tensor, deferred: DeferredWeights | None) -> Tensor:

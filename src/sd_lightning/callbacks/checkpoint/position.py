@@ -1,4 +1,4 @@
-"""Where a run stands, in numbers that mean the same at any world size, and Lightning's counters derived from them."""
+"""The position of a run in numbers that hold at any world size, and Lightning's loop counters derived from them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.storage.safetensors_file import write_tensors
+from sd_lightning.storage.streamed_tensor import write_tensors
 
 WEIGHTS_NAME = "learned_embeds.safetensors"
 """What diffusers calls the file."""

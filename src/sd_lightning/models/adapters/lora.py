@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component
 from sd_lightning.models.pipeline_folder import file_keys
-from sd_lightning.storage.safetensors_file import write_tensors
+from sd_lightning.storage.streamed_tensor import write_tensors
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """What diffusers calls the file."""

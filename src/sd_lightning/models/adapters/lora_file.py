@@ -16,7 +16,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.adapters.lora import METADATA, adapter_keys, add_adapter, is_adapter
 from sd_lightning.models.families import Component
 from sd_lightning.storage.safetensors_file import open_safetensors
-from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors, stored_tensor
+from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors
 from sd_lightning.storage.tensor_store import ShardedTensors
 
 _KEY = re.compile(r"(?P<network>\w+)\.(?P<layer>.+)\.lora_[AB]\.weight")
@@ -58,7 +58,7 @@ class LoraFile:
             prefix = f"master/{name}."
             live = [key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix) and is_adapter(key)]
             for adapter, key in adapter_keys(name, component, live).items():
-                tensors[key] = stored_tensor(store, prefix + adapter)
+                tensors[key] = store.streamed(prefix + adapter)
         return LoraFile(self.path, tensors, self.metadata, is_source=False)
 
     def merged(self, networks: Mapping[str, Mapping[str, StreamedTensor]]) -> dict[str, dict[str, StreamedTensor]]:

@@ -1,0 +1,155 @@
+"""Continue a run from a checkpoint, once it is known to be one of the same run."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint import trainer_state
+from sd_lightning.callbacks.checkpoint.data import go_on_with_data
+from sd_lightning.callbacks.checkpoint.position import RunPosition, restore_position
+from sd_lightning.callbacks.checkpoint.scheduler_state import load_scheduler_state
+from sd_lightning.callbacks.checkpoint.together import on_rank_zero
+from sd_lightning.callbacks.ema import ema_of
+from sd_lightning.state.optimizer_change import keep_states
+from sd_lightning.state.shards import SavedParameter, TrainingState
+from sd_lightning.storage import checkpoint
+from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.strategies import training_state
+from sd_lightning.training.module import SDLightningModule
+
+log = logging.getLogger(__name__)
+
+
+def agree_on_checkpoint(trainer: pl.Trainer, resume: Path | None) -> Path | None:
+    """Return the checkpoint that rank 0 resumes: it has hashed all of it, the others have not.
+
+    A collective call.
+
+    Raises:
+        UsageError: Another checkpoint lies there on the machine of some rank.
+    """
+    path, digest = on_rank_zero(trainer, lambda: (resume, resume and checkpoint.manifest_digest(resume)))
+    if path is None:
+        return None
+    is_same = checkpoint.manifest_digest(path) == digest
+    if not trainer.strategy.reduce_boolean_decision(is_same, all=True):
+        where = f"rank {trainer.global_rank} on {socket.gethostname()}" if not is_same else "another rank"
+        raise UsageError(
+            f"resume={path}: {where} sees another checkpoint there than rank 0, which has verified its own; put the "
+            "run on a file system that all machines share"
+        )
+    return path
+
+
+def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size: int, path: Path) -> None:
+    """Compare a checkpoint with a run that is to continue it.
+
+    Args:
+        saved: The checkpoint's ``trainer.json``.
+        module: Of the run.
+        batch_size: Its global batch.
+        path: The checkpoint.
+
+    Raises:
+        UsageError: The checkpoint is of another model, or of a run with another batch size, seed or adapters.
+    """
+    RunPosition(**saved["position"]).check_same_run(batch_size=batch_size, seed=module.seed)
+    trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
+    # A strategy may have partitioned the parameters already: DeepSpeed leaves empty ones that know their shape.
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
+    trainer_state.check_same_model(saved["parameters"], shapes, path)
+
+
+def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: trainer_state.RunRecord) -> None:
+    """Put everything that a checkpoint holds into a run before its first step; a collective call.
+
+    Args:
+        trainer: The running trainer.
+        module: Its module.
+        path: The checkpoint.
+        record: Knows how the run is configured, and learns what the checkpoint says of the run so far.
+
+    Raises:
+        UsageError: The checkpoint is of another run, or of one with another schedule.
+    """
+    saved = trainer_state.read_trainer_state(path)
+    check_same_run(saved, module, trainer.datamodule.batch_size, path)  # type: ignore[attr-defined]
+    position = go_on_with_data(trainer, saved, path)
+    state = training_state(trainer)
+    told = keep_states(saved, state.optimizer_names(), record.configured)
+    if told:
+        log.warning("resume=%s: %s", path, told)
+    _adopt_settings(saved, record, path)
+    _load_state(trainer, state, saved, path)
+    _load_schedulers(trainer, saved["schedulers"], path)
+    trainer.precision_plugin.load_state_dict(saved["precision"])
+    _load_callbacks(trainer, saved["callbacks"], path)
+    record.train_seconds = saved["train_seconds"]
+    record.loss = saved.get("loss")  # checkpoints of an earlier release have none
+    restore_position(trainer, position)
+    log.info("resumed %s at step %d", path, position.optimizer_steps)
+
+
+def _adopt_settings(saved: dict[str, Any], record: trainer_state.RunRecord, path: Path) -> None:
+    """Let the optimizer's settings of this run replace those of the checkpoint where they differ."""
+    changes = trainer_state.adopt_settings(saved, record.configured)
+    if changes and "configured_groups" in saved:
+        log.info("resume=%s: settings of this run's optimizer apply from here: %s", path, changes)
+    elif changes:
+        log.warning(
+            "resume=%s: an earlier release saved no optimizer settings, so these of its groups stay as they were "
+            "and not as given: %s; start a new run from its weights with init_from= to change them",
+            path,
+            changes,
+        )
+
+
+def _load_state(trainer: pl.Trainer, state: TrainingState, saved: dict[str, Any], path: Path) -> None:
+    """Read weights, optimizer states and the average."""
+    shards = state.parameter_shards()
+    parameters = {name: SavedParameter(**entry) for name, entry in saved["parameters"].items()}
+    with ShardedTensors(path / "state") as store:
+
+        def read(kind: str, name: str, out: Tensor, begin: int, end: int) -> None:
+            store.read_into(f"{kind}/{name}", out, begin, end)
+
+        state.load(parameters, saved["optimizer_groups"], read)
+        ema = ema_of(trainer)
+        if ema is None:
+            return
+        if all(f"ema/{shard.name}" in store for shard in shards):
+            for (name, begin), average in ema.shadow.items():
+                read("ema", name, average, begin, begin + average.numel())
+        else:
+            ema.restart()
+            log.warning("%s has no EMA; the average starts at its weights", path)
+
+
+def _load_schedulers(trainer: pl.Trainer, schedulers: list[dict[str, Any]], path: Path) -> None:
+    configs = trainer.lr_scheduler_configs
+    if len(configs) != len(schedulers):
+        theirs, ours = ([s["type"] for s in schedulers], [type(c.scheduler).__name__ for c in configs])
+        raise UsageError(
+            f"resume={path}: the checkpoint's run had the lr_scheduler {', '.join(theirs) or 'none'}, this "
+            f"run has {', '.join(ours) or 'none'}; resume with the same, or start a new run with init_from="
+        )
+    for config, scheduler in zip(configs, schedulers):
+        load_scheduler_state(config.scheduler, scheduler)
+
+
+def _load_callbacks(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> None:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if callback.state_key in saved:
+            callback.load_state_dict(saved[callback.state_key])
+    unused = saved.keys() - {callback.state_key for callback in callbacks}
+    if unused:
+        log.warning("resume=%s: no callback takes the state of %s", path, ", ".join(sorted(unused)))

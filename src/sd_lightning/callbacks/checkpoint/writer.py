@@ -1,0 +1,116 @@
+"""Write a checkpoint from the training state of all ranks; every function is a collective call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.checkpoint.data import gather_bad_samples
+from sd_lightning.callbacks.checkpoint.pipeline import write_pipeline
+from sd_lightning.callbacks.checkpoint.together import failing_together, saving_together
+from sd_lightning.callbacks.checkpoint.trainer_state import RunRecord, read_trainer_state
+from sd_lightning.callbacks.ema import EMA, ema_of
+from sd_lightning.callbacks.guards import REMEDY, last_good
+from sd_lightning.state.shards import ParameterShard, TensorRange, tensor_of
+from sd_lightning.storage import atomic, checkpoint, typed_json
+from sd_lightning.storage.tensor_store import merge_index, write_shards
+from sd_lightning.strategies import training_state
+from sd_lightning.training.module import SDLightningModule
+
+
+def write_checkpoint(trainer: pl.Trainer, module: SDLightningModule, run_dir: Path, record: RunRecord) -> Path:
+    """Write the checkpoint of the present step.
+
+    Raises:
+        UsageError: The disk is full, on any rank, or weights are not finite; the last good checkpoint is left as it
+            was.
+    """
+    shards = training_state(trainer).parameter_shards()
+    ema = ema_of(trainer)
+    known: dict[str, str] = {}
+    with saving_together(trainer, run_dir, known) as tmp:
+        not_finite: list[str] = []
+        with failing_together(trainer, run_dir):
+            (tmp / "state").mkdir(exist_ok=True)
+            write_shards(tmp / "state", trainer.global_rank, trainer.world_size, _ranges(shards, ema, not_finite))
+        check_finite(trainer, run_dir, not_finite)
+        parameters = _saved_parameters(shards)
+        bad_samples = gather_bad_samples(trainer)
+        with failing_together(trainer, run_dir):
+            if trainer.is_global_zero:
+                known |= {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}
+                known |= write_pipeline(run_dir, tmp, module, averaged=ema is not None)
+                state = record.trainer_state(trainer, module, parameters, bad_samples)
+                (tmp / "trainer.json").write_text(typed_json.dumps(state))
+    return checkpoint.checkpoint_path(run_dir, trainer.global_step)
+
+
+def replace_callbacks(trainer: pl.Trainer, run_dir: Path, newest: Path, callbacks: dict[str, Any]) -> None:
+    """Write the newest checkpoint again with other states of callbacks; what stays the same is hard-linked."""
+    with failing_together(trainer, run_dir):
+        if trainer.is_global_zero:
+            with checkpoint.saving(run_dir, trainer.global_step) as tmp:
+                atomic.hard_link_tree(newest, tmp)
+                for name in ("trainer.json", checkpoint.MANIFEST_NAME):
+                    (tmp / name).unlink()  # writing into them would change the checkpoint that is to be replaced
+                saved = read_trainer_state(newest) | {"callbacks": callbacks}
+                (tmp / "trainer.json").write_text(typed_json.dumps(saved))
+
+
+def check_finite(trainer: pl.Trainer, run_dir: Path, not_finite: list[str]) -> None:
+    """End the run if any rank has found weights that are not finite: no later step mends them.
+
+    Raises:
+        UsageError: One has.
+    """
+    if trainer.strategy.reduce_boolean_decision(not not_finite, all=True):
+        return
+    more = f" and {len(not_finite) - 1} more" if len(not_finite) > 1 else ""
+    where = f"{not_finite[0]}{more}" if not_finite else "on another process"
+    raise UsageError(
+        f"training stopped at step {trainer.global_step}: weights are NaN or infinite ({where}), which are not "
+        f"saved; {last_good(trainer, run_dir)}; {REMEDY}"
+    )
+
+
+def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
+    """Return what the checkpoint records of every parameter that any rank owns a part of."""
+    mine = {shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end}
+    if not (dist.is_available() and dist.is_initialized()):
+        return mine
+    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return {name: entry for part in parts for name, entry in part.items()}
+
+
+def _ranges(shards: list[ParameterShard], ema: EMA | None, not_finite: list[str]) -> list[TensorRange]:
+    """Return what this rank writes; reading it names in ``not_finite`` which weights and averages are not finite."""
+    found = []
+    for shard in shards:
+        if shard.writes:
+            averages = {} if ema is None else {"ema": ema.shadow[shard.key]}
+            found += [
+                watched(each, not_finite) if each.name.startswith(("master/", "ema/")) else each
+                for each in shard.ranges(**averages)
+            ]
+    return found
+
+
+def watched(each: TensorRange, not_finite: list[str]) -> TensorRange:
+    """Look at a range's values when they are about to be written: they are read, copied and hashed then anyway."""
+
+    def look() -> Tensor:
+        values = tensor_of(each.values)
+        # The sum needs no memory, and is finite in nearly all cases; large weights may overflow it.
+        if not bool(values.sum(dtype=torch.float32).isfinite() or values.isfinite().all()):
+            not_finite.append(each.name)
+        return values
+
+    return replace(each, values=look, dtype=each.stored_dtype)

@@ -1,0 +1,182 @@
+"""Files and folders that are there complete or not at all: written under another name, forced to disk, and renamed.
+
+What a killed process leaves begins with a dot: ``.tmp-…`` (being written), ``.trash-…`` (being deleted) and ``.old-…``
+(being replaced).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sd_lightning._errors import UsageError
+
+log = logging.getLogger(__name__)
+
+_NO_SPACE = {errno.ENOSPC: "the disk is full", errno.EFBIG: "the file is larger than the limit allows"}
+if hasattr(errno, "EDQUOT"):  # Windows has none
+    _NO_SPACE[errno.EDQUOT] = "the disk quota is used up"
+
+
+def no_space(error: BaseException) -> str | None:
+    """Return which limit an error says was reached; None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and not isinstance(error, UsageError):
+        # safetensors' own writer raises its own class with the number in the text.
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(match[1]) if match else None
+    return _NO_SPACE.get(number) if number is not None else None
+
+
+def check_free_space(
+    folder: str | os.PathLike[str], need_bytes: int, who: str, *, purpose: str = "checkpoints"
+) -> None:
+    """Refuse a run that could not save.
+
+    Args:
+        folder: Where the files go; it need not exist yet.
+        need_bytes: Bytes that must be free.
+        who: Begins the message.
+        purpose: What needs them.
+
+    Raises:
+        UsageError: Less is free.
+    """
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < need_bytes:
+        raise UsageError(
+            f"{who} needs {need_bytes / 1e9:.2f} GB for {purpose}, but {folder} has {free / 1e9:.2f} GB free; "
+            "free space, keep fewer checkpoints, or set output_dir to another disk."
+        )
+
+
+def hidden(path: Path, kind: str = "tmp") -> Path:
+    """Return an unused name beside a path; it ends like that, since some libraries choose the format by it."""
+    stem = path.stem.removeprefix(".")
+    return path.with_name(f".{kind}-{stem}-{secrets.token_hex(4)}{path.suffix}")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, whose file takes the place of the one at ``path`` at the end; an error leaves that."""
+    tmp = hidden(path)
+    try:
+        yield tmp
+        sync(tmp)
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which takes the place of the one at ``path`` at the end; an error leaves that one."""
+    tmp = hidden(path)
+    try:
+        tmp.mkdir(parents=True)
+        yield tmp
+        _replace(path, tmp)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+
+
+def _replace(path: Path, tmp: Path) -> None:
+    """Force a folder to disk and give it its final name.
+
+    A folder cannot be replaced in one step: killed between the two renames, the old one lies under its ``.old-`` name,
+    until :func:`restore_replaced` puts it back.
+    """
+    for part in [*tmp.rglob("*"), tmp]:
+        sync(part)
+    old = hidden(path, "old") if path.exists() else None
+    if old is not None:
+        path.rename(old)
+    try:
+        tmp.rename(path)
+    except BaseException:
+        if old is not None:
+            old.rename(path)
+        raise
+    sync(path.parent)
+    if old is not None:
+        delete_folder(old)
+
+
+def restore_replaced(folder: Path, names: str) -> None:
+    """Put back folders whose replacement was interrupted between the two renames.
+
+    Args:
+        folder: Where they lie.
+        names: Regular expression of their final names.
+    """
+    for path in folder.glob(".old-*") if folder.is_dir() else ():
+        match = re.fullmatch(rf"\.old-({names})(?:-\w+)?", path.name)
+        if match and not (folder / match[1]).exists():
+            path.rename(folder / match[1])
+
+
+def clean(folder: Path, names: str) -> None:
+    """Put back what was being replaced, and delete what else killed processes left of folders of these names."""
+    restore_replaced(folder, names)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if re.fullmatch(rf"\.(tmp|old|trash)-(old-)?({names})(-\w+)*", path.name):
+            log.info("Removing %s, left by a run that was killed.", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a folder; interrupted, it leaves no half of one under a name that is ever used."""
+    trash = hidden(path, "trash")
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Force a file or folder to disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder
+        return
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def hard_link_tree(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
+    """Make a directory tree with the files of another, sharing the bytes on disk where possible.
+
+    Symbolic links in ``src`` are followed: the copy stands when a model cache is cleaned.
+
+    Raises:
+        UsageError: ``src`` is not a directory.
+    """
+    src, dst = Path(src), Path(dst)
+    if not src.is_dir():
+        raise UsageError(f"hard_link_tree got {src}, which is not a folder; expected the folder to link from.")
+    for folder, _, names in os.walk(src, followlinks=True):
+        target = dst / Path(folder).relative_to(src)
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            hard_link(Path(folder, name), target / name)
+
+
+def hard_link(src: Path, dst: Path) -> None:
+    """Give a file a second name, or copy it where links do not work: to another disk, or a file system without."""
+    source = src.resolve()
+    try:
+        os.link(source, dst)
+    except OSError as error:
+        if error.errno in _NO_SPACE or isinstance(error, FileExistsError | FileNotFoundError):
+            raise
+        shutil.copy2(source, dst)

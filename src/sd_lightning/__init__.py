@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["LatentDiffusion", "Objective", "SDDataModule", "SDLightningModule", "SamplingOptions", "UsageError"]
 
 _MODULES = {
-    "LatentDiffusion": "latent_diffusion",
-    "Objective": "objective",
+    "LatentDiffusion": "models.latent_diffusion",
+    "Objective": "diffusion.objective",
     "SDDataModule": "data.datamodule",
-    "SDLightningModule": "module",
-    "SamplingOptions": "generation",
+    "SDLightningModule": "training.module",
+    "SamplingOptions": "models.generation",
     "UsageError": "_errors",
 }
 

@@ -154,6 +154,7 @@ def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
 def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
     """Check what shows only when the parts are there, but must not wait until they are at work."""
     from sd_lightning.callbacks import EngineMemory, PortableCheckpoint, SampleGrid
+    from sd_lightning.strategies import engine_of
 
     memory = _callback(trainer, EngineMemory)
     if memory is not None:
@@ -164,8 +165,7 @@ def check_parts(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
     saving.check_resume(module, datamodule)
     if is_first_process():  # it looks at files; the others hear of it before the first step
         saving.check_data(datamodule)
-    if hasattr(trainer.strategy, "check"):
-        trainer.strategy.check(trainer, module)
+    engine_of(trainer.strategy).check(trainer, module)
     samples = _callback(trainer, SampleGrid)
     if samples is not None:
         samples.options.check(module.latent_diffusion)

@@ -11,13 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.processes.group import WatchedProcesses
-from sd_lightning.strategies.taking_apart import put_together
+from sd_lightning.strategies.base import EngineStrategy
+from sd_lightning.strategies.processes.group import WatchedProcesses, check_timeouts
+from sd_lightning.strategies.sharding import put_together
 
 Compression = Literal["none", "fp16", "bf16"]
 
 
-class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
+class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     """Lightning's DDP with the options that matter here.
 
     Args:
@@ -41,8 +42,7 @@ class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
     ) -> None:
         if bucket_cap_mb < 1:
             raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
-        if timeout_seconds <= 0:
-            raise UsageError(f"DDPStrategy got timeout_seconds={timeout_seconds}; expected a positive number")
+        check_timeouts("DDPStrategy", timeout_seconds=timeout_seconds)
         super().__init__(
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
@@ -54,8 +54,7 @@ class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with self.joining():
-            super().setup_environment()
+        super().setup_environment()
         assert self.lightning_module is not None
         put_together(self.lightning_module)
 

@@ -47,6 +47,7 @@ from sd_lightning.state.shards import ParameterShard, SavedParameter
 from sd_lightning.storage import checkpoint, run_folder, runs, typed_json
 from sd_lightning.storage.tensor_store import Entry, ShardedTensors, merge_index, write_shards
 from sd_lightning.strategies import training_state
+from sd_lightning.strategies.base import whole_shape
 
 log = logging.getLogger(__name__)
 
@@ -452,9 +453,7 @@ class PortableCheckpoint(Checkpoint):
         assert self.resume is not None
         RunPosition(**saved["position"]).check_same_run(batch_size=datamodule.batch_size, seed=pl_module.seed)
         check_same_parts(saved, _trained_parts(pl_module), self.resume)
-        # A strategy may have partitioned the parameters already: DeepSpeed leaves empty ones that know their shape.
-        trained = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
+        shapes = {name: whole_shape(p) for name, p in pl_module.named_parameters() if p.requires_grad}
         check_same_model(saved["parameters"], shapes, self.resume)
 
     def restore(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -16,6 +16,7 @@ from sd_lightning.callbacks.checkpoint.trainer_state import check_same_model, re
 from sd_lightning.state.shards import ReplicatedState, SavedParameter
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.strategies.base import is_whole
 
 
 class Resumes(Protocol):
@@ -91,7 +92,7 @@ def load_weights(path: Path, module: Any) -> None:
         UsageError: It is of another model, or an engine has taken the parameters apart.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if any(hasattr(p, mark) for p in parameters.values() for mark in ("device_mesh", "ds_shape", "taken_apart")):
+    if not all(is_whole(parameter) for parameter in parameters.values()):
         raise UsageError(
             f"ckpt_path={path}: the weights are already sharded; load them before, with LatentDiffusion.from_pretrained"
             f"('{path}/pipeline')"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
+from sd_lightning.strategies.adam import replace_adam
 from sd_lightning.strategies.colossalai.settings import OURS, WHO, ColossalAIConfig
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,6 @@ class ColossalAIEngine:
     def attach(self, optimizer: Optimizer, *, max_norm: float) -> Optimizer:
         """Let ColossalAI's Adam step the chunks in the place of torch's.
 
-        It shares the groups with the optimizer that it replaces, so learning-rate schedulers of that one work on.
-
         Returns:
             ColossalAI's Adam, for Lightning's hooks.
         """
@@ -91,20 +90,9 @@ class ColossalAIEngine:
 
         names = {id(p): name for name, p in self.parameters.items()}
         self.group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        defaults: Any = optimizer.defaults
-        adam = HybridAdam(
-            optimizer.param_groups,
-            lr=float(defaults["lr"]),
-            betas=defaults["betas"],
-            eps=defaults["eps"],
-            weight_decay=defaults["weight_decay"],
-            adamw_mode=isinstance(optimizer, torch.optim.AdamW),
-        )
+        adam = replace_adam(optimizer, HybridAdam)
         self.optimizer = GeminiOptimizer(adam, self.ddp, max_norm=max_norm, **self.config.of_loss_scale())
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns that nobody steps it
         return adam
-
-    # ------------------------------------------------------------------ layout
 
     def master_range(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
         """Return this rank's float32 weights of a parameter, flat, and the flat range that they are."""
@@ -138,8 +126,6 @@ class ColossalAIEngine:
         for chunk in self.chunks.get_chunks(self.parameters.values()):
             chunk.optim_sync_flag = True  # else they are made from the float32 weights when they are next gathered
             chunk.cpu_vis_flag = chunk.cuda_shard is None  # a page-locked copy in host memory is out of date
-
-    # ------------------------------------------------------------------ a step
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -233,8 +219,6 @@ class ColossalAIEngine:
         self.optimizer._clear_global_norm()  # as GeminiOptimizer.step does after an overflow
         self.optimizer.zero_grad()
         self.optimizer._update_fp16_params()
-
-    # ------------------------------------------------------------------ loss scale
 
     def scaler_state(self) -> dict[str, Any]:
         """Return the state of the loss scale, by the names of torch's ``GradScaler``; empty in bfloat16."""

@@ -99,9 +99,6 @@ def _require(rows: list[Row]) -> None:
         )
 
 
-# ---------------------------------------------------------------------- the checks
-
-
 def check_version() -> Row:
     """The release whose insides the adapter knows is installed."""
     try:
@@ -167,9 +164,6 @@ def check_trial_step(timeout_seconds: float) -> Row:
     code = "from sd_lightning.strategies.colossalai.probe import trial_step; trial_step()"
     failure = run_python(code, timeout_seconds)
     return Row("trial step", not failure, failure or "weights changed and are finite", f"see: python -c '{code}'")
-
-
-# ---------------------------------------------------------------------- processes
 
 
 def choose_architecture() -> None:

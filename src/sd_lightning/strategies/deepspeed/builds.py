@@ -27,10 +27,6 @@ _BUILDERS: dict[str, str] = {
     "async_io": "AsyncIOBuilder",
     "pin_memory": "PinMemoryBuilder",
 }
-_INSTALL = (
-    "install it with: apt-get install {apt} (Fedora: dnf install {dnf}; conda: conda install -c conda-forge {conda})"
-)
-
 _ABANDONED_SECONDS = 3600.0
 """A lock as old as this belongs to a process that was killed."""
 
@@ -67,16 +63,20 @@ def check_buildable(extensions: Iterable[Extension], who: str, *, instead: str) 
     told = f"{who}: DeepSpeed compiles {' and '.join(wanted)} for it, and there is no"
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        install = _INSTALL.format(apt="g++", dnf="gcc-c++", conda="cxx-compiler")
-        raise UsageError(f"{told} C++ compiler ({compiler}); {install}, or write {instead}")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        install = _INSTALL.format(apt="python3-dev", dnf="python3-devel", conda="python")
-        raise UsageError(f"{told} Python.h; {install}, or write {instead}")
-    if shutil.which("ninja", path=_search_path()) is None:
-        raise UsageError(f"{told} ninja; install it with: pip install ninja, or write {instead}")
-    if "async_io" in wanted and not _links_with_libaio(compiler):
-        install = _INSTALL.format(apt="libaio-dev", dnf="libaio-devel", conda="libaio")
-        raise UsageError(f"{told} libaio; {install}, or write {instead}")
+        missing, remedy = f"C++ compiler ({compiler})", _install("g++", "gcc-c++", "cxx-compiler")
+    elif not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        missing, remedy = "Python.h", _install("python3-dev", "python3-devel", "python")
+    elif shutil.which("ninja", path=_search_path()) is None:
+        missing, remedy = "ninja", "pip install ninja"
+    elif "async_io" in wanted and not _links_with_libaio(compiler):
+        missing, remedy = "libaio", _install("libaio-dev", "libaio-devel", "libaio")
+    else:
+        return
+    raise UsageError(f"{told} {missing}; install it with: {remedy}, or write {instead}")
+
+
+def _install(apt: str, dnf: str, conda: str) -> str:
+    return f"apt-get install {apt} (Fedora: dnf install {dnf}; conda: conda install -c conda-forge {conda})"
 
 
 def build(extensions: Iterable[Extension]) -> None:

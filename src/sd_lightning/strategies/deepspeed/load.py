@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.strategies.base import is_partitioned
 from sd_lightning.strategies.networks import take_deferred, trained_networks
 
 ReadRange = Callable[[Tensor, int, int], None]
@@ -39,7 +41,9 @@ class _InTurn(nn.Module):
         return self._in_turn
 
 
-def partition_deferred(module: Any, config: dict[str, Any], device: torch.device) -> dict[str, DeferredWeights]:
+def partition_deferred(
+    module: pl.LightningModule, config: dict[str, Any], device: torch.device
+) -> dict[str, DeferredWeights]:
     """Partition the networks whose weights are still in their files, and fill them; a collective call.
 
     Args:
@@ -75,7 +79,7 @@ def exact_weights(module: nn.Module, deferred: Mapping[str, DeferredWeights]) ->
             continue
         if network in deferred:
             weights[name] = partial(deferred[network].read, key)
-        elif not hasattr(parameter, "ds_shape"):
+        elif not is_partitioned(parameter):
             weights[name] = partial(_copy_range, parameter.data)
     return weights
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import LazyTensor, ParameterShard
-from sd_lightning.strategies.deepspeed.state import Fragment, Zero3State
+from sd_lightning.state.shards import LazyTensor
+from sd_lightning.strategies.deepspeed.state import Fragment
+from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
 
 log = logging.getLogger(__name__)
 
@@ -116,28 +117,18 @@ class SwappedZero3State(Zero3State):
     """
 
     @override
-    def parameter_shards(self) -> list[ParameterShard]:
-        shards = []
-        for fragment in self.fragments:
-            if self._is_swapped(fragment.group):
-                flat: Any = self._flats()[fragment.group]
-                kept = self.zero.optimizer.state.get(flat, {})
-                states: dict[str, LazyTensor] = {}
-                scalars: dict[str, Any] = {}
-                for kind, value in kept.items():
-                    if isinstance(value, Tensor) and hasattr(value, "ds_id"):
-                        states[kind] = partial(self._read, fragment, value.ds_id)
-                    else:
-                        scalars[kind] = torch.tensor(float(value)) if kind == "step" else value
-                master: LazyTensor = partial(self._read, fragment, flat.ds_id)
+    def _tensors(self, fragment: Fragment) -> tuple[LazyTensor, dict[str, LazyTensor], dict[str, Any]]:
+        if not self._is_swapped(fragment.group):
+            return super()._tensors(fragment)
+        flat: Any = self._flats()[fragment.group]
+        states: dict[str, LazyTensor] = {}
+        scalars: dict[str, Any] = {}
+        for kind, value in self.zero.optimizer.state.get(flat, {}).items():
+            if hasattr(value, "ds_id"):  # DeepSpeed's mark of what it swaps
+                states[kind] = partial(self._read, fragment, value.ds_id)
             else:
-                flat = self._flats()[fragment.group].detach()
-                master = fragment.of(flat)
-                states, scalars = self._split(self._flats()[fragment.group], fragment)
-            shards.append(
-                ParameterShard(fragment.name, fragment.shape, fragment.begin, fragment.end, master, states, scalars)
-            )
-        return shards
+                scalars[kind] = torch.tensor(float(value)) if kind == "step" else value
+        return partial(self._read, fragment, flat.ds_id), states, scalars
 
     def _is_swapped(self, group: int) -> bool:
         return bool(self.zero._swappable_optimizer_subgroup(group))

@@ -12,20 +12,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.deepspeed.config import (
-    ABSENT,
-    AUTO,
-    Config,
-    equal,
-    get,
-    leaves,
-    optimizer_of,
-    put,
-    text,
-    without_auto,
-)
+from sd_lightning.strategies.deepspeed.config import optimizer_of
+from sd_lightning.strategies.deepspeed.nested import ABSENT, AUTO, Config, equal, get, leaves, put, text, without_auto
 
-_SAME = {
+SAME = {
     "strategy.stage": "zero_optimization.stage",
     "strategy.offload_optimizer": "zero_optimization.offload_optimizer.device",
     "strategy.offload_parameters": "zero_optimization.offload_param.device",
@@ -102,7 +92,7 @@ def settle(
         UsageError: The command line contradicts the file; names both.
     """
     wanted: Config = {}
-    for key, path in _SAME.items():
+    for key, path in SAME.items():
         value = get(config, path)
         if value not in (ABSENT, AUTO) and get(run, key) is not ABSENT:
             if isinstance(value, float) and value.is_integer() and isinstance(get(run, key), int):
@@ -186,7 +176,7 @@ def merge(ours: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Confi
     Raises:
         UsageError: An argument contradicts the file; names both.
     """
-    names = {path: key.partition(".")[2] for key, path in _SAME.items()}
+    names = {path: key.partition(".")[2] for key, path in SAME.items()}
     merged = copy.deepcopy(dict(config))
     for path, value in leaves(ours):
         theirs = get(config, path)
@@ -198,21 +188,6 @@ def merge(ours: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Confi
                 f"{who}: {path}={text(theirs)} contradicts DeepSpeedStrategy({name}={text(value)}); give one of the two"
             )
     return merged
-
-
-def without_none(config: Mapping[str, Any]) -> Config:
-    """Return a copy without the values None and the sections that are empty then."""
-    kept = {key: without_none(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-    return {key: value for key, value in kept.items() if value is not None and value != {}}
-
-
-def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
-    """Return the configuration with what it leaves open taken from defaults."""
-    filled = copy.deepcopy(dict(config))
-    for path, value in leaves(defaults):
-        if get(filled, path) in (ABSENT, AUTO):
-            put(filled, path, value)
-    return filled
 
 
 def engine_config(

@@ -11,15 +11,16 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_only
 from torch import nn
-from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import Extension, check_buildable, import_deepspeed
-from sd_lightning.strategies.deepspeed.config import Config, explicit, load, name_of
+from sd_lightning.strategies.deepspeed.config import load, name_of
 from sd_lightning.strategies.deepspeed.host_checkpointing import checkpointed_blocks
+from sd_lightning.strategies.deepspeed.nested import Config, explicit, put, with_defaults
 from sd_lightning.strategies.deepspeed.nvme import check_swap_path
-from sd_lightning.strategies.deepspeed.optimizer import check_elementwise, to_cpu_adam
+from sd_lightning.strategies.deepspeed.optimizer import check_cpu_adam, check_elementwise
+from sd_lightning.strategies.networks import configured_optimizers
 
 log = logging.getLogger(__name__)
 _warn = rank_zero_only(log.warning)
@@ -101,7 +102,7 @@ class DeepSpeedSettings:
             _warn("%s", warning)
         ours = _as_config(stage, offload, buckets, cpu_checkpointing)
         load(ours)
-        self.config = precedence.with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
+        self.config = with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
         self._has_warned = False
         self._has_file_for_checkpointing = explicit(given, _CHECKPOINTING) is not None
         self._check_offload()
@@ -143,16 +144,13 @@ class DeepSpeedSettings:
                 )
         if self.offload_device == "nvme":
             check_swap_path(self.nvme_path)
-        for extension in self.extensions:
-            if extension == "cpu_adam":
-                instead = "strategy.cpu_adam=false to step with torch's optimizer"
-                check_buildable([extension], "strategy.cpu_adam=true", instead=instead)
-            else:
-                check_buildable(
-                    [extension], "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu"
-                )
+        if "cpu_adam" in self.extensions:
+            instead = "strategy.cpu_adam=false to step with torch's optimizer"
+            check_buildable(["cpu_adam"], "strategy.cpu_adam=true", instead=instead)
+        if "async_io" in self.extensions:
+            check_buildable(["async_io"], "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu")
 
-    def check(self, trainer: pl.Trainer, module: Any) -> None:
+    def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Compare a run's parts with the configuration.
 
         Raises:
@@ -179,15 +177,12 @@ class DeepSpeedSettings:
         self._check_optimizer(module)
         self._check_checkpointing(module)
 
-    def _check_optimizer(self, module: Any) -> None:
-        configured = module.configure_optimizers()
-        optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
-        if not isinstance(optimizer, Optimizer):
-            return  # lists and tuples are Lightning's business
-        check_elementwise(optimizer)
-        if self.uses_cpu_adam:
-            to_cpu_adam(optimizer, build=False)
-        precedence.check_optimizer(self.config, optimizer, self.who)
+    def _check_optimizer(self, module: pl.LightningModule) -> None:
+        for optimizer in configured_optimizers(module):
+            check_elementwise(optimizer)
+            if self.uses_cpu_adam:
+                check_cpu_adam(optimizer)
+            precedence.check_optimizer(self.config, optimizer, self.who)
 
     def _check_checkpointing(self, module: nn.Module) -> None:
         if not self.get(_CHECKPOINTING) or checkpointed_blocks(module):
@@ -236,12 +231,17 @@ def batch_size_of(trainer: Any) -> int | None:
 
 def _as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:
     """Write arguments as DeepSpeed's configuration, without those that were not given."""
-    zero: Config = {"stage": stage, **vars(buckets)}
-    zero["offload_optimizer"] = {"device": offload.optimizer, "nvme_path": offload.nvme_path}
-    zero["offload_param"] = {"device": offload.parameters}
-    config = {
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": offload.cpu_adam,
-        "activation_checkpointing": {"cpu_checkpointing": cpu_checkpointing},
+    given = {
+        "stage": stage,
+        "cpu_checkpointing": cpu_checkpointing,
+        "offload_optimizer": offload.optimizer,
+        "offload_parameters": offload.parameters,
+        "nvme_path": offload.nvme_path,
+        "cpu_adam": offload.cpu_adam,
+        **vars(buckets),
     }
-    return precedence.without_none(config)
+    config: Config = {}
+    for name, value in given.items():
+        if value is not None:
+            put(config, precedence.SAME[f"strategy.{name}"], value)
+    return config

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+from contextlib import suppress
 from typing import Any
 
 Message = dict[str, Any]
@@ -21,17 +22,13 @@ class Link:
 
     def send(self, **message: Any) -> None:
         """Send if that is possible at once: a process that does not read for that long is given up anyway."""
-        try:
+        with suppress(OSError):
             self.connection.send(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass
 
     def end_sending(self) -> None:
         """Let the other side see the end of what we send."""
-        try:
+        with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
 
     def receive(self) -> tuple[list[Message], bool]:
         """Return the messages that have arrived, and whether the other side has closed."""

@@ -146,8 +146,14 @@ def _read(tensor: Any) -> Tensor:
     return tensor if isinstance(tensor, Tensor) else tensor()
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process's rank and the number of processes: 0 and 1 outside of a process group."""
+    is_one_of_many = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_one_of_many else (0, 1)
+
+
 def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return rank_and_world_size()[1] > 1
 
 
 def _device() -> torch.device:

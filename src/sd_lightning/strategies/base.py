@@ -106,22 +106,22 @@ def engine_of(strategy: Strategy | str) -> EngineStrategy:
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether ZeRO-3 has divided a parameter: DeepSpeed marks plain parameters, and leaves them empty."""
+    """Return whether ZeRO-3 has partitioned a parameter: DeepSpeed leaves an empty one with this mark."""
     return hasattr(parameter, "ds_shape")
 
 
 def is_whole(weight: Tensor) -> bool:
-    """Return whether a weight is in memory as a whole: no engine, of this run or an earlier one, has it in parts."""
+    """Return whether a weight is whole in memory, and not in the shards of an engine of this run or an earlier one."""
     if isinstance(weight, DTensor) or is_partitioned(weight) or is_in_colossalai_chunk(weight):
         return False
     return weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves one NaN for all values
 
 
 def is_in_colossalai_chunk(parameter: Tensor) -> bool:
-    """Return whether ColossalAI's engine holds a parameter: we mark what it leaves plain parameters of."""
+    """Return whether ColossalAI's engine holds a parameter: ``ColossalAIEngine`` marks them."""
     return hasattr(parameter, "taken_apart")
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, of which ZeRO-3 leaves an empty one."""
+    """Return the shape of the whole parameter, also of one that ZeRO-3 has partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -89,7 +89,7 @@ class GeminiStrategy(GivesWeightsBack, LightningDDPStrategy):
 
     @override
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Put the trained networks into chunks, or go on with those that could not be given back."""
+        """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
         precision = self._precision
         rest_dtype = precision.compute_dtype if precision.precision == "bf16-true" else None
         networks = sharded_networks(module, type(self).__name__)
@@ -224,7 +224,7 @@ class GeminiStrategy(GivesWeightsBack, LightningDDPStrategy):
 
 
 def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWeights]) -> Reader:
-    """Return what gives the engine initial values: from the files, or of parameters that are in memory already."""
+    """Return a function that reads initial values for the engine, from files or from parameters in memory."""
     present = {
         f"{prefix}.{name}": parameter
         for prefix, network in networks.items()
@@ -244,7 +244,7 @@ def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWe
 
 
 def _convert_buffers(network: nn.Module, dtype: torch.dtype) -> None:
-    """Do to buffers what Lightning's plugin for weights of 16 bits does to a whole module."""
+    """Convert floating-point buffers, as Lightning's plugin for 16-bit weights does."""
     for part in network.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -252,7 +252,7 @@ def _convert_buffers(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _position(networks: Sequence[str], name: str) -> tuple[int, ...]:
-    """Return when a part of the trained networks runs: text encoders before the UNet."""
+    """Return a sort key for the order in which parts of the trained networks run: text encoders before the UNet."""
     network, _, part = name.partition(".")
     if network == "unet":
         return len(networks), *execution_position(part)

@@ -1,4 +1,4 @@
-"""What the trainer's precision means to the Gemini engine."""
+"""The precision plugin of the Gemini engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training state of the Gemini engine, as checkpoints and the average see it."""
+"""The training state of the Gemini engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What strategies ask of a LightningModule, of which it needs to answer nothing.
+"""What strategies ask of a LightningModule.
 
-The optional methods and attributes are those of :class:`TrainingProtocol`; ``docs/modules.md`` explains them. This is
-the one place that reads them, with what holds where a module does not have them.
+The members of :class:`TrainingProtocol` are optional; ``docs/modules.md`` explains them. Only this file reads them, and
+it holds the default of each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
 class TrainingProtocol(Protocol):
-    """What a LightningModule may say to strategies; each member is optional."""
+    """Members by which a LightningModule may direct strategies; each is optional."""
 
     keeps_batches: bool
     """Whether batches stay as they are under every precision: the module itself casts what its networks take."""

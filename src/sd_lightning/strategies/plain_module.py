@@ -1,4 +1,4 @@
-"""What a module was before an engine took it apart, and how it becomes that again."""
+"""Restore a module to what it was before an engine took it apart."""
 
 from __future__ import annotations
 
@@ -50,31 +50,17 @@ class PlainModule:
         self._added: dict[nn.Module, set[tuple[str, int]]] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._like: dict[str, tuple[torch.dtype, bool]] = {}
-        self._module = module
         names: dict[nn.Parameter, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             first = names.setdefault(parameter, name)
             path, _, key = name.rpartition(".")
             self._places.setdefault(first, []).append((module.get_submodule(path), key))
             self._like[first] = parameter.dtype, parameter.requires_grad
-        self._buffers = [
-            (part, key, buffer.dtype)
-            for part in module.modules()
-            for key, buffer in part._buffers.items()
-            if buffer is not None
-        ]
+        buffers = ((part, key, buffer) for part in module.modules() for key, buffer in part._buffers.items())
+        self._buffers = [(part, key, buffer.dtype) for part, key, buffer in buffers if buffer is not None]
         self.nbytes = sum(parameter.numel() * parameter.itemsize for parameter in names)
-        self._kept = {name: parameter.detach() for parameter, name in names.items()} if keeps_weights else None
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all parameters, tied ones by their first."""
-        return list(self._places)
-
-    @property
-    def kept(self) -> Mapping[str, Tensor] | None:
+        self.kept = {name: parameter.detach() for parameter, name in names.items()} if keeps_weights else None
         """The weights of before, where they were kept."""
-        return self._kept
 
     def note_hooks(self) -> None:
         """Record which hooks the engine has added: anyone may add and remove others later."""
@@ -113,7 +99,7 @@ class PlainModule:
 
 
 class PlainState:
-    """The trained weights of a module that is whole again, as far as an average of them needs it.
+    """The trained weights of a module that is whole again, for swapping with their average.
 
     Args:
         module: The module.
@@ -160,7 +146,7 @@ class PlainState:
         """Do nothing: the module shares no memory with what was put into it."""
 
     def forget(self) -> None:
-        """Let the parameters stay what they are: there is no going back to the trained weights."""
+        """Keep the present parameters, and drop the trained weights."""
         self._trained = None
 
     def _fill(self, ranges: Mapping[tuple[str, int], Tensor]) -> None:

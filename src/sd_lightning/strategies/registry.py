@@ -1,4 +1,4 @@
-"""Names under which ``Trainer(strategy="…")`` finds our strategies once ``sd_lightning`` is imported."""
+"""The names by which ``Trainer(strategy="…")`` finds our strategies once ``sd_lightning`` is imported."""
 
 from __future__ import annotations
 

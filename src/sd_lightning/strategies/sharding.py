@@ -1,4 +1,4 @@
-"""What strategies share whose engines take the weights of a module apart, and how it becomes whole again."""
+"""The base of strategies whose engines take a module's weights apart, and how the module becomes whole again."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
 
 
 class GivesWeightsBack(ShardingStrategy):
-    """Base of strategies that make the module a plain one again, on every rank and in host memory, when a run ends.
+    """Base of strategies that give the module its whole weights back, on every rank and in host memory, after a run.
 
     A strategy calls :meth:`take` before its engine takes the module, and ``teardown`` gives it back. The module stays
     in parts only if host memory cannot hold the whole for every process of a machine, or if a rank failed and no
@@ -149,7 +149,7 @@ class GivesWeightsBack(ShardingStrategy):
         raise NotImplementedError
 
     def _has_engine(self) -> bool:
-        """Whether the engine has the weights: a run may be refused before."""
+        """Whether the engine has the weights; a run may be refused before that."""
         raise NotImplementedError
 
     def _end_engine(self) -> None:
@@ -161,7 +161,7 @@ class GivesWeightsBack(ShardingStrategy):
         super().on_exception(exception)
 
     def take(self, trainer: pl.Trainer) -> bool:
-        """Note what the module is before the engine takes its weights; a collective call.
+        """Record the module before the engine takes its weights; a collective call.
 
         Returns:
             Whether the engine of an earlier run, which still holds the module, continues.
@@ -183,7 +183,7 @@ class GivesWeightsBack(ShardingStrategy):
         return False
 
     def _taken(self) -> None:
-        """Note which hooks the engine has added, once it has the module."""
+        """Record which hooks the engine has added, once it has the module."""
         assert self._plain is not None
         self._plain.note_hooks()
 
@@ -193,7 +193,7 @@ class GivesWeightsBack(ShardingStrategy):
         super().teardown()
 
     def _give_back(self) -> None:
-        """Make the module a plain one again, or say why it stays in parts; a collective call unless a rank failed."""
+        """Make the module whole, or say why it stays in parts; a collective call unless a rank failed."""
         plain, module = self._plain, self.lightning_module
         if plain is None or module is None:
             return
@@ -301,7 +301,7 @@ def _allow_training(module: pl.LightningModule) -> None:
 
 
 def put_together(module: pl.LightningModule) -> None:
-    """Make a module a plain one that an earlier run could not; a collective call.
+    """Make a module whole that an earlier run left in parts; a collective call.
 
     Raises:
         UsageError: Host memory still cannot hold it.

@@ -1,4 +1,4 @@
-"""ColossalAI's GeminiDDP and GeminiOptimizer around the trained networks, and what they leave to their caller."""
+"""ColossalAI's GeminiDDP and GeminiOptimizer around the trained networks, driven step by step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class ColossalAIEngine:
-    """The trained networks in ColossalAI's chunks. Their parameters hold data only while they are computed with.
+    """The trained networks in ColossalAI's chunks; parameters hold data only during a forward or backward pass.
 
     ``GeminiDDP.forward`` is not used: it would round what a step is given to 16 bits. What it does besides, setting
     the hooks that gather weights, is done by :meth:`training` and :meth:`evaluating`.
@@ -99,7 +99,7 @@ class ColossalAIEngine:
         return self._range(self.chunks.get_chunk(parameter).paired_chunk, parameter)
 
     def compute_range(self, parameter: nn.Parameter) -> Tensor:
-        """Return what this rank keeps of a parameter to compute with, flat; while nothing is gathered."""
+        """Return this rank's 16-bit weights of a parameter, flat, while nothing is gathered."""
         return self._range(self.chunks.get_chunk(parameter), parameter)[0]
 
     def _range(self, chunk: Any, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
@@ -116,13 +116,13 @@ class ColossalAIEngine:
         return bool(self.chunks.get_chunk(parameter).keep_gathered)
 
     def refresh(self) -> None:
-        """Compute with what the float32 weights say; between steps."""
+        """Make the 16-bit weights of the float32 ones, between steps."""
         for chunk in self.chunks.get_chunks(self.parameters.values()):
             chunk.payload.copy_(chunk.paired_chunk.payload)
         self.written()
 
     def written(self) -> None:
-        """Tell the engine that the weights it computes with were written from outside."""
+        """Tell the engine that its 16-bit weights were written from outside."""
         for chunk in self.chunks.get_chunks(self.parameters.values()):
             chunk.optim_sync_flag = True  # else they are made from the float32 weights when they are next gathered
             chunk.cpu_vis_flag = chunk.cuda_shard is None  # a page-locked copy in host memory is out of date
@@ -198,7 +198,7 @@ class ColossalAIEngine:
             ) from error
 
     def _agree_on_memory(self) -> None:
-        """Let all ranks go by the largest memory seen on any: each gathers alone what it has evicted alone, and hangs.
+        """Give all ranks the largest memory measured on any: a rank that evicts alone also gathers alone, and hangs.
 
         Without this the placement policy "auto" decides by what its own rank has measured.
         """
@@ -211,7 +211,7 @@ class ColossalAIEngine:
         measured[:] = values.tolist()
 
     def step(self) -> None:
-        """Clip, unscale, step Adam and refresh the weights that are computed with; or drop the gradients."""
+        """Clip, unscale, step Adam and refresh the 16-bit weights; or drop the gradients."""
         if not self.skips_step:
             self.optimizer.step()
             return
@@ -221,7 +221,7 @@ class ColossalAIEngine:
         self.optimizer._update_fp16_params()
 
     def scaler_state(self) -> dict[str, Any]:
-        """Return the state of the loss scale, by the names of torch's ``GradScaler``; empty in bfloat16."""
+        """Return the loss scale in the format of torch's ``GradScaler``; empty in bfloat16."""
         scaler = getattr(self.optimizer.mix_precision_mixin, "grad_scaler", None)
         if scaler is None:
             return {}
@@ -235,7 +235,7 @@ class ColossalAIEngine:
         }
 
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
-        """Take up the loss scale of a checkpoint, this engine's or torch's."""
+        """Load the loss scale of a checkpoint of this engine or of torch's ``GradScaler``."""
         scaler = getattr(self.optimizer.mix_precision_mixin, "grad_scaler", None)
         if scaler is not None and "scale" in state:
             scaler._scale.fill_(state["scale"])

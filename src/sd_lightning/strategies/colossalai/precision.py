@@ -1,4 +1,4 @@
-"""What the trainer's precision means to ColossalAI's engine."""
+"""The precision plugin of ColossalAI's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that ColossalAI cannot train, or would train wrong."""
+"""Checks for runs that ColossalAI cannot train, or trains wrong without an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def check_run(config: ColossalAIConfig, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse what ColossalAI does wrong in silence, or not at all.
+    """Refuse a run that ColossalAI cannot train, or trains wrong without an error.
 
     Raises:
         UsageError: With the reason and what to write instead.
@@ -53,7 +53,7 @@ def check_run(config: ColossalAIConfig, trainer: pl.Trainer, module: pl.Lightnin
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuse what ColossalAI's Adam cannot stand in for.
+    """Refuse optimizers that ColossalAI's Adam cannot replace.
 
     Raises:
         UsageError: There are several optimizers, or another one than Adam and AdamW.

@@ -101,25 +101,11 @@ class ColossalAIConfig:
 
 _STATIC_ONLY = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
 _AUTO_ONLY = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio")
-_LOSS_SCALE = (
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
-)
 _FIELDS = tuple(field.name for field in fields(ColossalAIConfig))
+_LOSS_SCALE = _FIELDS[_FIELDS.index("initial_scale") :]
 _OF_2022 = (
-    "use_chunk",
-    "chunk_size",
-    "enable_distributed_storage",
-    "force_outputs_fp32",
-    "gpu_margin_mem_ratio",
-    "chunk_search_range",
-    "chunk_search_n_grids",
-    "min_chunk_size",
+    *("use_chunk", "chunk_size", "enable_distributed_storage", "force_outputs_fp32", "gpu_margin_mem_ratio"),
+    *("chunk_search_range", "chunk_search_n_grids", "min_chunk_size"),
 )
 """Arguments of ``lightning-colossalai`` 0.1.0 and Lightning 1.8-1.9 that have other names now, or none; of those that
 keep their names, ``placement_policy`` could also be cuda or cpu."""

@@ -23,7 +23,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ColossalAIState(EngineState):
-    """Training state of an engine: this rank's ranges of the float32 chunks, and Adam's moments of them.
+    """Training state of an engine: this rank's ranges of the float32 chunks and their Adam moments.
 
     Args:
         engine: The engine; without an optimizer (validation) there are no moments.
@@ -67,7 +67,7 @@ class ColossalAIState(EngineState):
         return optimizer.optim
 
     def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
-        """Fill the masters, make Adam's moments, and compute with the new weights.
+        """Load the masters and Adam's moments, and refresh the 16-bit weights.
 
         Raises:
             UsageError: The checkpoint was written by another kind of optimizer, or by one with other groups.
@@ -102,7 +102,7 @@ class ColossalAIState(EngineState):
             self.engine.refresh()
 
     def _slices(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return, by parameter, what the optimizer steps in its place: a parameter of this rank's range."""
+        """Map each parameter to the parameter of this rank's range that the optimizer steps."""
         if self.optimizer is None:
             return {}
         real = self.optimizer.id_to_real_params

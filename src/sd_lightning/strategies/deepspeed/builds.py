@@ -1,4 +1,4 @@
-"""DeepSpeed's import, and the extensions that it compiles when they are first used."""
+"""Import DeepSpeed, and compile its extensions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def import_deepspeed(who: str) -> ModuleType:
 
 
 def check_buildable(extensions: Iterable[Extension], who: str, *, instead: str) -> None:
-    """Find out, before processes start, whether extensions can be compiled here.
+    """Check before processes start that extensions can be compiled here.
 
     Args:
         extensions: Their names.
@@ -80,7 +80,7 @@ def _install(apt: str, dnf: str, conda: str) -> str:
 
 
 def build(extensions: Iterable[Extension]) -> None:
-    """Compile what has not been compiled on this machine yet, and say so.
+    """Compile extensions that are not compiled on this machine yet, and log it.
 
     Raises:
         UsageError: The compiler fails; the message holds its first error.
@@ -108,7 +108,7 @@ def build(extensions: Iterable[Extension]) -> None:
 
 
 def _search_path() -> str:
-    """Return ``PATH`` with this environment's scripts: pip's ninja lies there, activated or not."""
+    """Return ``PATH`` with this environment's scripts, where pip puts ninja."""
     path, scripts = os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")
     return path if scripts in path.split(os.pathsep) else os.pathsep.join([path, scripts])
 
@@ -138,7 +138,7 @@ def _is_compiled(name: str) -> bool:
 
 
 def _waiting_for(name: str) -> str:
-    """Name the lock of another process that compiles, for which torch would wait forever if that process has died."""
+    """Describe the lock of another process that compiles; torch waits for it, even after that process has died."""
     lock = _folder(name) / "lock"
     if lock.exists() and time.time() - lock.stat().st_mtime > _ABANDONED_SECONDS:
         lock.unlink(missing_ok=True)

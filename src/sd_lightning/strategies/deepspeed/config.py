@@ -1,4 +1,4 @@
-"""A user's DeepSpeed configuration: read it, mend its known mistakes, and check it.
+"""Read a user's DeepSpeed configuration, correct its known mistakes, and check it.
 
 A configuration is the dictionary that DeepSpeed's documentation describes; a value of ``"auto"`` (a convention of
 Hugging Face's Trainer) leaves it to the run or to a default. The functions change nothing that they are given.
@@ -35,7 +35,7 @@ _HYPER_PARAMETERS = frozenset({"lr", "betas", "eps", "weight_decay"})
 
 
 def load(source: str | Path | Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Read a configuration, translate what is known to be wrong in many examples, and check what is left.
+    """Read a configuration, translate old and mistaken keys, and check it.
 
     Args:
         source: A JSON file, or the dictionary itself.
@@ -54,7 +54,7 @@ def load(source: str | Path | Mapping[str, Any]) -> tuple[Config, list[str]]:
 
 
 def name_of(source: str | Path | Mapping[str, Any]) -> str:
-    """Return how messages call a configuration."""
+    """Return the name of a configuration for messages."""
     return "strategy.config" if isinstance(source, Mapping) else f"strategy.config={source}"
 
 
@@ -83,7 +83,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:
 
 
 def translate(config: Config, who: str) -> tuple[Config, list[str]]:
-    """Return the configuration with old and mistaken keys mended, and a warning for each of them."""
+    """Return the configuration with old and mistaken keys corrected, and a warning for each of them."""
     config, warnings = copy.deepcopy(config), []
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):

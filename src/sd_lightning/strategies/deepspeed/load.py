@@ -1,4 +1,4 @@
-"""Pretrained weights into ZeRO-3's partitions: one whole parameter at a time is in memory.
+"""Read pretrained weights into ZeRO-3's partitions, with one whole parameter at a time in memory.
 
 DeepSpeed has no way to fill a partition alone. Its ``zero.Init`` takes whole parameters, broadcasts the first rank's
 values and keeps each rank's range, so the first rank reads every tensor of the files, and no rank holds more than its
@@ -30,7 +30,7 @@ ReadRange = Callable[[Tensor, int, int], None]
 
 
 class _InTurn(nn.Module):
-    """A module that makes its parameters when it is asked for the next."""
+    """A module whose parameters are created one by one, as they are iterated over."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ _COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def exact_weights(module: nn.Module, deferred: Mapping[str, DeferredWeights]) -> dict[str, ReadRange]:
-    """Return where the float32 values of trained parameters can be read, which an engine rounds to its compute type."""
+    """Return readers of the exact float32 values of trained parameters, which an engine rounds to its compute type."""
     weights: dict[str, ReadRange] = {}
     for name, parameter in module.named_parameters():
         network, _, key = name.partition(".")

@@ -1,4 +1,4 @@
-"""Nested dictionaries by dotted paths, as DeepSpeed's configuration is one."""
+"""Read and write nested dictionaries, such as DeepSpeed's configuration, by dotted paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ABSENT = object()
 
 
 def get(config: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path, or a mark that equals nothing a file can hold."""
+    """Return the value at a dotted path, or ``ABSENT``, which equals no value of a file."""
     node: Any = config
     for part in path.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -49,7 +49,7 @@ def without_auto(config: Mapping[str, Any]) -> Config:
 
 
 def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
-    """Return the configuration with what it leaves open taken from defaults."""
+    """Return the configuration with absent and "auto" values taken from defaults."""
     filled = copy.deepcopy(dict(config))
     for path, value in leaves(defaults):
         if get(filled, path) in (ABSENT, AUTO):
@@ -58,7 +58,7 @@ def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Con
 
 
 def put(config: Config, path: str, value: Any) -> None:
-    """Set the value at a dotted path, with the sections on the way to it."""
+    """Set the value at a dotted path, creating the sections on the way."""
     *parents, name = path.split(".")
     for part in parents:
         if not isinstance(config.get(part), dict):

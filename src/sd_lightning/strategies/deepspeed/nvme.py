@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 with optimizer states on a disk: where the swap files lie, and the training state in them."""
+"""DeepSpeed ZeRO-3 with optimizer states on a disk: the folder of swap files, and the training state in them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _user() -> str:
 
 
 def _write_directly(path: Path) -> None:
-    """Write a block past the page cache, as DeepSpeed does; not every file system can."""
+    """Write a block with direct I/O, as DeepSpeed does; not every file system supports it."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
     try:
         with mmap.mmap(-1, _BLOCK) as aligned:
@@ -72,7 +72,7 @@ def _write_directly(path: Path) -> None:
 
 
 class SwapFolder:
-    """A folder of this process's swap files: no other run writes to it, and it goes when the run ends.
+    """A folder for this process's swap files alone, which is removed when the run ends.
 
     DeepSpeed names files by parameter alone and never removes them. Folders of runs that were killed are removed by
     the next run: whoever is alive holds a lock in his.

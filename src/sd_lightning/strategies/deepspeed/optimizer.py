@@ -1,4 +1,4 @@
-"""Optimizers under DeepSpeed: which ones can step sharded states, and its CPU Adam in the place of torch's."""
+"""Check that optimizers can step DeepSpeed's shards, and replace torch's Adam by DeepSpeed's CPU Adam."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer's precision means to DeepSpeed's engine."""
+"""The precision plugin of DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sd_lightning.strategies.engine_precision import EnginePrecision
 
 
 class DeepSpeedPrecision(EnginePrecision, LightningDeepSpeedPrecision):
-    """Lightning's plugin, except that a module may keep its batches, and that the strategy steps the engine."""
+    """Lightning's plugin for modules that may keep their batches, and with the engine's step left to the strategy."""
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:

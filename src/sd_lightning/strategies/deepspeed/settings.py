@@ -1,4 +1,4 @@
-"""What a DeepSpeed run is set to: our arguments and a user's configuration as one, checked before processes start."""
+"""Merge our arguments and a user's DeepSpeed configuration, and check them before processes start."""
 
 from __future__ import annotations
 

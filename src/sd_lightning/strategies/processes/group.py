@@ -97,7 +97,7 @@ class WatchedProcesses(ParallelStrategy):
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Name who waited where for how long if the processes do not come together; then start to watch them.
+        """Start to watch the processes once they have come together; if they do not, say who waited where for how long.
 
         Raises:
             UsageError: A process did not come within the timeout.

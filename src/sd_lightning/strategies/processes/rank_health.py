@@ -1,4 +1,4 @@
-"""What rank 0 knows of every rank, and which of them is the reason why a run does not go on."""
+"""The record that rank 0 keeps of every rank, and the rules that find the rank that stops a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 @dataclass
 class RankHealth:
-    """The last word of one rank; times are seconds of the clock of the process that keeps this record."""
+    """The last signs of life of one rank; times are seconds on the clock of the process that keeps this record."""
 
     rank: int
     process: str
@@ -122,7 +122,7 @@ def begun_collectives() -> dict[str, int]:
 
 
 def main_thread_position() -> str:
-    """Say where the main thread is: the innermost function, and the innermost one that is no library's."""
+    """Describe where the main thread is: the innermost function, and the innermost one outside of libraries."""
     own = frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "an unknown place"

@@ -1,4 +1,4 @@
-"""Ends the run on every rank, with the culprit named, when one of them has died, failed, frozen or got stuck.
+"""End the run on every rank, and name the rank that has died, failed, frozen or got stuck.
 
 Collectives alone do not do that: NCCL waits for its timeout and names nobody, gloo shows "connection closed by peer" in
 one stack trace per rank, and a launcher sees only processes that have ended, and not on other machines.
@@ -80,7 +80,7 @@ class Watchdog(threading.Thread):
         self._released.wait(3 * self.interval + 2 * FAREWELL)
 
     def stop(self) -> None:
-        """Say goodbye: whatever happens to this process from here on concerns nobody."""
+        """Say goodbye to the other ranks: from here on this process may end."""
         if os.getpid() != self._pid or not self.is_alive():
             return
         self._stopping = True
@@ -162,7 +162,7 @@ class Watchdog(threading.Thread):
         raise NotImplementedError
 
     def _settle(self, cause: Cause) -> None:
-        """Wait, within bounds, for what has to happen on other ranks before this one ends."""
+        """Wait, for a limited time, until other ranks are ready for this one to end."""
 
     def _end(self, cause: Cause) -> NoReturn:
         if self.failure is None or self.failure.in_collective:
@@ -178,14 +178,14 @@ class Watchdog(threading.Thread):
         os._exit(EXIT_CODE)
 
     def _pump_for(self, seconds: float, done: Callable[[], bool]) -> None:
-        """Go on with messages until something has happened."""
+        """Handle messages until a condition holds or time is up."""
         until = time.monotonic() + seconds
         while not done() and time.monotonic() < until:
             self._pump(min(0.1, until - time.monotonic()))
 
 
 class Spoke(Watchdog):
-    """Every other rank's watch: tells rank 0 of itself, and hears from it what the cause is.
+    """The watch of every other rank: reports to rank 0, and is told the cause by it.
 
     Args:
         rank: This process's rank.

@@ -1,4 +1,4 @@
-"""Rank 0's watchdog, and how those of all ranks come together."""
+"""Rank 0's watchdog, and the start of the watchdogs of all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONNECT = 20.0  # seconds to reach rank 0, which listens by then
 
 
 class Hub(Watchdog):
-    """Rank 0's watch: hears everyone, decides, and tells everyone.
+    """Rank 0's watch: collects reports, finds the cause, and tells every rank.
 
     Args:
         world_size: Number of ranks.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -32,13 +31,14 @@ from sd_lightning.strategies.networks import (
     sharded_networks,
     take_deferred,
 )
-from sd_lightning.strategies.processes.group import check_timeouts
-from sd_lightning.strategies.sharding import CPU_AND_CUDA, GivesWeightsBack
+from sd_lightning.strategies.processes.group import timeout_of
+from sd_lightning.strategies.restoring import RestoringStrategy
+from sd_lightning.strategies.sharding import CPU_AND_CUDA
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDPStrategy(GivesWeightsBack, ModelParallelStrategy):
+class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     """Shard weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
     Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
@@ -70,8 +70,7 @@ class FSDPStrategy(GivesWeightsBack, ModelParallelStrategy):
         for name, value, least in (("replicas", replicas, 1), ("forward_prefetch", forward_prefetch, 0)):
             if value < least:
                 raise UsageError(f"FSDPStrategy got {name}={value}; expected at least {least}")
-        check_timeouts("FSDPStrategy", timeout_seconds=timeout_seconds)
-        super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        super().__init__(timeout=timeout_of("FSDPStrategy", timeout_seconds))
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.replicas = replicas
@@ -156,7 +155,7 @@ class FSDPStrategy(GivesWeightsBack, ModelParallelStrategy):
         yield
 
     @override
-    def _adopts(self, other: GivesWeightsBack) -> bool:
+    def _adopts(self, other: RestoringStrategy) -> bool:
         return isinstance(other, FSDPStrategy) and (self.cpu_offload, self.replicas, self.mixed_precision) == (
             other.cpu_offload,
             other.replicas,

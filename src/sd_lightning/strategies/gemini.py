@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -33,12 +32,13 @@ from sd_lightning.strategies.networks import (
     take_deferred,
     trained_networks,
 )
-from sd_lightning.strategies.processes.group import check_timeouts
-from sd_lightning.strategies.sharding import CPU_AND_CUDA, GivesWeightsBack
+from sd_lightning.strategies.processes.group import timeout_of
+from sd_lightning.strategies.restoring import RestoringStrategy
+from sd_lightning.strategies.sharding import CPU_AND_CUDA
 from sd_lightning.strategies.whole_tensors import load_torch_optimizer_states, torch_optimizer_state
 
 
-class GeminiStrategy(GivesWeightsBack, LightningDDPStrategy):
+class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     """Shard weights, gradients and optimizer states in chunks, and keep a part of them off the device.
 
     Usage: ``Trainer(strategy=GeminiStrategy(offload_optim_frac=0.5))`` or ``Trainer(strategy="gemini")``. The
@@ -57,7 +57,7 @@ class GeminiStrategy(GivesWeightsBack, LightningDDPStrategy):
     loads_weights = True  # each rank reads what it owns of the chunks
 
     def __init__(self, config: GeminiConfig | None = None, *, timeout_seconds: float = 1800.0, **settings: Any) -> None:
-        check_timeouts("GeminiStrategy", timeout_seconds=timeout_seconds)
+        timeout = timeout_of("GeminiStrategy", timeout_seconds)
         known = [field.name for field in fields(GeminiConfig)]
         for name in settings:
             if name not in known:
@@ -65,7 +65,7 @@ class GeminiStrategy(GivesWeightsBack, LightningDDPStrategy):
                 raise UsageError(f"GeminiStrategy got {name}={settings[name]!r}; expected {near[0]}")
         self.config = GeminiConfig(**settings) if config is None else replace(config, **settings)
         self._engine: GeminiEngine | None = None
-        super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        super().__init__(timeout=timeout)
 
     @property
     def engine(self) -> GeminiEngine:
@@ -128,7 +128,7 @@ class GeminiStrategy(GivesWeightsBack, LightningDDPStrategy):
         return replace(self.config, compute_dtype=self.config.compute_dtype or implied)
 
     @override
-    def _adopts(self, other: GivesWeightsBack) -> bool:
+    def _adopts(self, other: RestoringStrategy) -> bool:
         if not isinstance(other, GeminiStrategy) or other.engine.config != self._engine_config:
             return False
         self._engine = other.engine

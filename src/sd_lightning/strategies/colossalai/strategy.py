@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from sd_lightning.strategies.colossalai.refusals import DTYPES, check_optimizers
 from sd_lightning.strategies.colossalai.settings import WHO, ColossalAIConfig, Policy, config_of
 from sd_lightning.strategies.colossalai.state import ColossalAIState
 from sd_lightning.strategies.networks import configured_optimizers, sharded_networks, take_deferred
-from sd_lightning.strategies.processes.group import check_timeouts
+from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.sharding import ShardingStrategy
 
 __all__ = ["ColossalAIConfig", "ColossalAIStrategy", "colossalai"]
@@ -58,10 +57,11 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
         build_timeout_seconds: float = 900.0,
         **settings: Any,
     ) -> None:
-        check_timeouts(WHO, timeout_seconds=timeout_seconds, build_timeout_seconds=build_timeout_seconds)
+        timeout = timeout_of(WHO, timeout_seconds)
+        timeout_of(WHO, build_timeout_seconds, name="build_timeout_seconds")
         self.config = config_of(config, settings)
         probe.require_installed()
-        super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        super().__init__(timeout=timeout)
         self.engine: ColossalAIEngine | None = None
         self._build_timeout = build_timeout_seconds
 

@@ -86,3 +86,16 @@ def exact_weights(module: nn.Module, deferred: Mapping[str, DeferredWeights]) ->
 
 def _copy_range(values: Tensor, out: Tensor, begin: int, end: int) -> None:
     out.copy_(values.reshape(-1)[begin:end])
+
+
+def register_external_parameters(module: nn.Module) -> None:
+    """Tell ZeRO-3 of weights that a module reads from its child: CLIP's embeddings look at a shape in theirs.
+
+    DeepSpeed finds them by itself only inside its engine's forward, and pictures are drawn outside of it.
+    """
+    from deepspeed.runtime.zero import register_external_parameter
+
+    for part in module.modules():
+        embedding = part._modules.get("position_embedding")
+        if isinstance(embedding, nn.Embedding):
+            register_external_parameter(part, embedding.weight)

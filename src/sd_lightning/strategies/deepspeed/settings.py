@@ -135,9 +135,8 @@ class DeepSpeedSettings:
         return [*adam, "async_io"] if self.offload_device == "nvme" else adam
 
     def _check_offload(self) -> None:
-        for key, place in (("offload_param", "cpu"), ("offload_optimizer", "nvme")):
-            if self.stage != 3 and self.get(f"zero_optimization.{key}.device") == place:
-                name = {"offload_param": "offload_parameters"}.get(key, key)
+        for name, place in (("offload_parameters", "cpu"), ("offload_optimizer", "nvme")):
+            if self.stage != 3 and self.get(precedence.SAME[f"strategy.{name}"]) == place:
                 raise UsageError(
                     f"{self.who}: {name}={place} with stage={self.stage}; only stage 3 can: set stage=3 "
                     "(strategy=deepspeed_zero3_offload, deepspeed_zero3_nvme)"
@@ -156,33 +155,27 @@ class DeepSpeedSettings:
         Raises:
             UsageError: They cannot go together.
         """
-        same = (("gradient_accumulation_steps", "accumulate_grad_batches"), ("gradient_clipping", "gradient_clip_val"))
-        for key, name in same:
-            asked, value = self.get(key), getattr(trainer, name)
+        same = (
+            ("gradient_accumulation_steps", "trainer.accumulate_grad_batches", trainer.accumulate_grad_batches),
+            ("gradient_clipping", "trainer.gradient_clip_val", trainer.gradient_clip_val),
+            ("train_batch_size", "data.batch_size", batch_size_of(trainer)),
+        )
+        for key, name, value in same:
+            asked = self.get(key)
             if asked is not None and value is not None and asked != value:
                 raise UsageError(
-                    f"{self.who}: {key}={asked} contradicts trainer.{name}={value}; make them agree, or write "
-                    f'"{key}": "auto"'
+                    f'{self.who}: {key}={asked} contradicts {name}={value}; make them agree, or write "{key}": "auto"'
                 )
-        whole, batch_size = self.get("train_batch_size"), batch_size_of(trainer)
-        if whole is not None and batch_size is not None and whole != batch_size:
-            raise UsageError(
-                f"{self.who}: train_batch_size={whole} contradicts data.batch_size={batch_size}; make them agree, or "
-                'write "train_batch_size": "auto"'
-            )
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise UsageError("trainer.gradient_clip_algorithm=value: DeepSpeed clips by norm only; write norm")
         if self.stage == 1 and self.get("data_types.grad_accum_dtype") in ("fp32", "float32"):
             raise UsageError(f"{self.who}: data_types.grad_accum_dtype=fp32 works at stages 2 and 3 only; remove it")
-        self._check_optimizer(module)
-        self._check_checkpointing(module)
-
-    def _check_optimizer(self, module: pl.LightningModule) -> None:
         for optimizer in configured_optimizers(module):
             check_elementwise(optimizer)
             if self.uses_cpu_adam:
                 check_cpu_adam(optimizer)
             precedence.check_optimizer(self.config, optimizer, self.who)
+        self._check_checkpointing(module)
 
     def _check_checkpointing(self, module: nn.Module) -> None:
         if not self.get(_CHECKPOINTING) or checkpointed_blocks(module):
@@ -203,8 +196,7 @@ class DeepSpeedSettings:
             trainer: Its sizes and precision fill "auto" in.
             swap_folder: Where this process swaps to.
         """
-        accumulate = trainer.accumulate_grad_batches
-        batch_size = batch_size_of(trainer)
+        accumulate, batch_size = trainer.accumulate_grad_batches, batch_size_of(trainer)
         micro = self.get("train_micro_batch_size_per_gpu", 1)
         if batch_size is not None:
             micro = max(1, batch_size // (trainer.world_size * accumulate))
@@ -225,7 +217,7 @@ class DeepSpeedSettings:
 
 
 def batch_size_of(trainer: Any) -> int | None:
-    """Return the global batch size, if the data say it."""
+    """Return the global batch size, if the data say it: those of others may not."""
     return getattr(getattr(trainer, "datamodule", None), "batch_size", None)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,12 @@ from sd_lightning.strategies.base import is_partitioned, whole_shape
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import build
 from sd_lightning.strategies.deepspeed.host_checkpointing import checkpoint_on_host, checkpointed_blocks
-from sd_lightning.strategies.deepspeed.load import ReadRange, exact_weights, partition_deferred
+from sd_lightning.strategies.deepspeed.load import (
+    ReadRange,
+    exact_weights,
+    partition_deferred,
+    register_external_parameters,
+)
 from sd_lightning.strategies.deepspeed.nvme import SwapFolder, SwappedZero3State, check_swap_path
 from sd_lightning.strategies.deepspeed.optimizer import to_cpu_adam
 from sd_lightning.strategies.deepspeed.precision import DeepSpeedPrecision
@@ -35,14 +39,14 @@ from sd_lightning.strategies.deepspeed.settings import Buckets, DeepSpeedSetting
 from sd_lightning.strategies.deepspeed.state import DeepSpeedState
 from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
 from sd_lightning.strategies.deepspeed.zero12_state import Zero12State
-from sd_lightning.strategies.processes.group import check_timeouts
-from sd_lightning.strategies.sharding import GivesWeightsBack
+from sd_lightning.strategies.processes.group import timeout_of
+from sd_lightning.strategies.restoring import RestoringStrategy
 from sd_lightning.strategies.whole_tensors import whole_masters
 
 __all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
 
 
-class DeepSpeedStrategy(GivesWeightsBack, LightningDeepSpeedStrategy):
+class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     """Shard optimizer states (stage 1), gradients (2) and weights (3) over all processes with DeepSpeed.
 
     Usage: ``Trainer(strategy=DeepSpeedStrategy(stage=2), devices=2)`` or ``Trainer(strategy="sd_deepspeed_zero2")``.
@@ -72,7 +76,7 @@ class DeepSpeedStrategy(GivesWeightsBack, LightningDeepSpeedStrategy):
         cpu_checkpointing: bool | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        check_timeouts("DeepSpeedStrategy", timeout_seconds=timeout_seconds)
+        timeout = timeout_of("DeepSpeedStrategy", timeout_seconds)
         self.settings = DeepSpeedSettings(
             config,
             stage=stage,
@@ -84,7 +88,6 @@ class DeepSpeedStrategy(GivesWeightsBack, LightningDeepSpeedStrategy):
         self._swap_folder: SwapFolder | None = None
         self._skips_update = False
         self._linear = torch.nn.functional.linear
-        timeout = timedelta(seconds=timeout_seconds)
         super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
 
     @property
@@ -153,7 +156,7 @@ class DeepSpeedStrategy(GivesWeightsBack, LightningDeepSpeedStrategy):
         LightningDeepSpeedStrategy.setup(self, trainer)  # the engine takes the module and the optimizer together
         self._taken()
         if self.zero_stage_3:
-            self._register_external_parameters()
+            register_external_parameters(self.lightning_module)
 
     @override
     def _format_config(self) -> None:
@@ -201,21 +204,8 @@ class DeepSpeedStrategy(GivesWeightsBack, LightningDeepSpeedStrategy):
             for block in checkpointed_blocks(self.lightning_module):
                 block._gradient_checkpointing_func = checkpoint_on_host
 
-    def _register_external_parameters(self) -> None:
-        """Tell ZeRO-3 of weights that a module reads from its child: CLIP's embeddings look at a shape in theirs.
-
-        DeepSpeed finds them by itself only inside its engine's forward, and pictures are drawn outside of it.
-        """
-        from deepspeed.runtime.zero import register_external_parameter
-
-        assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            embedding = module._modules.get("position_embedding")
-            if isinstance(embedding, nn.Embedding):
-                register_external_parameter(module, embedding.weight)
-
     @override
-    def _adopts(self, other: GivesWeightsBack) -> bool:
+    def _adopts(self, other: RestoringStrategy) -> bool:
         return isinstance(other, DeepSpeedStrategy) and self.zero_stage_3 and other.zero_stage_3
 
     @override

@@ -134,15 +134,20 @@ class WatchedProcesses(ParallelStrategy):
         super().on_exception(exception)
 
 
-def check_timeouts(who: str, **timeouts: float) -> None:
-    """Check timeouts.
+def timeout_of(who: str, seconds: float, *, name: str = "timeout_seconds") -> timedelta:
+    """Return a timeout as torch takes it.
+
+    Args:
+        who: The strategy, for the message.
+        seconds: The timeout.
+        name: What the strategy calls it.
 
     Raises:
-        UsageError: One is not positive.
+        UsageError: It is not positive.
     """
-    for name, value in timeouts.items():
-        if value <= 0:
-            raise UsageError(f"{who} got {name}={value}; expected a positive number")
+    if seconds <= 0:
+        raise UsageError(f"{who} got {name}={seconds}; expected a positive number")
+    return timedelta(seconds=seconds)
 
 
 def leave_process_group() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -112,6 +111,8 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 def is_whole(weight: Tensor) -> bool:
     """Return whether a weight is whole in memory, and not in the shards of an engine of this run or an earlier one."""
+    from torch.distributed.tensor import DTensor  # slow to import, and the module imports this file
+
     if isinstance(weight, DTensor) or is_partitioned(weight) or is_in_colossalai_chunk(weight):
         return False
     return weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves one NaN for all values

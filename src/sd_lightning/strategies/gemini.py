@@ -276,9 +276,10 @@ def gemini(
     timeout_seconds: float = 1800.0,
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""
-    settings = locals()
+    settings = dict(locals())
+    del settings["timeout_seconds"]
     settings["reduce_dtype"] = getattr(torch, str(reduce_dtype), reduce_dtype)
-    return GeminiStrategy(**settings)
+    return GeminiStrategy(GeminiConfig(**settings), timeout_seconds=timeout_seconds)
 
 
 __all__ = ["GeminiConfig", "GeminiStrategy", "gemini"]

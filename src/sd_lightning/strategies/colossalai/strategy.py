@@ -162,4 +162,6 @@ def colossalai(
     build_timeout_seconds: float = 900.0,
 ) -> ColossalAIStrategy:
     """Build the strategy from flat command-line keys; see :class:`ColossalAIConfig`."""
-    return ColossalAIStrategy(**locals())
+    settings = dict(locals())
+    timeouts = {name: settings.pop(name) for name in ("timeout_seconds", "build_timeout_seconds")}
+    return ColossalAIStrategy(ColossalAIConfig(**settings), **timeouts)

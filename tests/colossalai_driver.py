@@ -25,10 +25,11 @@ from sd_lightning.callbacks import EMA, PortableCheckpoint, SampleGrid
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.state.shards import ParameterShard
 from sd_lightning.storage.tensor_store import ShardedTensors
-from sd_lightning.strategies import training_state
+from sd_lightning.strategies import engine_of, training_state
 from sd_lightning.strategies.colossalai import probe as colossalai_probe
 from sd_lightning.strategies.colossalai import strategy as colossalai
-from sd_lightning.strategies.colossalai.strategy import ColossalAIPrecision, ColossalAIStrategy
+from sd_lightning.strategies.colossalai.precision import ColossalAIPrecision
+from sd_lightning.strategies.colossalai.strategy import ColossalAIStrategy
 from sd_lightning.training.precision import HalfWeights
 from sd_lightning.training.speed import Speed
 from small_training import data, module, trainer_of
@@ -78,7 +79,7 @@ class Look(Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step == self.job.get("skip_at"):
             self._before = [shard.master.clone() for shard in self.shards(trainer)]  # type: ignore[union-attr]
-            trainer.strategy.skip_update()  # type: ignore[attr-defined]
+            engine_of(trainer.strategy).skip_update(optimizer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self.seen["norms"].append(self.engine(trainer).optimizer._current_grad_norm)

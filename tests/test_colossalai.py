@@ -22,7 +22,8 @@ import small_training as small
 from colossalai_driver import run_jobs
 from sd_lightning import UsageError
 from sd_lightning.strategies.colossalai import probe
-from sd_lightning.strategies.colossalai.settings import check_optimizers, check_run, config_of
+from sd_lightning.strategies.colossalai.refusals import check_optimizers, check_run
+from sd_lightning.strategies.colossalai.settings import config_of
 from sd_lightning.strategies.colossalai.strategy import ColossalAIConfig, ColossalAIStrategy, colossalai
 
 REPO = Path(__file__).resolve().parent.parent

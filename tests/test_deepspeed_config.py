@@ -20,7 +20,8 @@ from sd_lightning.apps import preflight
 from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
 from sd_lightning.strategies.deepspeed import keys as deepspeed_keys
 from sd_lightning.strategies.deepspeed import precedence
-from sd_lightning.strategies.deepspeed.config import AUTO, get, known_keys, load, put
+from sd_lightning.strategies.deepspeed.config import known_keys, load
+from sd_lightning.strategies.deepspeed.nested import AUTO, get, put
 from sd_lightning.strategies.deepspeed.nvme import SwapFolder, check_swap_path
 from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy, Offload, deepspeed
 

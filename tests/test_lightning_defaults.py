@@ -14,7 +14,7 @@ from torch import nn
 import lightning_jobs as jobs
 from lightning_jobs import Shape
 from sd_lightning import UsageError
-from sd_lightning.strategies import taking_apart
+from sd_lightning.strategies import restoring
 from sd_lightning.strategies.processes.group import leave_process_group
 from strategy_driver import run_jobs, strategy_of
 from suites import keep, wanted
@@ -218,8 +218,8 @@ def test_after_fit_the_trainer_saves_weights_and_says_that_states_are_gone(tmp_p
 def test_a_module_that_host_memory_cannot_hold_stays_in_parts_and_says_so_in_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    free = taking_apart.free_host_bytes
-    monkeypatch.setattr(taking_apart, "free_host_bytes", lambda: 1000)
+    free = restoring.free_host_bytes
+    monkeypatch.setattr(restoring, "free_host_bytes", lambda: 1000)
     module, losses = jobs.Boring(), jobs.Losses()
     options: dict[str, Any] = {"max_steps": 2, "logger": False, "enable_checkpointing": False}
     options["use_distributed_sampler"] = False
@@ -231,7 +231,7 @@ def test_a_module_that_host_memory_cannot_hold_stays_in_parts_and_says_so_in_fig
             with pytest.raises(UsageError, match=f"Boring is in the parts of GeminiStrategy: .*{figures}"):
                 jobs.trainer(other, tmp_path, losses, **options).fit(module)
         jobs.trainer(strategy_of("gemini_offload"), tmp_path, losses, **options).fit(module)
-        monkeypatch.setattr(taking_apart, "free_host_bytes", free)
+        monkeypatch.setattr(restoring, "free_host_bytes", free)
         jobs.trainer(strategy_of("fsdp"), tmp_path, losses, **options).fit(module)
         assert Shape(jobs.Boring()).differences(module) == []
         plain, reference = jobs.Losses(), jobs.Boring()

@@ -133,6 +133,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
         UsageError: They do not fit together, or not with the checkpoint to resume.
     """
     from sd_lightning.callbacks import EngineMemory, SampleGrid
+    from sd_lightning.strategies import engine_of
 
     memory = callback_of(trainer, EngineMemory)
     if memory is not None:
@@ -142,10 +143,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     saving.check_resume(module, datamodule)
     if is_first_process():  # it looks at files; the others hear of it before the first step
         saving.check_data(datamodule)
-    if hasattr(trainer.strategy, "check"):
-        trainer.strategy.check(trainer, module)  # which configures the optimizer, too
-    else:
-        module.configure_optimizers()  # makes no states yet
+    engine_of(trainer.strategy).check(trainer, module)
     samples = callback_of(trainer, SampleGrid)
     if samples is not None:
         samples.options.check(module.latent_diffusion)

@@ -17,9 +17,9 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState
-from sd_lightning.strategies import training_state
-from sd_lightning.strategies.plain import PlainState
-from sd_lightning.strategies.whole import whole
+from sd_lightning.strategies import engine_of, training_state
+from sd_lightning.strategies.plain_module import PlainState
+from sd_lightning.strategies.whole_tensors import whole
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class EMA(Callback):
         self._module, self._state = pl_module, state
         shards = state.parameter_shards()
         self._divide_anew(trainer, shards)
-        self._moves = getattr(self._state, "moves", False)  # Gemini with placement=auto
+        self._moves = engine_of(trainer.strategy).moves_weights
         self._live = [] if self._moves else [shard.master for shard in shards]
         self._shadow = {shard.key: self._average_of(shard) for shard in shards}
         self._owned = {shard.key for shard in shards if shard.writes}

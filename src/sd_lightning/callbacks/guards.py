@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage import checkpoint
+from sd_lightning.strategies import engine_of
 
 log = logging.getLogger(__name__)
 
@@ -118,12 +119,7 @@ class NonFiniteLossGuard(Callback):
         self.bad_steps += 1
         told = "not finite on another process" if finite or loss is None else f"{float(loss)}"
         log.warning("step %d: the loss is %s; no update", trainer.global_step + 1, told)
-        if hasattr(trainer.strategy, "skip_update"):  # engines that keep gradients elsewhere
-            trainer.strategy.skip_update()
-        elif getattr(trainer.precision_plugin, "scaler", None) is None:  # a gradient scaler skips the step itself
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        engine_of(trainer.strategy).skip_update(optimizer)
         if self.bad_steps >= self.patience:
             raise UsageError(
                 f"training stopped at step {trainer.global_step + 1}: the loss was NaN or infinite {self.bad_steps} "

@@ -1,31 +1,18 @@
-"""Strategies and the one function through which callbacks reach their training state."""
+"""Strategies: the contract of all of them is in ``base.py``, and each engine has a file or a folder."""
 
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from sd_lightning._errors import UsageError
-from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import TrainingState
+from sd_lightning.strategies.base import EngineStrategy, engine_of
+
+__all__ = ["EngineStrategy", "engine_of", "single", "training_state"]
 
 
 def training_state(trainer: pl.Trainer) -> TrainingState:
-    """Return the training state of a running trainer: the strategy's own view, or the replicated one.
-
-    Raises:
-        UsageError: Lightning's strategy of that name has no view of its sharded state.
-    """
-    strategy = trainer.strategy
-    if hasattr(strategy, "training_state"):
-        return strategy.training_state()
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        raise UsageError(
-            f"Trainer got strategy={type(strategy).__name__}, whose training state cannot be read; "
-            "expected single or ddp (strategy=single, strategy=ddp)"
-        )
-    parameters = {n: p for n, p in trainer.lightning_module.named_parameters() if p.requires_grad}
-    return ReplicatedState(parameters, trainer.optimizers, rank=trainer.global_rank)
+    """Return the training state of a running trainer; see :meth:`EngineStrategy.training_state`."""
+    return engine_of(trainer.strategy).training_state()
 
 
 def single() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
@@ -11,13 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.processes.group import WatchedProcesses
-from sd_lightning.strategies.taking_apart import put_together
+from sd_lightning.strategies.base import EngineStrategy
+from sd_lightning.strategies.processes.group import WatchedProcesses, timeout_of
+from sd_lightning.strategies.restoring import put_together
 
 Compression = Literal["none", "fp16", "bf16"]
 
 
-class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
+class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     """Lightning's DDP with the options that matter here.
 
     Args:
@@ -41,21 +41,18 @@ class DDPStrategy(WatchedProcesses, LightningDDPStrategy):
     ) -> None:
         if bucket_cap_mb < 1:
             raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
-        if timeout_seconds <= 0:
-            raise UsageError(f"DDPStrategy got timeout_seconds={timeout_seconds}; expected a positive number")
         super().__init__(
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
             ddp_comm_hook=compression_hook(compression),
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timeout_of("DDPStrategy", timeout_seconds),
         )
 
     @override
     def setup_environment(self) -> None:
-        with self.joining():
-            super().setup_environment()
+        super().setup_environment()
         assert self.lightning_module is not None
         put_together(self.lightning_module)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,28 +16,29 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.strategies.checkpoint_folders import TakesCheckpointFolders
-from sd_lightning.strategies.networks import blocks_of, place_rest, sharded_networks, take_deferred, trained_networks
-from sd_lightning.strategies.processes.group import WatchedProcesses
-from sd_lightning.strategies.taking_apart import TakesWeightsApart
+from sd_lightning.strategies.networks import (
+    blocks_of,
+    configured_optimizers,
+    is_quantised,
+    place_rest,
+    sharded_networks,
+    take_deferred,
+)
+from sd_lightning.strategies.processes.group import timeout_of
+from sd_lightning.strategies.restoring import RestoringStrategy
+from sd_lightning.strategies.sharding import CPU_AND_CUDA
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, ModelParallelStrategy):
+class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     """Shard weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
     Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
@@ -54,8 +54,7 @@ class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, 
         timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
     """
 
-    loads_weights = True
-    """Weights that are still in their files are left to :meth:`setup`: each rank reads its rows."""
+    loads_weights = True  # each rank reads its rows
 
     def __init__(
         self,
@@ -71,9 +70,7 @@ class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, 
         for name, value, least in (("replicas", replicas, 1), ("forward_prefetch", forward_prefetch, 0)):
             if value < least:
                 raise UsageError(f"FSDPStrategy got {name}={value}; expected at least {least}")
-        if timeout_seconds <= 0:
-            raise UsageError(f"FSDPStrategy got timeout_seconds={timeout_seconds}; expected a positive number")
-        super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        super().__init__(timeout=timeout_of("FSDPStrategy", timeout_seconds))
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.replicas = replicas
@@ -82,21 +79,15 @@ class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, 
             param_dtype=None if param_dtype is None else getattr(torch, param_dtype),
             reduce_dtype=None if reduce_dtype is None else getattr(torch, reduce_dtype),
         )
-        self._state: DTensorState | None = None
 
-    def check(self, trainer: pl.Trainer, module: Any) -> None:
-        """Refuse an optimizer that cannot step shards; called before processes start, and again when they have.
-
-        Raises:
-            UsageError: It is one of bitsandbytes.
-        """
-        configured = module.configure_optimizers()
-        optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
-        if hasattr(optimizer, "init_state"):
-            raise UsageError(
-                f"{type(optimizer).__name__} cannot step the shards of FSDP2: its kernels do not know distributed "
-                "tensors; choose optimizer=adamw, or strategy=gemini or ddp"
-            )
+    @override
+    def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for optimizer in configured_optimizers(module):
+            if is_quantised(optimizer):
+                raise UsageError(
+                    f"{type(optimizer).__name__} cannot step the shards of FSDP2: its kernels do not know distributed "
+                    "tensors; choose optimizer=adamw, or strategy=gemini or ddp"
+                )
 
     @property
     @override
@@ -107,9 +98,7 @@ class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, 
     def setup_environment(self) -> None:
         super(ModelParallelStrategy, self).setup_environment()
         self.set_world_ranks()
-        on_cuda = self.root_device.type == "cuda"
-        # Checkpoints, object collectives and offloaded gradients are reduced on the CPU.
-        self._process_group_backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+        self._process_group_backend = CPU_AND_CUDA if self.root_device.type == "cuda" else "gloo"
         assert self.cluster_environment is not None
         with self.joining():
             _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
@@ -124,10 +113,7 @@ class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, 
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.model is not None and self.accelerator is not None
-        self.accelerator.setup(trainer)
-        module: Any = self.lightning_module
+    def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self.check(trainer, module)
         self.take(trainer)
@@ -140,27 +126,27 @@ class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, 
             weights = take_deferred(module, name)
             if weights is not None:
                 weights.fill_(network, torch.device("cpu") if self.cpu_offload else self.root_device, local_rows)
-        assert self._plain is not None
-        self._plain.note_hooks()
-        self.model = self.precision_plugin.convert_module(self.model)
+        self._taken()
+        self.model = self.precision_plugin.convert_module(module)
         if self.cpu_offload:
             place_rest(module, networks, self.root_device, None)
         else:
             self.model_to_device()
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if not self.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _engine_state(self) -> DTensorState:
-        """Return this rank's shards of the trained parameters."""
-        module: Any = self.lightning_module
-        if self._state is None or self._state.optimizers != self.optimizers:
-            parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-            self._state = DTensorState(parameters, self.optimizers, networks=trained_networks(module).values())
-        return self._state
+    @override
+    def _make_state(self) -> DTensorState:
+        return DTensorState(self._trained_parameters(), self.optimizers, modules=self._sharded_modules())
+
+    def _sharded_modules(self) -> list[FSDPModule]:
+        assert self.lightning_module is not None
+        return [part for part in self.lightning_module.modules() if isinstance(part, FSDPModule)]
 
     @contextmanager
     @override
@@ -169,15 +155,16 @@ class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, 
         yield
 
     @override
-    def _adopts(self, other: TakesWeightsApart) -> bool:
-        return isinstance(other, FSDPStrategy) and all(
-            getattr(self, key) == getattr(other, key) for key in ("cpu_offload", "replicas", "mixed_precision")
+    def _adopts(self, other: RestoringStrategy) -> bool:
+        return isinstance(other, FSDPStrategy) and (self.cpu_offload, self.replicas, self.mixed_precision) == (
+            other.cpu_offload,
+            other.replicas,
+            other.mixed_precision,
         )
 
     @override
     def _has_engine(self) -> bool:
-        assert self.lightning_module is not None
-        return any(isinstance(part, FSDPModule) for part in self.lightning_module.modules())
+        return bool(self._sharded_modules())
 
     @override
     def _end_engine(self) -> None:
@@ -188,17 +175,10 @@ class FSDPStrategy(TakesWeightsApart, WatchedProcesses, TakesCheckpointFolders, 
     @override
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.lightning_module is not None
-        for part in self.lightning_module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # where a pass has left weights gathered, parameters are not the shards
+        for part in self._sharded_modules():
+            part.reshard()  # where a pass has left weights gathered, parameters are not the shards
         for name, parameter in list(self.lightning_module.named_parameters()):
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-
-    @override
-    def teardown(self) -> None:
-        self.give_back()
-        super().teardown()
-        self._state = None
 
 
 def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy, blocks: Iterable[nn.Module]) -> None:
@@ -212,13 +192,12 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy, b
         else OffloadPolicy(),
     }
     inside = set(network.modules()) - {network}
-    ours: list[Any] = [block for block in blocks if block in inside and not _shares_weights(block, network)]
-    for block in ours:
-        fully_shard(block, **settings)
+    ours = [block for block in blocks if block in inside and not _shares_weights(block, network)]
+    sharded = [fully_shard(block, **settings) for block in ours]
     fully_shard(network, **settings)
     if options.forward_prefetch:
-        for i, block in enumerate(ours):
-            block.set_modules_to_forward_prefetch(ours[i + 1 : i + 1 + options.forward_prefetch])
+        for i, block in enumerate(sharded):
+            block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + options.forward_prefetch])
 
 
 def _shares_weights(block: nn.Module, network: nn.Module) -> bool:
@@ -248,18 +227,23 @@ def local_rows(parameter: DTensor) -> tuple[Tensor, int, int]:
 
 
 class DTensorState(ReplicatedState):
-    """Training state of parameters sharded in dim 0: this rank's rows are a flat range."""
+    """Training state of parameters sharded in dim 0: this rank's rows are a flat range.
+
+    Args:
+        parameters: Trained parameters by name.
+        optimizers: What steps them.
+        modules: The modules that gather them.
+    """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizers: Iterable[torch.optim.Optimizer],
         *,
-        networks: Iterable[nn.Module],
+        modules: Iterable[FSDPModule],
     ) -> None:
         super().__init__(parameters, optimizers)
-        self.optimizers = list(optimizers)
-        self._networks = list(networks)
+        self._modules = list(modules)
 
     @override
     def _local(self, tensor: Tensor) -> Tensor:
@@ -304,7 +288,5 @@ class DTensorState(ReplicatedState):
 
     def _reshard(self) -> None:
         """Free gathered weights: after a forward pass without backward the root keeps them, and they would be used."""
-        for network in self._networks:
-            for module in network.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for module in self._modules:
+            module.reshard()

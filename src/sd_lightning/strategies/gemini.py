@@ -6,16 +6,13 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,7 +22,7 @@ from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.networks import Reader
 from sd_lightning.models.families.blocks import execution_position
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.strategies.gemini_precision import GeminiPrecision
+from sd_lightning.strategies.gemini_precision import GeminiPrecision, engine_optimizer
 from sd_lightning.strategies.gemini_state import GeminiState
 from sd_lightning.strategies.networks import (
     blocks_of,
@@ -35,12 +32,13 @@ from sd_lightning.strategies.networks import (
     take_deferred,
     trained_networks,
 )
-from sd_lightning.strategies.processes.group import WatchedProcesses
-from sd_lightning.strategies.taking_apart import TakesWeightsApart
-from sd_lightning.strategies.whole import load_torch_optimizer_states, torch_optimizer_state
+from sd_lightning.strategies.processes.group import timeout_of
+from sd_lightning.strategies.restoring import RestoringStrategy
+from sd_lightning.strategies.sharding import CPU_AND_CUDA
+from sd_lightning.strategies.whole_tensors import load_torch_optimizer_states, torch_optimizer_state
 
 
-class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
+class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     """Shard weights, gradients and optimizer states in chunks, and keep a part of them off the device.
 
     Usage: ``Trainer(strategy=GeminiStrategy(offload_optim_frac=0.5))`` or ``Trainer(strategy="gemini")``. The
@@ -56,13 +54,10 @@ class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
     """
 
     owns_precision = True
-    """Lightning's precision plugins are replaced by the engine's."""
-    loads_weights = True
-    """Weights that are still in their files are left to the engine: each rank reads what it owns of the chunks."""
+    loads_weights = True  # each rank reads what it owns of the chunks
 
     def __init__(self, config: GeminiConfig | None = None, *, timeout_seconds: float = 1800.0, **settings: Any) -> None:
-        if timeout_seconds <= 0:
-            raise UsageError(f"GeminiStrategy got timeout_seconds={timeout_seconds}; expected a positive number")
+        timeout = timeout_of("GeminiStrategy", timeout_seconds)
         known = [field.name for field in fields(GeminiConfig)]
         for name in settings:
             if name not in known:
@@ -70,8 +65,7 @@ class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
                 raise UsageError(f"GeminiStrategy got {name}={settings[name]!r}; expected {near[0]}")
         self.config = GeminiConfig(**settings) if config is None else replace(config, **settings)
         self._engine: GeminiEngine | None = None
-        self._state: GeminiState | None = None
-        super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        super().__init__(timeout=timeout)
 
     @property
     def engine(self) -> GeminiEngine:
@@ -81,36 +75,22 @@ class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
 
     @property
     @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
+    def moves_weights(self) -> bool:
+        return self.engine.auto is not None
 
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and not isinstance(plugin, GeminiPrecision):
-            plugin = GeminiPrecision(plugin.precision, lambda: self.engine)
-        self._precision_plugin = plugin
+    @override
+    def _engine_precision(self, plugin: Precision) -> Precision:
+        return plugin if isinstance(plugin, GeminiPrecision) else GeminiPrecision(plugin.precision, lambda: self.engine)
 
     @override
     def setup_environment(self) -> None:
-        # Checkpoints and object collectives go over the host.
-        self._process_group_backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-        with self.joining():
-            super().setup_environment()
-
-    # ------------------------------------------------------------------ the engine
+        self._process_group_backend = CPU_AND_CUDA if self.root_device.type == "cuda" else "gloo"
+        super().setup_environment()
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
-        self.accelerator.setup(trainer)
-        self._take_over(trainer, self.lightning_module)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-
-    def _take_over(self, trainer: pl.Trainer, module: Any) -> None:
-        """Put the trained networks into chunks, or go on with those that could not be given back."""
-        precision: Any = self.precision_plugin
+    def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
+        precision = self._precision
         rest_dtype = precision.compute_dtype if precision.precision == "bf16-true" else None
         networks = sharded_networks(module, type(self).__name__)
         if not self.take(trainer):
@@ -128,23 +108,27 @@ class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
             if rest_dtype is not None and not keeps_batches(module):
                 for network in networks.values():
                     _convert_buffers(network, rest_dtype)
-            assert self._plain is not None
-            self._plain.note_hooks()
+            self._taken()
         module.to(self.root_device)  # what is not trained; chunks are there, and stay
         place_rest(module, networks, self.root_device, rest_dtype)
 
     @property
+    def _precision(self) -> GeminiPrecision:
+        plugin = self.precision_plugin
+        assert isinstance(plugin, GeminiPrecision)
+        return plugin
+
+    @property
     def _engine_config(self) -> GeminiConfig:
-        precision: Any = self.precision_plugin
         assert self.lightning_module is not None
         networks = trained_networks(self.lightning_module)
         parameters = [parameter for network in networks.values() for parameter in network.parameters()]
         # float64 is narrowed only where compute_dtype says so: Lightning leaves such networks alone.
-        implied = None if any(p.dtype == torch.float64 for p in parameters) else precision.compute_dtype
+        implied = None if any(p.dtype == torch.float64 for p in parameters) else self._precision.compute_dtype
         return replace(self.config, compute_dtype=self.config.compute_dtype or implied)
 
     @override
-    def _adopts(self, other: TakesWeightsApart) -> bool:
+    def _adopts(self, other: RestoringStrategy) -> bool:
         if not isinstance(other, GeminiStrategy) or other.engine.config != self._engine_config:
             return False
         self._engine = other.engine
@@ -163,7 +147,7 @@ class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
 
     @override
     def _end_engine(self) -> None:
-        if not self.engine.is_closed:
+        if self._has_engine():
             self.engine.end()
 
     @override
@@ -178,39 +162,30 @@ class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
         with self.engine.no_sync():
             yield
 
-    def skip_update(self) -> None:
-        """Drop the gradients of the step that is about to be taken: the weights stay as they are."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+    @override
+    def skip_update(self, optimizer: Optimizer) -> None:
+        for each in self.optimizers:
+            each.zero_grad()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._engine is not None and not self._engine.is_closed:
-            self._engine.abort()
+        if self._has_engine():
+            self.engine.abort()
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        if self._engine is not None and not self._engine.is_closed:
-            self._engine.release()
-        self.give_back()
-        # Where it could not be given back, the chunks stay where they are: Lightning would move the module to the host.
-        self.teardown_beside_the_module()
-        self._state = None
+        if self._has_engine():
+            self.engine.release()
+        super().teardown()
 
-    # ------------------------------------------------------------------ training state
+    @override
+    def _make_state(self) -> GeminiState:
+        return GeminiState(self.engine, self.optimizers)
 
-    def _engine_state(self) -> GeminiState:
-        """Return this rank's ranges of the trained parameters."""
-        if self._state is None or self._state.optimizers != self.optimizers:
-            self._state = GeminiState(self.engine, self.optimizers)
-        return self._state
-
-    def statistics(self) -> dict[str, float]:
-        """Return the engine's counters: bytes on each tier, bytes moved, hits and evictions of gathering."""
+    @override
+    def statistics(self) -> dict[str, Any]:
         return self.engine.statistics()
-
-    # ------------------------------------------------------------------ Lightning's own checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -227,9 +202,9 @@ class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load before the weights go into chunks; those that are still in their files would not take any."""
-        module: Any = self.lightning_module
-        for name, network in trained_networks(module).items():
-            weights = take_deferred(module, name) if checkpoint["state_dict"] else None
+        assert self.lightning_module is not None
+        for name, network in trained_networks(self.lightning_module).items():
+            weights = take_deferred(self.lightning_module, name) if checkpoint["state_dict"] else None
             if weights is not None:
                 weights.fill_(network, torch.device("cpu"))
         super().load_model_state_dict(checkpoint, strict=strict)
@@ -237,19 +212,19 @@ class GeminiStrategy(TakesWeightsApart, WatchedProcesses, LightningDDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return on rank 0 what the user's own optimizer would save, gathered tensor by tensor; a collective call."""
-        ours: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        ours = engine_optimizer(optimizer)
         groups = ours.inner.state_dict()["param_groups"]
         number = self.optimizers.index(ours)
-        return torch_optimizer_state(self._engine_state(), number, groups, keep=self.is_global_zero)
+        return torch_optimizer_state(self.training_state(), number, groups, keep=self.is_global_zero)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if checkpoint["optimizer_states"]:  # there are none where PortableCheckpoint restores
-            load_torch_optimizer_states(self._engine_state(), checkpoint["optimizer_states"])
+            load_torch_optimizer_states(self.training_state(), checkpoint["optimizer_states"])
 
 
 def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWeights]) -> Reader:
-    """Return what gives the engine initial values: from the files, or of parameters that are in memory already."""
+    """Return a function that reads initial values for the engine, from files or from parameters in memory."""
     present = {
         f"{prefix}.{name}": parameter
         for prefix, network in networks.items()
@@ -269,7 +244,7 @@ def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWe
 
 
 def _convert_buffers(network: nn.Module, dtype: torch.dtype) -> None:
-    """Do to buffers what Lightning's plugin for weights of 16 bits does to a whole module."""
+    """Convert floating-point buffers, as Lightning's plugin for 16-bit weights does."""
     for part in network.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -277,7 +252,7 @@ def _convert_buffers(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _position(networks: Sequence[str], name: str) -> tuple[int, ...]:
-    """Return when a part of the trained networks runs: text encoders before the UNet."""
+    """Return a sort key for the order in which parts of the trained networks run: text encoders before the UNet."""
     network, _, part = name.partition(".")
     if network == "unet":
         return len(networks), *execution_position(part)
@@ -301,21 +276,10 @@ def gemini(
     timeout_seconds: float = 1800.0,
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""
-    config = GeminiConfig(
-        placement=placement,
-        shard_param_frac=shard_param_frac,
-        offload_optim_frac=offload_optim_frac,
-        offload_param_frac=offload_param_frac,
-        disk_optim_frac=disk_optim_frac,
-        offload_dir=offload_dir,
-        chunk_numel=chunk_numel,
-        gathered_budget=gathered_budget,
-        prefetch=prefetch,
-        memory_cap=memory_cap,
-        reduce_once=reduce_once,
-        reduce_dtype=getattr(torch, str(reduce_dtype), reduce_dtype),  # type: ignore[arg-type]
-    )
-    return GeminiStrategy(config, timeout_seconds=timeout_seconds)
+    settings = dict(locals())
+    del settings["timeout_seconds"]
+    settings["reduce_dtype"] = getattr(torch, str(reduce_dtype), reduce_dtype)
+    return GeminiStrategy(GeminiConfig(**settings), timeout_seconds=timeout_seconds)
 
 
 __all__ = ["GeminiConfig", "GeminiStrategy", "gemini"]

@@ -1,4 +1,4 @@
-"""What the trainer's precision means to the Gemini engine."""
+"""The precision plugin of the Gemini engine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini import GeminiEngine
-from sd_lightning.strategies.networks import keeps_batches
+from sd_lightning.gemini import GeminiEngine, GeminiOptimizer
+from sd_lightning.strategies.engine_precision import EnginePrecision
 
 _COMPUTE_DTYPES = {
     "32-true": torch.float32,
@@ -25,7 +26,7 @@ _COMPUTE_DTYPES = {
 }
 
 
-class GeminiPrecision(Precision):
+class GeminiPrecision(EnginePrecision):
     """Weights are gathered in the compute type; the optimizer's weights and states are float32 in every case.
 
     ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32; ``bf16-true``
@@ -49,13 +50,7 @@ class GeminiPrecision(Precision):
         self.precision = precision  # type: ignore[assignment]
         self.compute_dtype = _COMPUTE_DTYPES[precision]
         self._engine = engine
-        self._keeps_batches = False
         self._half = HalfPrecision("bf16-true")
-
-    @override
-    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
-        self._keeps_batches = keeps_batches(model)
-        return model, optimizers, lr_schedulers
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -69,7 +64,7 @@ class GeminiPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         if self._is_half:
             return self._half.forward_context()
-        if not str(self.precision).endswith("-mixed"):
+        if not self.precision.endswith("-mixed"):
             return nullcontext()
         return torch.autocast(self._engine().memory.device.type, dtype=self.compute_dtype)
 
@@ -80,12 +75,12 @@ class GeminiPrecision(Precision):
         model.backward(self._engine().scale_loss(tensor), *args, **kwargs)
 
     @override
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        _inner(optimizer).clip_grad_norm_(clip_val)
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        engine_optimizer(optimizer).clip_grad_norm_(clip_val)
 
     @override
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        _inner(optimizer).clip_grad_value_(clip_val)
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        engine_optimizer(optimizer).clip_grad_value_(clip_val)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -99,5 +94,8 @@ class GeminiPrecision(Precision):
             vars(scale).update(state_dict.get("loss_scale", {}))
 
 
-def _inner(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:
+    """Return the engine's optimizer inside of Lightning's."""
+    ours = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    assert isinstance(ours, GeminiOptimizer)
+    return ours

@@ -1,4 +1,4 @@
-"""Training state of the Gemini engine, as checkpoints and the average see it."""
+"""The training state of the Gemini engine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from sd_lightning.gemini import GeminiEngine, SavedStates
-from sd_lightning.state.optimizer_change import optimizer_name
-from sd_lightning.state.shards import ParameterShard, Read, SavedParameter, check_same_groups, hyper_parameters
+from sd_lightning.state.shards import ParameterShard, Read, SavedParameter
+from sd_lightning.strategies.engine_state import EngineState, Groups
 
 
-class GeminiState:
+class GeminiState(EngineState):
     """The ranges of parameters in this rank's shards of all chunks.
 
     Args:
@@ -25,30 +26,23 @@ class GeminiState:
         self._engine = engine
         self._names = {parameter: name for name, parameter in engine.trained.items()}
 
-    @property
-    def moves(self) -> bool:
-        """Whether chunks may move to other tiers: who keeps live tensors would keep the memory that they leave."""
-        return self._engine.auto is not None
+    @override
+    def _optimizers(self) -> Sequence[Any]:
+        return self.optimizers
+
+    @override
+    def _group_names(self) -> list[list[list[str]]]:
+        return [[[self._names[p] for p in g["params"]] for g in o.param_groups] for o in self.optimizers]
+
+    @override
+    def _inner(self, optimizer: Any) -> Any:
+        return optimizer.inner
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return what this rank owns, as live tensors."""
         return [ParameterShard(**vars(owned)) for owned in self._engine.state.shards()]
 
-    def optimizer_groups(self) -> list[list[dict[str, Any]]]:
-        """Return hyper-parameters and parameter names of every group."""
-        return [
-            [
-                hyper_parameters(group) | {"params": [self._names[p] for p in group["params"]]}
-                for group in optimizer.param_groups
-            ]
-            for optimizer in self.optimizers
-        ]
-
-    def optimizer_names(self) -> list[str]:
-        """Return the class of each of the user's optimizers."""
-        return [optimizer_name(optimizer.inner) for optimizer in self.optimizers]
-
-    def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
+    def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
         """Take weights, optimizer states and hyper-parameters from a checkpoint.
 
         Raises:
@@ -57,13 +51,9 @@ class GeminiState:
         if groups is None:
             self._engine.state.load(read)
             return
-        check_same_groups(self.optimizer_groups(), groups)
-        for optimizer, saved_groups in zip(self.optimizers, groups, strict=True):
-            for group, values in zip(optimizer.param_groups, saved_groups, strict=True):
-                group.update(hyper_parameters(values))
-        self._engine.state.load(
-            read, {name: SavedStates(tuple(entry.states), entry.scalars) for name, entry in saved.items()}
-        )
+        self._take_groups(groups)
+        states = {name: SavedStates(tuple(entry.states), entry.scalars) for name, entry in saved.items()}
+        self._engine.state.load(read, states)
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Compute with other weights until :meth:`swap_out`."""

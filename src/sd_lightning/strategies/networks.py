@@ -1,16 +1,18 @@
-"""What strategies ask of a LightningModule, of which it needs to answer nothing.
+"""What strategies ask of a LightningModule.
 
-The optional methods and attributes are those of :class:`TrainingProtocol`; ``docs/modules.md`` explains them.
+The members of :class:`TrainingProtocol` are optional; ``docs/modules.md`` explains them. Only this file reads them, and
+it holds the default of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families.blocks import repeated_blocks
@@ -18,7 +20,7 @@ from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
 class TrainingProtocol(Protocol):
-    """What a LightningModule may say to strategies; each member is optional."""
+    """Members by which a LightningModule may direct strategies; each is optional."""
 
     keeps_batches: bool
     """Whether batches stay as they are under every precision: the module itself casts what its networks take."""
@@ -42,11 +44,8 @@ def trained_networks(module: pl.LightningModule) -> dict[str, nn.Module]:
     Without ``trained_networks()`` they are its children with trainable parameters; of lists and dictionaries of
     modules, which are never called themselves, the modules in them.
     """
-    told = getattr(module, "trained_networks", None)
-    if told is not None:
-        networks: dict[str, nn.Module] = told()
-        return networks
-    return dict(_called("", module))
+    named: Callable[[], dict[str, nn.Module]] | None = getattr(module, "trained_networks", None)
+    return dict(_called("", module)) if named is None else named()
 
 
 def sharded_networks(module: pl.LightningModule, who: str) -> dict[str, nn.Module]:
@@ -62,7 +61,7 @@ def sharded_networks(module: pl.LightningModule, who: str) -> dict[str, nn.Modul
     networks = trained_networks(module)
     inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
     # A module that names its networks may have others, which no optimizer steps.
-    named = module.named_parameters(recurse=getattr(module, "trained_networks", None) is None)
+    named = module.named_parameters(recurse=not hasattr(module, "trained_networks"))
     outside = [n for n, p in named if p.requires_grad and id(p) not in inside]
     if outside:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
@@ -77,22 +76,33 @@ def sharded_networks(module: pl.LightningModule, who: str) -> dict[str, nn.Modul
 
 def blocks_of(module: pl.LightningModule, networks: Mapping[str, nn.Module]) -> list[nn.Module]:
     """Return the repeated units of networks: what engines gather one after the other."""
-    told = getattr(module, "repeated_blocks", None)
-    if told is not None:
-        return list(told().values())
+    named: Callable[[], Mapping[str, nn.Module]] | None = getattr(module, "repeated_blocks", None)
+    if named is not None:
+        return list(named().values())
     return [block for network in networks.values() for block in repeated_blocks(network).values()]
 
 
 def take_deferred(module: pl.LightningModule, name: str) -> DeferredWeights | None:
     """Return the weights of a trained network that are still in their files, once: the caller reads them."""
-    take = getattr(module, "take_deferred", None)
-    weights: DeferredWeights | None = None if take is None else take(name)
-    return weights
+    take: Callable[[str], DeferredWeights | None] | None = getattr(module, "take_deferred", None)
+    return None if take is None else take(name)
 
 
 def keeps_batches(module: pl.LightningModule) -> bool:
     """Return whether batches are not to be converted to the precision's type."""
     return getattr(module, "keeps_batches", False)
+
+
+def configured_optimizers(module: pl.LightningModule) -> list[Optimizer]:
+    """Return the optimizer that a module configures, if it is one alone: lists and tuples are Lightning's to check."""
+    configured = module.configure_optimizers()
+    optimizer = configured["optimizer"] if isinstance(configured, Mapping) else configured
+    return [optimizer] if isinstance(optimizer, Optimizer) else []
+
+
+def is_quantised(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of bitsandbytes, which is imported only where it is used."""
+    return hasattr(optimizer, "init_state")
 
 
 def place_rest(
@@ -126,10 +136,10 @@ def _called(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules below one that are called and have trainable parameters."""
     found = []
     for name, child in module.named_children():
-        if not any(parameter.requires_grad for parameter in child.parameters()):
+        # Lists of parameters are never called: they are the module's own.
+        is_trained = any(parameter.requires_grad for parameter in child.parameters())
+        if not is_trained or isinstance(child, nn.ParameterList | nn.ParameterDict):
             continue
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):
-            continue  # never called: the module's own
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             found += _called(f"{prefix}{name}.", child)
         else:

@@ -1,4 +1,4 @@
-"""Names under which ``Trainer(strategy="…")`` finds our strategies once ``sd_lightning`` is imported."""
+"""The names by which ``Trainer(strategy="…")`` finds our strategies once ``sd_lightning`` is imported."""
 
 from __future__ import annotations
 
@@ -6,34 +6,32 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+_FSDP = "sd_lightning.strategies.fsdp:FSDPStrategy"
+_GEMINI = "sd_lightning.strategies.gemini:GeminiStrategy"
 _DEEPSPEED = "sd_lightning.strategies.deepspeed:deepspeed"
 # Names that Lightning does not use; its own ddp, fsdp and deepspeed are never overridden.
 STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sd_ddp": ("sd_lightning.strategies.ddp:DDPStrategy", "DDP with portable checkpoints", {}),
-    "sd_fsdp": ("sd_lightning.strategies.fsdp:FSDPStrategy", "FSDP2, sharded block by block", {}),
-    "sd_fsdp_offload": ("sd_lightning.strategies.fsdp:FSDPStrategy", "FSDP2 in host memory", {"cpu_offload": True}),
-    "gemini": ("sd_lightning.strategies.gemini:GeminiStrategy", "Gemini: chunks on tiers of memory", {}),
+    "sd_fsdp": (_FSDP, "FSDP2, sharded block by block", {}),
+    "sd_fsdp_offload": (_FSDP, "FSDP2 in host memory", {"cpu_offload": True}),
+    "gemini": (_GEMINI, "Gemini: chunks on tiers of memory", {}),
     "gemini_offload": (
-        "sd_lightning.strategies.gemini:GeminiStrategy",
+        _GEMINI,
         "Gemini in host memory",
         {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 2**29},
     ),
     "sd_colossalai": ("sd_lightning.strategies.colossalai:ColossalAIStrategy", "The real ColossalAI, on CUDA", {}),
-    "sd_deepspeed_zero1": (_DEEPSPEED, "DeepSpeed ZeRO-1", {"stage": 1}),
-    "sd_deepspeed_zero2": (_DEEPSPEED, "DeepSpeed ZeRO-2", {"stage": 2}),
-    "sd_deepspeed_zero3": (_DEEPSPEED, "DeepSpeed ZeRO-3", {"stage": 3}),
-    "sd_deepspeed_zero1_offload": (
-        _DEEPSPEED,
-        "DeepSpeed ZeRO-1, optimizer in host memory",
-        {"stage": 1, "offload_optimizer": "cpu"},
-    ),
-    "sd_deepspeed_zero2_offload": (
-        _DEEPSPEED,
-        "DeepSpeed ZeRO-2, optimizer in host memory",
-        {"stage": 2, "offload_optimizer": "cpu"},
-    ),
+    **{f"sd_deepspeed_zero{stage}": (_DEEPSPEED, f"DeepSpeed ZeRO-{stage}", {"stage": stage}) for stage in (1, 2, 3)},
+    **{
+        f"sd_deepspeed_zero{stage}_offload": (
+            _DEEPSPEED,
+            f"DeepSpeed ZeRO-{stage}, optimizer in host memory",
+            {"stage": stage, "offload_optimizer": "cpu"},
+        )
+        for stage in (1, 2)
+    },
     "sd_deepspeed_zero3_offload": (
         _DEEPSPEED,
         "DeepSpeed ZeRO-3, optimizer and weights in host memory",
@@ -49,10 +47,11 @@ def register_strategies() -> None:
             StrategyRegistry.register(name, _lazy(target), description, **options)
 
 
-def _lazy(target: str) -> Callable[..., Any]:
+def _lazy(target: str) -> Callable[..., Strategy]:
     module, _, attribute = target.partition(":")
 
-    def build(**options: Any) -> Any:
-        return getattr(importlib.import_module(module), attribute)(**options)
+    def build(**options: Any) -> Strategy:
+        strategy: Strategy = getattr(importlib.import_module(module), attribute)(**options)
+        return strategy
 
     return build

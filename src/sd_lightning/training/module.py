@@ -22,6 +22,7 @@ from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.strategies.base import engine_of
 from sd_lightning.training.flops import training_flops_per_sample
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class SDLightningModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Read weights that are still in their files, unless the strategy does, once it has sharded the networks."""
         strategy = self.trainer.strategy
-        if getattr(strategy, "loads_weights", False) or not self.latent_diffusion.deferred:
+        if engine_of(strategy).loads_weights or not self.latent_diffusion.deferred:
             return
         strategy.precision_plugin.convert_module(self)  # as strategies do later: the type that weights are read in
         for name, network in self.trained_networks().items():

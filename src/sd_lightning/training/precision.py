@@ -6,7 +6,10 @@ import contextlib
 from typing import Any
 
 from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
+
+from sd_lightning.strategies.base import engine_of
 
 
 class HalfWeights(HalfPrecision):
@@ -25,8 +28,8 @@ class HalfWeights(HalfPrecision):
         return contextlib.nullcontext()
 
 
-def precision_options(precision: Any, strategy: Any) -> dict[str, Any]:
+def precision_options(precision: Any, strategy: Strategy | str) -> dict[str, Any]:
     """Return the arguments of ``Trainer`` that set a precision; engines have plugins of their own."""
-    if precision in ("bf16-true", "16-true") and not getattr(strategy, "owns_precision", False):
+    if precision in ("bf16-true", "16-true") and not engine_of(strategy).owns_precision:
         return {"plugins": [HalfWeights(precision)]}
     return {"precision": precision}

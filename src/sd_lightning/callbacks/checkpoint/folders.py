@@ -12,13 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.frozen_weights import is_sharded
 from sd_lightning.callbacks.checkpoint.together import on_rank_zero
 from sd_lightning.callbacks.checkpoint.trainer_state import check_same_model, read_trainer_state
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.strategies.base import is_whole
 
 if TYPE_CHECKING:
     from sd_lightning.callbacks.checkpoint.callback import PortableCheckpoint
@@ -86,7 +86,7 @@ def load_weights(path: Path, module: pl.LightningModule) -> None:
         UsageError: It is of another model, or an engine has taken the parameters apart.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if any(is_sharded(p) for p in parameters.values()):
+    if not all(is_whole(parameter) for parameter in parameters.values()):
         raise UsageError(
             f"ckpt_path={path}: the weights are already sharded; load them before, with LatentDiffusion.from_pretrained"
             f"('{path}/pipeline')"

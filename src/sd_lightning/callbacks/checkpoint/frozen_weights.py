@@ -16,6 +16,7 @@ from sd_lightning.storage import atomic, checkpoint
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import bytes_of
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
+from sd_lightning.strategies.base import is_whole
 from sd_lightning.training.module import SDLightningModule
 
 _SAMPLE = 64
@@ -32,7 +33,7 @@ def write_frozen_weights(run_dir: Path, module: SDLightningModule) -> None:
     """
     for name, network in module.trained_networks().items():
         frozen = {key: p.detach() for key, p in network.named_parameters() if not p.requires_grad}
-        if not frozen or not all(_is_whole(weight) for weight in frozen.values()):
+        if not frozen or not all(is_whole(weight) for weight in frozen.values()):
             continue
         deferred = module.latent_diffusion.deferred.get(name)
         path = frozen_weights_file(run_dir, name)
@@ -56,7 +57,7 @@ def fingerprints(module: SDLightningModule) -> dict[str, str]:
     found = {}
     for name, network in model.networks.items():
         weights = {k: p.detach() for k, p in network.named_parameters() if name not in trained or not p.requires_grad}
-        if not weights or not all(_is_whole(w) and w.dtype == torch.float32 for w in weights.values()):
+        if not weights or not all(is_whole(w) and w.dtype == torch.float32 for w in weights.values()):
             continue
         deferred = model.deferred.get(name)
         digest = hashlib.sha256()
@@ -87,16 +88,6 @@ def check_same_frozen(saved: Mapping[str, Any], ours: Mapping[str, str], path: P
             "began with, and a checkpoint restores only what is trained; give the model.pretrained= that stands in "
             "that run's config.yaml"
         )
-
-
-def is_sharded(weight: Tensor) -> bool:
-    """Return whether a weight carries an engine's mark: of FSDP2's DTensor, ZeRO-3 or ColossalAI."""
-    return any(hasattr(weight, mark) for mark in ("device_mesh", "ds_shape", "taken_apart"))
-
-
-def _is_whole(weight: Tensor) -> bool:
-    """Whether no engine has taken a weight apart (an earlier fit of the same module did)."""
-    return not is_sharded(weight) and weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves one NaN
 
 
 def _streamed(key: str, weight: Tensor, deferred: DeferredWeights | None) -> StreamedTensor:

@@ -22,6 +22,7 @@ from sd_lightning.state.shards import SavedParameter, TrainingState
 from sd_lightning.storage import checkpoint
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
+from sd_lightning.strategies.base import whole_shape
 from sd_lightning.training.module import SDLightningModule
 
 log = logging.getLogger(__name__)
@@ -62,9 +63,7 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
     """
     RunPosition(**saved["position"]).check_same_run(batch_size=batch_size, seed=module.seed)
     trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
-    # A strategy may have partitioned the parameters already: DeepSpeed leaves empty ones that know their shape.
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
+    shapes = {name: whole_shape(p) for name, p in module.named_parameters() if p.requires_grad}
     trainer_state.check_same_model(saved["parameters"], shapes, path)
 
 

@@ -1,4 +1,4 @@
-"""ColossalAI's GeminiDDP and GeminiOptimizer around the trained networks, and what they leave to their caller."""
+"""ColossalAI's GeminiDDP and GeminiOptimizer around the trained networks, driven step by step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
+from sd_lightning.strategies.adam import replace_adam
 from sd_lightning.strategies.colossalai.settings import OURS, WHO, ColossalAIConfig
 
 log = logging.getLogger(__name__)
 
 
 class ColossalAIEngine:
-    """The trained networks in ColossalAI's chunks. Their parameters hold data only while they are computed with.
+    """The trained networks in ColossalAI's chunks; parameters hold data only during a forward or backward pass.
 
     ``GeminiDDP.forward`` is not used: it would round what a step is given to 16 bits. What it does besides, setting
     the hooks that gather weights, is done by :meth:`training` and :meth:`evaluating`.
@@ -81,8 +82,6 @@ class ColossalAIEngine:
     def attach(self, optimizer: Optimizer, *, max_norm: float) -> Optimizer:
         """Let ColossalAI's Adam step the chunks in the place of torch's.
 
-        It shares the groups with the optimizer that it replaces, so learning-rate schedulers of that one work on.
-
         Returns:
             ColossalAI's Adam, for Lightning's hooks.
         """
@@ -91,27 +90,16 @@ class ColossalAIEngine:
 
         names = {id(p): name for name, p in self.parameters.items()}
         self.group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        defaults: Any = optimizer.defaults
-        adam = HybridAdam(
-            optimizer.param_groups,
-            lr=float(defaults["lr"]),
-            betas=defaults["betas"],
-            eps=defaults["eps"],
-            weight_decay=defaults["weight_decay"],
-            adamw_mode=isinstance(optimizer, torch.optim.AdamW),
-        )
+        adam = replace_adam(optimizer, HybridAdam)
         self.optimizer = GeminiOptimizer(adam, self.ddp, max_norm=max_norm, **self.config.of_loss_scale())
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns that nobody steps it
         return adam
-
-    # ------------------------------------------------------------------ layout
 
     def master_range(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
         """Return this rank's float32 weights of a parameter, flat, and the flat range that they are."""
         return self._range(self.chunks.get_chunk(parameter).paired_chunk, parameter)
 
     def compute_range(self, parameter: nn.Parameter) -> Tensor:
-        """Return what this rank keeps of a parameter to compute with, flat; while nothing is gathered."""
+        """Return this rank's 16-bit weights of a parameter, flat, while nothing is gathered."""
         return self._range(self.chunks.get_chunk(parameter), parameter)[0]
 
     def _range(self, chunk: Any, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
@@ -128,18 +116,16 @@ class ColossalAIEngine:
         return bool(self.chunks.get_chunk(parameter).keep_gathered)
 
     def refresh(self) -> None:
-        """Compute with what the float32 weights say; between steps."""
+        """Make the 16-bit weights of the float32 ones, between steps."""
         for chunk in self.chunks.get_chunks(self.parameters.values()):
             chunk.payload.copy_(chunk.paired_chunk.payload)
         self.written()
 
     def written(self) -> None:
-        """Tell the engine that the weights it computes with were written from outside."""
+        """Tell the engine that its 16-bit weights were written from outside."""
         for chunk in self.chunks.get_chunks(self.parameters.values()):
             chunk.optim_sync_flag = True  # else they are made from the float32 weights when they are next gathered
             chunk.cpu_vis_flag = chunk.cuda_shard is None  # a page-locked copy in host memory is out of date
-
-    # ------------------------------------------------------------------ a step
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -212,7 +198,7 @@ class ColossalAIEngine:
             ) from error
 
     def _agree_on_memory(self) -> None:
-        """Let all ranks go by the largest memory seen on any: each gathers alone what it has evicted alone, and hangs.
+        """Give all ranks the largest memory measured on any: a rank that evicts alone also gathers alone, and hangs.
 
         Without this the placement policy "auto" decides by what its own rank has measured.
         """
@@ -225,7 +211,7 @@ class ColossalAIEngine:
         measured[:] = values.tolist()
 
     def step(self) -> None:
-        """Clip, unscale, step Adam and refresh the weights that are computed with; or drop the gradients."""
+        """Clip, unscale, step Adam and refresh the 16-bit weights; or drop the gradients."""
         if not self.skips_step:
             self.optimizer.step()
             return
@@ -234,10 +220,8 @@ class ColossalAIEngine:
         self.optimizer.zero_grad()
         self.optimizer._update_fp16_params()
 
-    # ------------------------------------------------------------------ loss scale
-
     def scaler_state(self) -> dict[str, Any]:
-        """Return the state of the loss scale, by the names of torch's ``GradScaler``; empty in bfloat16."""
+        """Return the loss scale in the format of torch's ``GradScaler``; empty in bfloat16."""
         scaler = getattr(self.optimizer.mix_precision_mixin, "grad_scaler", None)
         if scaler is None:
             return {}
@@ -251,7 +235,7 @@ class ColossalAIEngine:
         }
 
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
-        """Take up the loss scale of a checkpoint, this engine's or torch's."""
+        """Load the loss scale of a checkpoint of this engine or of torch's ``GradScaler``."""
         scaler = getattr(self.optimizer.mix_precision_mixin, "grad_scaler", None)
         if scaler is not None and "scale" in state:
             scaler._scale.fill_(state["scale"])

@@ -1,4 +1,4 @@
-"""Whether ColossalAI can be used on this machine: ``python -m sd_lightning.strategies.colossalai.probe``.
+"""Check whether ColossalAI works on this machine: ``python -m sd_lightning.strategies.colossalai.probe``.
 
 ColossalAI compiles CUDA extensions when it is first used, with whatever compiler it finds, and fails deep inside a run.
 Each check here is one row; compiling and the trial step run in processes of their own, with a time limit.
@@ -34,7 +34,7 @@ _COMMAND = "python -m sd_lightning.strategies.colossalai.probe"
 
 @dataclass(frozen=True)
 class Row:
-    """One check: what was looked at, whether it is well, what was found, and what to do about it."""
+    """The result of one check: its name, whether it passed, what was found, and the remedy."""
 
     check: str
     ok: bool
@@ -47,7 +47,7 @@ class Row:
 
 
 def probe(*, trial_step: bool = True, timeout_seconds: float = 900.0) -> list[Row]:
-    """Check everything that ColossalAI needs, in order; what follows a failure is not tried.
+    """Check everything that ColossalAI needs, in order, up to the first failure.
 
     Args:
         trial_step: Train one step of a small model, too.
@@ -99,11 +99,8 @@ def _require(rows: list[Row]) -> None:
         )
 
 
-# ---------------------------------------------------------------------- the checks
-
-
 def check_version() -> Row:
-    """The release whose insides the adapter knows is installed."""
+    """Check that the release is installed whose internals the engine uses."""
     try:
         found = importlib.metadata.version("colossalai")
     except importlib.metadata.PackageNotFoundError:
@@ -112,13 +109,13 @@ def check_version() -> Row:
 
 
 def check_import(timeout_seconds: float) -> Row:
-    """It imports beside this torch."""
+    """Check that it imports with the installed torch."""
     failure = run_python("import colossalai.zero, colossalai.nn.optimizer", timeout_seconds)
     return Row("import", not failure, failure or f"beside torch {torch.__version__}", f"install again: {INSTALL}")
 
 
 def check_device() -> Row:
-    """There is a CUDA device."""
+    """Check that there is a CUDA device."""
     if not torch.cuda.is_available():
         remedy = "run it on a machine with a CUDA device"
         return Row("device", False, f"torch {torch.__version__} sees no CUDA device", remedy)
@@ -126,7 +123,7 @@ def check_device() -> Row:
 
 
 def check_nvcc() -> Row:
-    """The CUDA compiler is of the major version that torch was built with: torch refuses to compile with another."""
+    """Check the CUDA compiler's major version: torch compiles only with the one that it was built with."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     theirs = str(torch.version.cuda)
@@ -146,7 +143,7 @@ def check_nvcc() -> Row:
 
 
 def check_ninja() -> Row:
-    """Torch compiles extensions with ninja and a C++ compiler."""
+    """Check for ninja and a C++ compiler, with which torch compiles extensions."""
     compiler = os.environ.get("CXX", "c++")
     for program, remedy in (("ninja", "pip install ninja"), (compiler, "apt-get install g++")):
         if shutil.which(program, path=_search_path()) is None:
@@ -155,7 +152,7 @@ def check_ninja() -> Row:
 
 
 def check_extension(loader: str, timeout_seconds: float) -> Row:
-    """One of ColossalAI's extensions is compiled, or compiles now."""
+    """Check that one of ColossalAI's extensions is compiled, or compile it."""
     code = f"from colossalai.kernel.kernel_loader import {loader} as Loader; Loader().load()"
     failure = run_python(code, timeout_seconds)
     remedy = f"see the whole message of: python -c '{code}'"
@@ -163,25 +160,23 @@ def check_extension(loader: str, timeout_seconds: float) -> Row:
 
 
 def check_trial_step(timeout_seconds: float) -> Row:
-    """One training step of a small model in chunks gives finite weights that have changed."""
+    """Check that a training step of a small model in chunks changes its weights to finite values."""
     code = "from sd_lightning.strategies.colossalai.probe import trial_step; trial_step()"
     failure = run_python(code, timeout_seconds)
     return Row("trial step", not failure, failure or "weights changed and are finite", f"see: python -c '{code}'")
 
 
-# ---------------------------------------------------------------------- processes
-
-
 def choose_architecture() -> None:
-    """Let extensions be compiled for this GPU alone, by the probe and by the run alike: else torch compiles them twice,
-    and for every architecture that it knows, also those that this nvcc has dropped.
+    """Compile extensions for this GPU alone, in the probe and in the run.
+
+    Otherwise torch compiles them twice, and for architectures that this nvcc no longer supports.
     """
     if torch.cuda.is_available():
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _capability())
 
 
 def run_python(code: str, timeout_seconds: float) -> str:
-    """Run code in an interpreter of its own; return why it failed, or an empty string."""
+    """Run code in a new interpreter and return why it failed, or an empty string."""
     choose_architecture()
     environment = os.environ | {"PATH": _search_path()}
     process = subprocess.Popen(
@@ -240,7 +235,7 @@ def _capability() -> str:
 
 
 def _search_path() -> str:
-    """Return ``PATH`` with this environment's scripts: pip's ninja lies there, activated or not."""
+    """Return ``PATH`` with this environment's scripts, where pip puts ninja."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 

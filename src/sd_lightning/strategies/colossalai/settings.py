@@ -1,4 +1,4 @@
-"""What ColossalAI is told, the arguments of 2022 in today's words, and what is refused."""
+"""The arguments of ColossalAI's engine, and those of 2022 in today's words."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch
-from torch.optim import Optimizer
-
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.networks import trained_networks
 
 WHO = "ColossalAIStrategy"
 OURS = "or choose strategy=gemini, the engine of this package"
-DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""What is computed in, by ``Trainer(precision=)``; the weights that are stepped are float32."""
-
 Policy = Literal["static", "auto"]
 _M = 1024**2
 
@@ -108,25 +101,11 @@ class ColossalAIConfig:
 
 _STATIC_ONLY = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
 _AUTO_ONLY = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio")
-_LOSS_SCALE = (
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
-)
 _FIELDS = tuple(field.name for field in fields(ColossalAIConfig))
+_LOSS_SCALE = _FIELDS[_FIELDS.index("initial_scale") :]
 _OF_2022 = (
-    "use_chunk",
-    "chunk_size",
-    "enable_distributed_storage",
-    "force_outputs_fp32",
-    "gpu_margin_mem_ratio",
-    "chunk_search_range",
-    "chunk_search_n_grids",
-    "min_chunk_size",
+    *("use_chunk", "chunk_size", "enable_distributed_storage", "force_outputs_fp32", "gpu_margin_mem_ratio"),
+    *("chunk_search_range", "chunk_search_n_grids", "min_chunk_size"),
 )
 """Arguments of ``lightning-colossalai`` 0.1.0 and Lightning 1.8-1.9 that have other names now, or none; of those that
 keep their names, ``placement_policy`` could also be cuda or cpu."""
@@ -202,61 +181,3 @@ def _in_todays_words(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("min_chunk_size") is not None:
         new["min_chunk_size_m"] = given["min_chunk_size"] / _M
     return new
-
-
-# ---------------------------------------------------------------------- a run
-
-
-def check_run(config: ColossalAIConfig, trainer: Any, module: Any) -> None:
-    """Refuse what ColossalAI does wrong in silence, or not at all.
-
-    Raises:
-        UsageError: With the reason and what to write instead.
-    """
-    precision = str(trainer.precision_plugin.precision)
-    if precision not in DTYPES:
-        raise UsageError(
-            f"{WHO} got trainer.precision={precision}: ColossalAI computes in 16 bits over float32 weights; write "
-            f"trainer.precision=bf16-mixed or 16-mixed, {OURS}"
-        )
-    if precision == "bf16-mixed" and config.of_loss_scale() != ColossalAIConfig().of_loss_scale():
-        raise UsageError(f"{WHO} got a loss scale, which bf16-mixed has not; leave it out, or write precision=16-mixed")
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-        raise UsageError(f"{WHO} clips by norm only; write trainer.gradient_clip_algorithm=norm, {OURS}")
-    if trainer.gradient_clip_val and precision == "bf16-mixed" and config.offloads:
-        raise UsageError(
-            f"{WHO} got trainer.gradient_clip_val={trainer.gradient_clip_val} with bf16-mixed and an optimizer in host "
-            "memory, where ColossalAI ignores clipping without a word; write trainer.gradient_clip_val=null, "
-            f"trainer.precision=16-mixed, or placement_policy=static with offload_optim_frac=0, {OURS}"
-        )
-    if trainer.accumulate_grad_batches > 1:
-        raise UsageError(
-            f"{WHO} got trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: ColossalAI adds gradients "
-            f"up in 16 bits; write trainer.accumulate_grad_batches=1 and a smaller data.batch_size, {OURS}"
-        )
-    if not module.automatic_optimization:
-        raise UsageError(f"{WHO} steps by itself; set automatic_optimization = True in {type(module).__name__}, {OURS}")
-    for name, network in trained_networks(module).items():
-        if any(getattr(part, "_compiled_call_impl", None) is not None for part in network.modules()):
-            raise UsageError(
-                f"{WHO} got a compiled {name}: torch.compile does not see ColossalAI's hooks on weights, which gather "
-                f"them; write speed.compile=false, {OURS}"
-            )
-
-
-def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuse what ColossalAI's Adam cannot stand in for.
-
-    Raises:
-        UsageError: There are several optimizers, or another one than Adam and AdamW.
-    """
-    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-    if len(optimizers) != 1 or type(optimizers[0]) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise UsageError(
-            f"{WHO} got the optimizer {names}: ColossalAI steps its chunks with its own Adam only; choose "
-            f"optimizer=adamw, {OURS}"
-        )
-    for group in optimizers[0].param_groups:
-        for option in ("amsgrad", "maximize"):
-            if group.get(option):
-                raise UsageError(f"{WHO}: ColossalAI's Adam has no {option}; write optimizer.{option}=false, {OURS}")

@@ -5,31 +5,25 @@ ColossalAI's own ``state_dict`` gathers the float32 weights in 16 bits, and load
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.optimizer_change import optimizer_name
-from sd_lightning.state.shards import (
-    LazyTensor,
-    ParameterShard,
-    Read,
-    SavedParameter,
-    check_same_groups,
-    hyper_parameters,
-)
+from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedParameter
 from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
 from sd_lightning.strategies.colossalai.settings import WHO
+from sd_lightning.strategies.engine_state import EngineState, Groups
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ColossalAIState:
-    """Training state of an engine: this rank's ranges of the float32 chunks, and Adam's moments of them.
+class ColossalAIState(EngineState):
+    """Training state of an engine: this rank's ranges of the float32 chunks and their Adam moments.
 
     Args:
         engine: The engine; without an optimizer (validation) there are no moments.
@@ -60,27 +54,26 @@ class ColossalAIState:
             shards.append(ParameterShard(name, shape, begin, end, master.detach(), states, scalars, writes))
         return shards
 
-    def optimizer_groups(self) -> list[list[dict[str, Any]]]:
-        """Return hyper-parameters and parameter names of every group."""
-        if self.optimizer is None:
-            return []
-        groups = zip(self.optimizer.param_groups, self.engine.group_names, strict=True)
-        return [[hyper_parameters(group) | {"params": names} for group, names in groups]]
+    @override
+    def _optimizers(self) -> Sequence[Any]:
+        return [] if self.optimizer is None else [self.optimizer]
 
-    def optimizer_names(self) -> list[str]:
-        """Return the class that ColossalAI's Adam stands for."""
-        return [] if self.optimizer is None else [optimizer_name(self.optimizer.optim)]
+    @override
+    def _group_names(self) -> list[list[list[str]]]:
+        return [self.engine.group_names for _ in self._optimizers()]
 
-    def load(self, saved: Mapping[str, SavedParameter], groups: list[list[dict[str, Any]]] | None, read: Read) -> None:
-        """Fill the masters, make Adam's moments, and compute with the new weights.
+    @override
+    def _inner(self, optimizer: Any) -> Any:
+        return optimizer.optim
+
+    def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
+        """Load the masters and Adam's moments, and refresh the 16-bit weights.
 
         Raises:
             UsageError: The checkpoint was written by another kind of optimizer, or by one with other groups.
         """
         if groups is not None:
-            check_same_groups(self.optimizer_groups(), groups)
-            for group, values in zip(self.optimizer.param_groups, groups[0], strict=True):
-                group.update(hyper_parameters(values))
+            self._take_groups(groups)
         slices = self._slices()
         with torch.no_grad():
             for name, parameter in self.engine.parameters.items():
@@ -109,7 +102,7 @@ class ColossalAIState:
             self.engine.refresh()
 
     def _slices(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return, by parameter, what the optimizer steps in its place: a parameter of this rank's range."""
+        """Map each parameter to the parameter of this rank's range that the optimizer steps."""
         if self.optimizer is None:
             return {}
         real = self.optimizer.id_to_real_params

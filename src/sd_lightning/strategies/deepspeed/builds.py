@@ -1,4 +1,4 @@
-"""DeepSpeed's import, and the extensions that it compiles when they are first used."""
+"""Import DeepSpeed, and compile its extensions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ _BUILDERS: dict[str, str] = {
     "async_io": "AsyncIOBuilder",
     "pin_memory": "PinMemoryBuilder",
 }
-_INSTALL = (
-    "install it with: apt-get install {apt} (Fedora: dnf install {dnf}; conda: conda install -c conda-forge {conda})"
-)
-
 _ABANDONED_SECONDS = 3600.0
 """A lock as old as this belongs to a process that was killed."""
 
@@ -49,7 +45,7 @@ def import_deepspeed(who: str) -> ModuleType:
 
 
 def check_buildable(extensions: Iterable[Extension], who: str, *, instead: str) -> None:
-    """Find out, before processes start, whether extensions can be compiled here.
+    """Check before processes start that extensions can be compiled here.
 
     Args:
         extensions: Their names.
@@ -67,20 +63,24 @@ def check_buildable(extensions: Iterable[Extension], who: str, *, instead: str) 
     told = f"{who}: DeepSpeed compiles {' and '.join(wanted)} for it, and there is no"
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        install = _INSTALL.format(apt="g++", dnf="gcc-c++", conda="cxx-compiler")
-        raise UsageError(f"{told} C++ compiler ({compiler}); {install}, or write {instead}")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        install = _INSTALL.format(apt="python3-dev", dnf="python3-devel", conda="python")
-        raise UsageError(f"{told} Python.h; {install}, or write {instead}")
-    if shutil.which("ninja", path=_search_path()) is None:
-        raise UsageError(f"{told} ninja; install it with: pip install ninja, or write {instead}")
-    if "async_io" in wanted and not _links_with_libaio(compiler):
-        install = _INSTALL.format(apt="libaio-dev", dnf="libaio-devel", conda="libaio")
-        raise UsageError(f"{told} libaio; {install}, or write {instead}")
+        missing, remedy = f"C++ compiler ({compiler})", _install("g++", "gcc-c++", "cxx-compiler")
+    elif not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        missing, remedy = "Python.h", _install("python3-dev", "python3-devel", "python")
+    elif shutil.which("ninja", path=_search_path()) is None:
+        missing, remedy = "ninja", "pip install ninja"
+    elif "async_io" in wanted and not _links_with_libaio(compiler):
+        missing, remedy = "libaio", _install("libaio-dev", "libaio-devel", "libaio")
+    else:
+        return
+    raise UsageError(f"{told} {missing}; install it with: {remedy}, or write {instead}")
+
+
+def _install(apt: str, dnf: str, conda: str) -> str:
+    return f"apt-get install {apt} (Fedora: dnf install {dnf}; conda: conda install -c conda-forge {conda})"
 
 
 def build(extensions: Iterable[Extension]) -> None:
-    """Compile what has not been compiled on this machine yet, and say so.
+    """Compile extensions that are not compiled on this machine yet, and log it.
 
     Raises:
         UsageError: The compiler fails; the message holds its first error.
@@ -108,7 +108,7 @@ def build(extensions: Iterable[Extension]) -> None:
 
 
 def _search_path() -> str:
-    """Return ``PATH`` with this environment's scripts: pip's ninja lies there, activated or not."""
+    """Return ``PATH`` with this environment's scripts, where pip puts ninja."""
     path, scripts = os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")
     return path if scripts in path.split(os.pathsep) else os.pathsep.join([path, scripts])
 
@@ -138,7 +138,7 @@ def _is_compiled(name: str) -> bool:
 
 
 def _waiting_for(name: str) -> str:
-    """Name the lock of another process that compiles, for which torch would wait forever if that process has died."""
+    """Describe the lock of another process that compiles; torch waits for it, even after that process has died."""
     lock = _folder(name) / "lock"
     if lock.exists() and time.time() - lock.stat().st_mtime > _ABANDONED_SECONDS:
         lock.unlink(missing_ok=True)

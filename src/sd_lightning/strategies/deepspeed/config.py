@@ -1,4 +1,4 @@
-"""A user's DeepSpeed configuration: read it, mend its known mistakes, and check it.
+"""Read a user's DeepSpeed configuration, correct its known mistakes, and check it.
 
 A configuration is the dictionary that DeepSpeed's documentation describes; a value of ``"auto"`` (a convention of
 Hugging Face's Trainer) leaves it to the run or to a default. The functions change nothing that they are given.
@@ -9,29 +9,33 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.strategies.deepspeed.builds import import_deepspeed
 from sd_lightning.strategies.deepspeed.keys import GONE, KEYS, MOVED, REFUSED, SECTIONS, WITHOUT_EFFECT
-
-Config = dict[str, Any]
-
-AUTO = "auto"
-ABSENT = object()
+from sd_lightning.strategies.deepspeed.nested import (
+    ABSENT,
+    AUTO,
+    Config,
+    explicit,
+    get,
+    leaves,
+    put,
+    remove,
+    text,
+    without_auto,
+)
 
 _OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adam": "torch.optim.AdamW"}
 """DeepSpeed's ``Adam`` decays weights as AdamW does, unless ``adam_w_mode`` is false."""
 _HYPER_PARAMETERS = frozenset({"lr", "betas", "eps", "weight_decay"})
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def load(source: str | Path | Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Read a configuration, translate what is known to be wrong in many examples, and check what is left.
+    """Read a configuration, translate old and mistaken keys, and check it.
 
     Args:
         source: A JSON file, or the dictionary itself.
@@ -50,7 +54,7 @@ def load(source: str | Path | Mapping[str, Any]) -> tuple[Config, list[str]]:
 
 
 def name_of(source: str | Path | Mapping[str, Any]) -> str:
-    """Return how messages call a configuration."""
+    """Return the name of a configuration for messages."""
     return "strategy.config" if isinstance(source, Mapping) else f"strategy.config={source}"
 
 
@@ -79,7 +83,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:
 
 
 def translate(config: Config, who: str) -> tuple[Config, list[str]]:
-    """Return the configuration with old and mistaken keys mended, and a warning for each of them."""
+    """Return the configuration with old and mistaken keys corrected, and a warning for each of them."""
     config, warnings = copy.deepcopy(config), []
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
@@ -127,9 +131,6 @@ def _without_stage3(config: Config, who: str) -> list[str]:
     return [f"{who}: {told}: only stage 3 reads this, the file says stage {zero['stage']}; left out"] if names else []
 
 
-# ---------------------------------------------------------------------- checking
-
-
 def check(config: Mapping[str, Any], who: str) -> None:
     """Check keys, stage and features.
 
@@ -166,9 +167,10 @@ def check(config: Mapping[str, Any], who: str) -> None:
     on = [name for name in ("fp16", "bf16") if get(config, f"{name}.enabled") is True]
     if len(on) == 2:
         raise UsageError(f"{who}: fp16.enabled and bf16.enabled are both true; switch one of them off")
-    if _explicit_leaves(config.get("scheduler", {})):
+    scheduler = config.get("scheduler")
+    if isinstance(scheduler, Mapping) and any(v != AUTO for path, v in leaves(scheduler) if path != "type"):
         raise UsageError(
-            f"{who}: scheduler={config['scheduler'].get('type')}: the learning rate's schedule is lr_scheduler=… here; "
+            f"{who}: scheduler={scheduler.get('type')}: the learning rate's schedule is lr_scheduler=… here; "
             "remove this section and choose lr_scheduler=cosine, constant or none"
         )
     optimizer_of(config, who)
@@ -261,74 +263,3 @@ def _unknown_hyper_parameter(key: str) -> str:
         return "optimizer.params.max_grad_norm is no hyper-parameter of AdamW's; you mean gradient_clipping"
     near = difflib.get_close_matches(key, sorted(_HYPER_PARAMETERS), n=1) or ["lr"]
     return f"optimizer.params.{key} is no hyper-parameter of AdamW's; the nearest is {near[0]}"
-
-
-# ---------------------------------------------------------------------- nested dictionaries
-
-
-def get(config: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path, or a mark that equals nothing a file can hold."""
-    node: Any = config
-    for part in path.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return ABSENT
-        node = node[part]
-    return node
-
-
-def explicit(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """Return the value at a dotted path; the default if it is absent or "auto"."""
-    value = get(config, path)
-    return default if value in (ABSENT, AUTO) else value
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted paths and values."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def without_auto(config: Mapping[str, Any]) -> Config:
-    """Return a copy without the values "auto"."""
-    return {
-        key: without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
-        for key, value in config.items()
-        if value != AUTO
-    }
-
-
-def _explicit_leaves(section: Any) -> bool:
-    if not isinstance(section, Mapping):
-        return False
-    return any(value != AUTO for path, value in leaves(section) if path != "type")
-
-
-def put(config: Config, path: str, value: Any) -> None:
-    """Set the value at a dotted path, with the sections on the way to it."""
-    *parents, name = path.split(".")
-    for part in parents:
-        if not isinstance(config.get(part), dict):
-            config[part] = {}
-        config = config[part]
-    config[name] = value
-
-
-def remove(config: Config, path: str) -> None:
-    """Remove the key at a dotted path."""
-    *parents, name = path.split(".")
-    for part in parents:
-        config = config[part]
-    del config[name]
-
-
-def equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
-        return list(ours) == list(theirs)
-    return bool(ours == theirs)
-
-
-def text(value: Any) -> str:
-    return json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""Activation checkpoints in host memory: what a recomputed block starts from waits there for backward."""
+"""Activation checkpoints in host memory: a recomputed block's inputs stay there until backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def checkpointed_blocks(module: nn.Module) -> list[Any]:
 
 
 def checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a block whose inputs are kept in host memory, and which is called again in backward.
+    """Call a block, keep its inputs in host memory, and recompute it in backward.
 
     DeepSpeed's own function empties the inputs in place: it serves stacks of layers, not a UNet, whose time embedding
     and skip connections are inputs of many blocks. The reentrant kind is the one that saves inputs through hooks.

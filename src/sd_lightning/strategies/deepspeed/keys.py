@@ -1,4 +1,4 @@
-"""Tables of DeepSpeed's configuration: its keys, their old and mistaken names, and what cannot work here."""
+"""Tables of DeepSpeed's configuration: keys, their old and mistaken names, and unsupported features."""
 
 from __future__ import annotations
 

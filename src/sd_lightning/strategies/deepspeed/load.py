@@ -1,4 +1,4 @@
-"""Pretrained weights into ZeRO-3's partitions: one whole parameter at a time is in memory.
+"""Read pretrained weights into ZeRO-3's partitions, with one whole parameter at a time in memory.
 
 DeepSpeed has no way to fill a partition alone. Its ``zero.Init`` takes whole parameters, broadcasts the first rank's
 values and keeps each rank's range, so the first rank reads every tensor of the files, and no rank holds more than its
@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.strategies.base import is_partitioned
 from sd_lightning.strategies.networks import take_deferred, trained_networks
 
 ReadRange = Callable[[Tensor, int, int], None]
@@ -28,7 +30,7 @@ ReadRange = Callable[[Tensor, int, int], None]
 
 
 class _InTurn(nn.Module):
-    """A module that makes its parameters when it is asked for the next."""
+    """A module whose parameters are created one by one, as they are iterated over."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
@@ -39,7 +41,9 @@ class _InTurn(nn.Module):
         return self._in_turn
 
 
-def partition_deferred(module: Any, config: dict[str, Any], device: torch.device) -> dict[str, DeferredWeights]:
+def partition_deferred(
+    module: pl.LightningModule, config: dict[str, Any], device: torch.device
+) -> dict[str, DeferredWeights]:
     """Partition the networks whose weights are still in their files, and fill them; a collective call.
 
     Args:
@@ -67,7 +71,7 @@ _COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def exact_weights(module: nn.Module, deferred: Mapping[str, DeferredWeights]) -> dict[str, ReadRange]:
-    """Return where the float32 values of trained parameters can be read, which an engine rounds to its compute type."""
+    """Return readers of the exact float32 values of trained parameters, which an engine rounds to its compute type."""
     weights: dict[str, ReadRange] = {}
     for name, parameter in module.named_parameters():
         network, _, key = name.partition(".")
@@ -75,10 +79,23 @@ def exact_weights(module: nn.Module, deferred: Mapping[str, DeferredWeights]) ->
             continue
         if network in deferred:
             weights[name] = partial(deferred[network].read, key)
-        elif not hasattr(parameter, "ds_shape"):
+        elif not is_partitioned(parameter):
             weights[name] = partial(_copy_range, parameter.data)
     return weights
 
 
 def _copy_range(values: Tensor, out: Tensor, begin: int, end: int) -> None:
     out.copy_(values.reshape(-1)[begin:end])
+
+
+def register_external_parameters(module: nn.Module) -> None:
+    """Tell ZeRO-3 of weights that a module reads from its child: CLIP's embeddings look at a shape in theirs.
+
+    DeepSpeed finds them by itself only inside its engine's forward, and pictures are drawn outside of it.
+    """
+    from deepspeed.runtime.zero import register_external_parameter
+
+    for part in module.modules():
+        embedding = part._modules.get("position_embedding")
+        if isinstance(embedding, nn.Embedding):
+            register_external_parameter(part, embedding.weight)

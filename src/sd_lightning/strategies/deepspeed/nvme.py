@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 with optimizer states on a disk: where the swap files lie, and the training state in them."""
+"""DeepSpeed ZeRO-3 with optimizer states on a disk: the folder of swap files, and the training state in them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import LazyTensor, ParameterShard
-from sd_lightning.strategies.deepspeed.state import Fragment, Zero3State
+from sd_lightning.state.shards import LazyTensor
+from sd_lightning.strategies.deepspeed.state import Fragment
+from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def _user() -> str:
 
 
 def _write_directly(path: Path) -> None:
-    """Write a block past the page cache, as DeepSpeed does; not every file system can."""
+    """Write a block with direct I/O, as DeepSpeed does; not every file system supports it."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
     try:
         with mmap.mmap(-1, _BLOCK) as aligned:
@@ -71,7 +72,7 @@ def _write_directly(path: Path) -> None:
 
 
 class SwapFolder:
-    """A folder of this process's swap files: no other run writes to it, and it goes when the run ends.
+    """A folder for this process's swap files alone, which is removed when the run ends.
 
     DeepSpeed names files by parameter alone and never removes them. Folders of runs that were killed are removed by
     the next run: whoever is alive holds a lock in his.
@@ -116,28 +117,18 @@ class SwappedZero3State(Zero3State):
     """
 
     @override
-    def parameter_shards(self) -> list[ParameterShard]:
-        shards = []
-        for fragment in self.fragments:
-            if self._is_swapped(fragment.group):
-                flat: Any = self._flats()[fragment.group]
-                kept = self.zero.optimizer.state.get(flat, {})
-                states: dict[str, LazyTensor] = {}
-                scalars: dict[str, Any] = {}
-                for kind, value in kept.items():
-                    if isinstance(value, Tensor) and hasattr(value, "ds_id"):
-                        states[kind] = partial(self._read, fragment, value.ds_id)
-                    else:
-                        scalars[kind] = torch.tensor(float(value)) if kind == "step" else value
-                master: LazyTensor = partial(self._read, fragment, flat.ds_id)
+    def _tensors(self, fragment: Fragment) -> tuple[LazyTensor, dict[str, LazyTensor], dict[str, Any]]:
+        if not self._is_swapped(fragment.group):
+            return super()._tensors(fragment)
+        flat: Any = self._flats()[fragment.group]
+        states: dict[str, LazyTensor] = {}
+        scalars: dict[str, Any] = {}
+        for kind, value in self.zero.optimizer.state.get(flat, {}).items():
+            if hasattr(value, "ds_id"):  # DeepSpeed's mark of what it swaps
+                states[kind] = partial(self._read, fragment, value.ds_id)
             else:
-                flat = self._flats()[fragment.group].detach()
-                master = fragment.of(flat)
-                states, scalars = self._split(self._flats()[fragment.group], fragment)
-            shards.append(
-                ParameterShard(fragment.name, fragment.shape, fragment.begin, fragment.end, master, states, scalars)
-            )
-        return shards
+                scalars[kind] = torch.tensor(float(value)) if kind == "step" else value
+        return partial(self._read, fragment, flat.ds_id), states, scalars
 
     def _is_swapped(self, group: int) -> bool:
         return bool(self.zero._swappable_optimizer_subgroup(group))

@@ -1,4 +1,4 @@
-"""What wins where a DeepSpeed file, the command line and our defaults say different things of a run.
+"""Settle a run's settings between a DeepSpeed file, the command line and our defaults.
 
 Explicit values of the file beat the defaults of our YAML. What a command line or a Python caller sets is no default:
 there the two have to agree, or the run does not start.
@@ -12,20 +12,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.deepspeed.config import (
-    ABSENT,
-    AUTO,
-    Config,
-    equal,
-    get,
-    leaves,
-    optimizer_of,
-    put,
-    text,
-    without_auto,
-)
+from sd_lightning.strategies.deepspeed.config import optimizer_of
+from sd_lightning.strategies.deepspeed.nested import ABSENT, AUTO, Config, equal, get, leaves, put, text, without_auto
 
-_SAME = {
+SAME = {
     "strategy.stage": "zero_optimization.stage",
     "strategy.offload_optimizer": "zero_optimization.offload_optimizer.device",
     "strategy.offload_parameters": "zero_optimization.offload_param.device",
@@ -44,14 +34,14 @@ _SAME = {
 
 
 def precision(config: Mapping[str, Any]) -> str | None:
-    """Return the precision, in Lightning's words, that a file asks for; None leaves it to the trainer."""
+    """Return the precision of a file by Lightning's name; None leaves it to the trainer."""
     if get(config, "fp16.enabled") is True:
         return "16-mixed"
     return "bf16-mixed" if get(config, "bf16.enabled") is True else None
 
 
 def check_precision(config: Mapping[str, Any], chosen: str, who: str, *, on_cuda: bool) -> None:
-    """Compare what a file says of fp16 and bf16 with the trainer's precision and with the device.
+    """Compare a file's fp16 and bf16 sections with the trainer's precision and the device.
 
     Raises:
         UsageError: They contradict each other, or the device is a CPU and the precision float16.
@@ -101,8 +91,37 @@ def settle(
     Raises:
         UsageError: The command line contradicts the file; names both.
     """
-    wanted: Config = {}
-    for key, path in _SAME.items():
+    wanted = _wanted(config, run, world_size, who)
+    changes: Config = {}
+    target, params = optimizer_of(config, who) or (None, {})
+    if target == run["optimizer"]["_target_"]:
+        wanted |= {f"optimizer.{name}": (f"optimizer.params.{name}", value) for name, value in params.items()}
+    elif target is not None and {"optimizer", "optimizer._target_"} & set(overridden):
+        raise UsageError(
+            f"{who}: optimizer.type is {target}, which contradicts optimizer={run['optimizer']['_target_']} on the "
+            "command line; remove one of the two"
+        )
+    elif target is not None:
+        changes["optimizer"] = {"_target_": target, "_partial_": True, **params}
+    for key, (path, value) in wanted.items():
+        ours = get(run, key)
+        if equal(ours, value):
+            continue
+        if key in overridden:
+            told = path if "=" in path else f"{path}={text(value)}"
+            raise UsageError(
+                f"{who}: {told} contradicts {key}={text(ours)} on the command line; make them agree, or write "
+                '"auto" in the file'
+            )
+        changes[key] = value
+    check_precision(config, str(changes.get("trainer.precision", run["trainer"]["precision"])), who, on_cuda=on_cuda)
+    return changes
+
+
+def _wanted(config: Mapping[str, Any], run: Mapping[str, Any], world_size: int, who: str) -> dict[str, tuple[str, Any]]:
+    """Return a file's explicit values by the keys of a run: their paths in the file, and the values."""
+    wanted: dict[str, tuple[str, Any]] = {}
+    for key, path in SAME.items():
         value = get(config, path)
         if value not in (ABSENT, AUTO) and get(run, key) is not ABSENT:
             if isinstance(value, float) and value.is_integer() and isinstance(get(run, key), int):
@@ -121,45 +140,11 @@ def settle(
     asked = precision(config)
     if asked is not None:
         wanted["trainer.precision"] = ("fp16.enabled=true" if asked == "16-mixed" else "bf16.enabled=true", asked)
-    chosen = optimizer_of(config, who)
-    changes = {key: value for key, (_, value) in wanted.items() if not equal(get(run, key), value)}
-    for key in changes:
-        if key in overridden:
-            path, value = wanted[key]
-            told = path if "=" in path else f"{path}={text(value)}"
-            raise UsageError(
-                f"{who}: {told} contradicts {key}={text(get(run, key))} on the command line; make them agree, or write "
-                '"auto" in the file'
-            )
-    if chosen is not None:
-        changes |= _settle_optimizer(*chosen, run["optimizer"], overridden, who)
-    check_precision(config, str(changes.get("trainer.precision", run["trainer"]["precision"])), who, on_cuda=on_cuda)
-    return changes
-
-
-def _settle_optimizer(
-    target: str, params: Config, ours: Mapping[str, Any], overridden: Collection[str], who: str
-) -> Config:
-    if ours["_target_"] != target:
-        if {"optimizer", "optimizer._target_"} & set(overridden):
-            raise UsageError(
-                f"{who}: optimizer.type is {target}, which contradicts optimizer={ours['_target_']} on the command "
-                "line; remove one of the two"
-            )
-        return {"optimizer": {"_target_": target, "_partial_": True, **params}}
-    changes = {f"optimizer.{key}": value for key, value in params.items() if not equal(ours.get(key), value)}
-    for key, value in changes.items():
-        if key in overridden:
-            name = key.partition(".")[2]
-            raise UsageError(
-                f"{who}: optimizer.params.{name}={text(value)} contradicts {key}={text(ours.get(name))} on the command "
-                'line; make them agree, or write "auto" in the file'
-            )
-    return changes
+    return wanted
 
 
 def check_optimizer(config: Mapping[str, Any], optimizer: Any, who: str) -> None:
-    """Compare the optimizer that a file asks for with the one that the module has.
+    """Compare the optimizer of a file with the module's.
 
     Raises:
         UsageError: They differ; names both.
@@ -186,7 +171,7 @@ def merge(ours: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Confi
     Raises:
         UsageError: An argument contradicts the file; names both.
     """
-    names = {path: key.partition(".")[2] for key, path in _SAME.items()}
+    names = {path: key.partition(".")[2] for key, path in SAME.items()}
     merged = copy.deepcopy(dict(config))
     for path, value in leaves(ours):
         theirs = get(config, path)
@@ -200,25 +185,10 @@ def merge(ours: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Confi
     return merged
 
 
-def without_none(config: Mapping[str, Any]) -> Config:
-    """Return a copy without the values None and the sections that are empty then."""
-    kept = {key: without_none(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-    return {key: value for key, value in kept.items() if value is not None and value != {}}
-
-
-def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
-    """Return the configuration with what it leaves open taken from defaults."""
-    filled = copy.deepcopy(dict(config))
-    for path, value in leaves(defaults):
-        if get(filled, path) in (ABSENT, AUTO):
-            put(filled, path, value)
-    return filled
-
-
 def engine_config(
     config: Mapping[str, Any], *, micro_batch_size: int, accumulate: int, clip: float | None, chosen_precision: str
 ) -> Config:
-    """Return what ``deepspeed.initialize`` gets: "auto" filled in, and only what belongs to the engine.
+    """Return the configuration for ``deepspeed.initialize``: "auto" filled in, and only the engine's sections.
 
     Args:
         config: A checked configuration.

@@ -1,4 +1,4 @@
-"""What a DeepSpeed run is set to: our arguments and a user's configuration as one, checked before processes start."""
+"""Merge our arguments and a user's DeepSpeed configuration, and check them before processes start."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_only
 from torch import nn
-from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import Extension, check_buildable, import_deepspeed
-from sd_lightning.strategies.deepspeed.config import Config, explicit, load, name_of
+from sd_lightning.strategies.deepspeed.config import load, name_of
 from sd_lightning.strategies.deepspeed.host_checkpointing import checkpointed_blocks
+from sd_lightning.strategies.deepspeed.nested import Config, explicit, put, with_defaults
 from sd_lightning.strategies.deepspeed.nvme import check_swap_path
-from sd_lightning.strategies.deepspeed.optimizer import check_elementwise, to_cpu_adam
+from sd_lightning.strategies.deepspeed.optimizer import check_cpu_adam, check_elementwise
+from sd_lightning.strategies.networks import configured_optimizers
 
 log = logging.getLogger(__name__)
 _warn = rank_zero_only(log.warning)
@@ -101,7 +102,7 @@ class DeepSpeedSettings:
             _warn("%s", warning)
         ours = _as_config(stage, offload, buckets, cpu_checkpointing)
         load(ours)
-        self.config = precedence.with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
+        self.config = with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
         self._has_warned = False
         self._has_file_for_checkpointing = explicit(given, _CHECKPOINTING) is not None
         self._check_offload()
@@ -134,60 +135,47 @@ class DeepSpeedSettings:
         return [*adam, "async_io"] if self.offload_device == "nvme" else adam
 
     def _check_offload(self) -> None:
-        for key, place in (("offload_param", "cpu"), ("offload_optimizer", "nvme")):
-            if self.stage != 3 and self.get(f"zero_optimization.{key}.device") == place:
-                name = {"offload_param": "offload_parameters"}.get(key, key)
+        for name, place in (("offload_parameters", "cpu"), ("offload_optimizer", "nvme")):
+            if self.stage != 3 and self.get(precedence.SAME[f"strategy.{name}"]) == place:
                 raise UsageError(
                     f"{self.who}: {name}={place} with stage={self.stage}; only stage 3 can: set stage=3 "
                     "(strategy=deepspeed_zero3_offload, deepspeed_zero3_nvme)"
                 )
         if self.offload_device == "nvme":
             check_swap_path(self.nvme_path)
-        for extension in self.extensions:
-            if extension == "cpu_adam":
-                instead = "strategy.cpu_adam=false to step with torch's optimizer"
-                check_buildable([extension], "strategy.cpu_adam=true", instead=instead)
-            else:
-                check_buildable(
-                    [extension], "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu"
-                )
+        if "cpu_adam" in self.extensions:
+            instead = "strategy.cpu_adam=false to step with torch's optimizer"
+            check_buildable(["cpu_adam"], "strategy.cpu_adam=true", instead=instead)
+        if "async_io" in self.extensions:
+            check_buildable(["async_io"], "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu")
 
-    def check(self, trainer: pl.Trainer, module: Any) -> None:
+    def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Compare a run's parts with the configuration.
 
         Raises:
             UsageError: They cannot go together.
         """
-        same = (("gradient_accumulation_steps", "accumulate_grad_batches"), ("gradient_clipping", "gradient_clip_val"))
-        for key, name in same:
-            asked, value = self.get(key), getattr(trainer, name)
+        same = (
+            ("gradient_accumulation_steps", "trainer.accumulate_grad_batches", trainer.accumulate_grad_batches),
+            ("gradient_clipping", "trainer.gradient_clip_val", trainer.gradient_clip_val),
+            ("train_batch_size", "data.batch_size", batch_size_of(trainer)),
+        )
+        for key, name, value in same:
+            asked = self.get(key)
             if asked is not None and value is not None and asked != value:
                 raise UsageError(
-                    f"{self.who}: {key}={asked} contradicts trainer.{name}={value}; make them agree, or write "
-                    f'"{key}": "auto"'
+                    f'{self.who}: {key}={asked} contradicts {name}={value}; make them agree, or write "{key}": "auto"'
                 )
-        whole, batch_size = self.get("train_batch_size"), batch_size_of(trainer)
-        if whole is not None and batch_size is not None and whole != batch_size:
-            raise UsageError(
-                f"{self.who}: train_batch_size={whole} contradicts data.batch_size={batch_size}; make them agree, or "
-                'write "train_batch_size": "auto"'
-            )
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise UsageError("trainer.gradient_clip_algorithm=value: DeepSpeed clips by norm only; write norm")
         if self.stage == 1 and self.get("data_types.grad_accum_dtype") in ("fp32", "float32"):
             raise UsageError(f"{self.who}: data_types.grad_accum_dtype=fp32 works at stages 2 and 3 only; remove it")
-        self._check_optimizer(module)
+        for optimizer in configured_optimizers(module):
+            check_elementwise(optimizer)
+            if self.uses_cpu_adam:
+                check_cpu_adam(optimizer)
+            precedence.check_optimizer(self.config, optimizer, self.who)
         self._check_checkpointing(module)
-
-    def _check_optimizer(self, module: Any) -> None:
-        configured = module.configure_optimizers()
-        optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
-        if not isinstance(optimizer, Optimizer):
-            return  # lists and tuples are Lightning's business
-        check_elementwise(optimizer)
-        if self.uses_cpu_adam:
-            to_cpu_adam(optimizer, build=False)
-        precedence.check_optimizer(self.config, optimizer, self.who)
 
     def _check_checkpointing(self, module: nn.Module) -> None:
         if not self.get(_CHECKPOINTING) or checkpointed_blocks(module):
@@ -208,8 +196,7 @@ class DeepSpeedSettings:
             trainer: Its sizes and precision fill "auto" in.
             swap_folder: Where this process swaps to.
         """
-        accumulate = trainer.accumulate_grad_batches
-        batch_size = batch_size_of(trainer)
+        accumulate, batch_size = trainer.accumulate_grad_batches, batch_size_of(trainer)
         micro = self.get("train_micro_batch_size_per_gpu", 1)
         if batch_size is not None:
             micro = max(1, batch_size // (trainer.world_size * accumulate))
@@ -230,18 +217,23 @@ class DeepSpeedSettings:
 
 
 def batch_size_of(trainer: Any) -> int | None:
-    """Return the global batch size, if the data say it."""
+    """Return the global batch size, if the data say it: those of others may not."""
     return getattr(getattr(trainer, "datamodule", None), "batch_size", None)
 
 
 def _as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:
     """Write arguments as DeepSpeed's configuration, without those that were not given."""
-    zero: Config = {"stage": stage, **vars(buckets)}
-    zero["offload_optimizer"] = {"device": offload.optimizer, "nvme_path": offload.nvme_path}
-    zero["offload_param"] = {"device": offload.parameters}
-    config = {
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": offload.cpu_adam,
-        "activation_checkpointing": {"cpu_checkpointing": cpu_checkpointing},
+    given = {
+        "stage": stage,
+        "cpu_checkpointing": cpu_checkpointing,
+        "offload_optimizer": offload.optimizer,
+        "offload_parameters": offload.parameters,
+        "nvme_path": offload.nvme_path,
+        "cpu_adam": offload.cpu_adam,
+        **vars(buckets),
     }
-    return precedence.without_none(config)
+    config: Config = {}
+    for name, value in given.items():
+        if value is not None:
+            put(config, precedence.SAME[f"strategy.{name}"], value)
+    return config

@@ -1,1 +1,1 @@
-"""The processes of a run: how they part, and what ends them when one dies or hangs."""
+"""The processes of a run: how they come together and part, and what ends them when one dies or hangs."""

@@ -1,4 +1,4 @@
-"""What all strategies of several processes share: how they come together, are watched, and part."""
+"""How the processes of a run come together, are watched, and part."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
@@ -25,34 +25,79 @@ from sd_lightning.strategies.processes.watchdog_hub import start_watchdog
 
 log = logging.getLogger(__name__)
 
-_watchdog: Watchdog | None = None
-_watched_group: Any = None
-_starts = 0  # of watchdogs in that group
+
+class ProcessWatch:
+    """The watch over the default process group of this process; it outlives the strategies of several fits."""
+
+    def __init__(self) -> None:
+        self._watchdog: Watchdog | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._starts = 0
+        """Watchdogs that there have been in the group before this one."""
+
+    def begin(self, rank: int, world_size: int, timeout_seconds: float) -> None:
+        """Start watching, unless an earlier strategy did; called by all ranks."""
+        is_same = self._group is dist.group.WORLD
+        if is_same and (self._watchdog is None or self._watchdog.is_alive()):
+            if self._watchdog is not None:
+                self._watchdog.set_timeout(timeout_seconds)
+            return
+        if self._group is None:
+            atexit.register(self._at_exit)
+        self._starts = self._starts + 1 if is_same else 0
+        self._group = dist.group.WORLD
+        store = dist.PrefixStore(f"sd_lightning/watchdog/{self._starts}", distributed_c10d._get_default_store())
+        self._watchdog = start_watchdog(rank, world_size, store, timeout_seconds=timeout_seconds)
+        for thread in threading.enumerate():
+            if isinstance(thread, _ChildProcessObserver):
+                thread._child_processes = []  # it would kill this process before the watchdog can say why
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one raised; they end. Returns when they have, or within seconds."""
+        if self._watchdog is not None:
+            self._watchdog.fail(error)
+
+    @property
+    def blames_another_rank(self) -> bool:
+        """Whether this process is ending because of another rank, which the watchdog has named."""
+        watchdog = self._watchdog
+        if watchdog is None or watchdog.cause is None or watchdog.failure is None:
+            return False
+        return watchdog.failure.in_collective and watchdog.rank not in watchdog.cause.ranks
+
+    def end(self) -> None:
+        """Stop watching and destroy the process group."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _at_exit(self) -> None:
+        """End what a script that does not call :func:`leave_process_group` left open."""
+        error: BaseException | None = getattr(sys, "last_value", None)  # set when the interpreter ends by an exception
+        if error is not None:
+            self.report(error)
+        else:
+            self.end()
+
+
+_WATCH = ProcessWatch()
+"""A process has one default group, and so one watch."""
 
 
 class WatchedProcesses(ParallelStrategy):
     """Mixin of strategies: a rank that dies, raises, freezes or gets stuck ends the run on all, with its name.
 
-    A strategy wraps its ``setup_environment`` in :meth:`joining`. The watch and the process group then outlive the
-    strategy: Lightning tears a strategy down after every ``fit``, ``validate``, …, and the next one, or the code
-    between them, still has collectives. They end in :func:`leave_process_group`, or when the interpreter exits.
+    The watch and the process group outlive the strategy: Lightning tears a strategy down after every ``fit``,
+    ``validate``, …, and the next one, or the code between them, still has collectives. They end in
+    :func:`leave_process_group`, or when the interpreter exits.
     """
 
     _timeout: timedelta | None
 
-    def teardown_beside_the_module(self) -> None:
-        """Tear down as Lightning does, but leave the module where it is: its engine holds the weights, and the average
-        comes to them after it.
-        """
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Name who waited where for how long if the processes do not come together; then start to watch them.
+        """Start to watch the processes once they have come together; if they do not, say who waited where for how long.
 
         Raises:
             UsageError: A process did not come within the timeout.
@@ -68,7 +113,12 @@ class WatchedProcesses(ParallelStrategy):
                 "every machine reaches that address"
             ) from error
         if self.world_size > 1:
-            _watch(self.global_rank, self.world_size, timeout.total_seconds())
+            _WATCH.begin(self.global_rank, self.world_size, timeout.total_seconds())
+
+    @override
+    def setup_environment(self) -> None:
+        with self.joining():
+            super().setup_environment()
 
     @override
     def set_world_ranks(self) -> None:  # type: ignore[misc]  # it belongs to the strategies this is mixed into
@@ -80,39 +130,24 @@ class WatchedProcesses(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        report_failure(exception)
+        _WATCH.report(exception)
         super().on_exception(exception)
 
 
-def _watch(rank: int, world_size: int, timeout_seconds: float) -> None:
-    """Start the watch of this process, unless an earlier strategy did; called by all ranks."""
-    global _watchdog, _watched_group, _starts
-    if _watched_group is dist.group.WORLD and (_watchdog is None or _watchdog.is_alive()):
-        if _watchdog is not None:
-            _watchdog.set_timeout(timeout_seconds)
-        return
-    if _watched_group is None:
-        atexit.register(_at_exit)
-    _starts = _starts + 1 if _watched_group is dist.group.WORLD else 0
-    _watched_group = dist.group.WORLD
-    store = dist.PrefixStore(f"sd_lightning/watchdog/{_starts}", distributed_c10d._get_default_store())
-    _watchdog = start_watchdog(rank, world_size, store, timeout_seconds=timeout_seconds)
-    for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver):
-            thread._child_processes = []  # it would kill this process before the watchdog can say why
+def timeout_of(who: str, seconds: float, *, name: str = "timeout_seconds") -> timedelta:
+    """Return a timeout as torch takes it.
 
+    Args:
+        who: The strategy, for the message.
+        seconds: The timeout.
+        name: What the strategy calls it.
 
-def report_failure(error: BaseException) -> None:
-    """Tell the other ranks that this one raised; they end. Returns when they have, or within seconds."""
-    if _watchdog is not None:
-        _watchdog.fail(error)
-
-
-def ended_by_another_rank() -> bool:
-    """Whether this process is ending because of another rank, which the watchdog has named."""
-    if _watchdog is None or _watchdog.cause is None or _watchdog.failure is None:
-        return False
-    return _watchdog.failure.in_collective and _watchdog.rank not in _watchdog.cause.ranks
+    Raises:
+        UsageError: It is not positive.
+    """
+    if seconds <= 0:
+        raise UsageError(f"{who} got {name}={seconds}; expected a positive number")
+    return timedelta(seconds=seconds)
 
 
 def leave_process_group() -> None:
@@ -121,11 +156,9 @@ def leave_process_group() -> None:
     Left to the interpreter's end, backends' threads are stopped in any order by C++ destructors. All wait for each
     other first, because rank 0 serves the store, and because a rank that is gone is a dead rank to the others.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    dist.barrier()
-    _stop_watching()
-    dist.destroy_process_group()
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        _WATCH.end()
 
 
 @contextmanager
@@ -139,28 +172,13 @@ def parting(trainer: pl.Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        report_failure(error)
-        if ended_by_another_rank():
+        _WATCH.report(error)
+        if _WATCH.blames_another_rank:
             raise SystemExit(EXIT_CODE) from None  # the watchdog has said why in one line
         raise
     leave_process_group()
-    for process in getattr(trainer.strategy.launcher, "procs", ()):
+    launcher = trainer.strategy.launcher
+    for process in launcher.procs if isinstance(launcher, _SubprocessScriptLauncher) else ():
         code = process.wait()
         if code < 0:
             log.warning("process %d was killed by signal %d when all was done", process.pid, -code)
-
-
-def _stop_watching() -> None:
-    if _watchdog is not None:
-        _watchdog.stop()
-
-
-def _at_exit() -> None:
-    """End what a script that does not call :func:`leave_process_group` left open."""
-    error: Any = getattr(sys, "last_value", None)
-    if error is not None:  # the interpreter ends with a stack trace
-        report_failure(error)
-        return
-    _stop_watching()
-    if dist.is_initialized():
-        dist.destroy_process_group()

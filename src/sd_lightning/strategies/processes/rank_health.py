@@ -1,4 +1,4 @@
-"""What rank 0 knows of every rank, and which of them is the reason why a run does not go on."""
+"""The record that rank 0 keeps of every rank, and the rules that find the rank that stops a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 @dataclass
 class RankHealth:
-    """The last word of one rank; times are seconds of the clock of the process that keeps this record."""
+    """The last signs of life of one rank; times are seconds on the clock of the process that keeps this record."""
 
     rank: int
     process: str
@@ -61,10 +61,12 @@ class Cause:
 
 
 def died(rank: RankHealth) -> Cause:
+    """Name a rank whose connection closed without a goodbye."""
     return Cause(f"rank {rank.rank} died ({rank.process}: killed, out of memory or crashed)", (rank.rank,))
 
 
 def raised(rank: RankHealth) -> Cause:
+    """Name a rank that has reported an exception."""
     assert rank.failure is not None
     text = f"rank {rank.rank} raised {rank.failure.text} ({rank.process}; see its output)"
     return Cause(text, (rank.rank,))
@@ -75,14 +77,9 @@ def silent(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | Non
     quiet = [rank for rank in ranks if not rank.left and now - rank.heard_at >= limit]
     if not quiet:
         return None
-    who = ", ".join(f"rank {rank.rank} ({rank.process})" for rank in quiet[:4]) + (", …" if len(quiet) > 4 else "")
+    who = [f"rank {rank.rank} ({rank.process})" for rank in quiet]
     seconds = now - min(rank.heard_at for rank in quiet)
-    have = "has" if len(quiet) == 1 else "have"
-    return Cause(
-        f"{who} {have} been silent for {seconds:.0f} s: stopped, frozen or cut off",
-        tuple(rank.rank for rank in quiet),
-        frozen=True,
-    )
+    return _cause(quiet, who, f"been silent for {seconds:.0f} s: stopped, frozen or cut off", frozen=True)
 
 
 def behind(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | None:
@@ -96,17 +93,19 @@ def behind(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | Non
         return None
     for group in {name: None for rank in active for name in rank.collectives}:
         members = [rank for rank in active if group in rank.collectives]
-        least, most = (pick(rank.collectives[group] for rank in members) for pick in (min, max))
+        least = min(rank.collectives[group] for rank in members)
         late = [rank for rank in members if rank.collectives[group] == least]
-        if least < most:
-            who = ", ".join(f"rank {rank.rank} ({rank.process}, in {rank.position})" for rank in late[:4])
+        if len(late) < len(members):
+            who = [f"rank {rank.rank} ({rank.process}, in {rank.position})" for rank in late]
             seconds = now - max(rank.advanced_at for rank in active)
-            have = "has" if len(late) == 1 else "have"
-            return Cause(
-                f"{who}{', …' if len(late) > 4 else ''} {have} kept the others waiting for {seconds:.0f} s",
-                tuple(rank.rank for rank in late),
-            )
+            return _cause(late, who, f"kept the others waiting for {seconds:.0f} s")
     return None
+
+
+def _cause(ranks: list[RankHealth], who: list[str], what: str, *, frozen: bool = False) -> Cause:
+    names = ", ".join(who[:4]) + (", …" if len(who) > 4 else "")
+    text = f"{names} {'has' if len(ranks) == 1 else 'have'} {what}"
+    return Cause(text, tuple(rank.rank for rank in ranks), frozen)
 
 
 def begun_collectives() -> dict[str, int]:
@@ -123,11 +122,10 @@ def begun_collectives() -> dict[str, int]:
 
 
 def main_thread_position() -> str:
-    """Say where the main thread is: the innermost function, and the innermost one that is no library's."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Describe where the main thread is: the innermost function, and the innermost one outside of libraries."""
+    own = frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "an unknown place"
-    own: FrameType | None = frame
     while own is not None and own.f_code.co_filename.startswith(_LIBRARIES):
         own = own.f_back
     inner = _describe(frame)

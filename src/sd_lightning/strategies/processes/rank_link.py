@@ -1,4 +1,4 @@
-"""Connections between the watchdogs of the ranks, and what they call themselves."""
+"""Connections between the watchdogs of the ranks, and the names of processes and machines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+from contextlib import suppress
 from typing import Any
 
 Message = dict[str, Any]
@@ -20,18 +21,14 @@ class Link:
         self._received = b""
 
     def send(self, **message: Any) -> None:
-        """Send if that is possible at once: a process that does not read for that long is given up anyway."""
-        try:
+        """Send without waiting: a process whose buffer is full has been silent for too long anyway."""
+        with suppress(OSError):
             self.connection.send(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass
 
     def end_sending(self) -> None:
-        """Let the other side see the end of what we send."""
-        try:
+        """Close our direction of the connection."""
+        with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
 
     def receive(self) -> tuple[list[Message], bool]:
         """Return the messages that have arrived, and whether the other side has closed."""
@@ -73,7 +70,7 @@ def listen(host: str) -> socket.socket:
 
 
 def connect(host: str, port: int, seconds: float) -> socket.socket | None:
-    """Connect to rank 0 where it says it is; if that is its own loopback, where the master is."""
+    """Connect to rank 0 at its address, or at the master's if that is its loopback."""
     if host.startswith("127.") or host == "::1":
         host = os.environ["MASTER_ADDR"]
     try:
@@ -87,7 +84,7 @@ def this_process() -> str:
 
 
 def this_machine() -> str:
-    """Name what process numbers are valid in: this boot of this kernel, and the container."""
+    """Name the scope of process numbers: this boot of this kernel, and the container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}:{os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""Ends the run on every rank, with the culprit named, when one of them has died, failed, frozen or got stuck.
+"""End the run on every rank, and name the rank that has died, failed, frozen or got stuck.
 
 Collectives alone do not do that: NCCL waits for its timeout and names nobody, gloo shows "connection closed by peer" in
 one stack trace per rank, and a launcher sees only processes that have ended, and not on other machines.
@@ -21,26 +21,15 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
 
 from typing_extensions import override
 
-from sd_lightning.strategies.processes.rank_health import (
-    Cause,
-    Failure,
-    RankHealth,
-    begun_collectives,
-    died,
-    failure_of,
-    main_thread_position,
-    silent,
-)
-from sd_lightning.strategies.processes.rank_link import (
-    Link,
-    Message,
-    this_machine,
-    this_process,
-)
+from sd_lightning.strategies.processes import rank_health
+from sd_lightning.strategies.processes.rank_health import Cause, Failure, RankHealth
+from sd_lightning.strategies.processes.rank_link import Link, Message, this_machine, this_process
 
 EXIT_CODE = 1
 GRACE = 3.0  # seconds in which ranks that raise the same exception report it
@@ -77,8 +66,6 @@ class Watchdog(threading.Thread):
         self._next_beat = 0.0
         os.register_at_fork(after_in_child=self._forget)
 
-    # ------------------------------------------------------------------ called by the main thread
-
     def set_timeout(self, seconds: float) -> None:
         """Change ``timeout_seconds``."""
         self.limit = 0.8 * seconds
@@ -88,12 +75,12 @@ class Watchdog(threading.Thread):
         """Report that this rank's ``fit`` raised; returns when the others know."""
         if self.failure is not None or not self.is_alive() or os.getpid() != self._pid:
             return
-        self.failure = failure_of(error)
+        self.failure = rank_health.failure_of(error)
         self._wake()
         self._released.wait(3 * self.interval + 2 * FAREWELL)
 
     def stop(self) -> None:
-        """Say goodbye: whatever happens to this process from here on concerns nobody."""
+        """Say goodbye to the other ranks: from here on this process may end."""
         if os.getpid() != self._pid or not self.is_alive():
             return
         self._stopping = True
@@ -101,10 +88,8 @@ class Watchdog(threading.Thread):
         self._released.wait(self.interval + 3 * FAREWELL)
 
     def _wake(self) -> None:
-        try:
+        with suppress(OSError):  # the thread has ended
             self._wakes.send(b"\0")
-        except OSError:
-            pass  # the thread has ended
 
     def _forget(self) -> None:
         """In a forked process, such as a data loader's: close what would keep a dead rank's connection open."""
@@ -112,8 +97,6 @@ class Watchdog(threading.Thread):
             link.connection.close()
         self._wakes.close()
         self._waked.close()
-
-    # ------------------------------------------------------------------ the thread
 
     @override
     def run(self) -> None:
@@ -126,9 +109,8 @@ class Watchdog(threading.Thread):
         if self.cause is not None:
             self._end(self.cause)
         self._part()
-        self._selector.close()
-        self._wakes.close()
-        self._waked.close()
+        for each in (self._selector, self._wakes, self._waked):
+            each.close()
         self._released.set()
 
     def _part(self) -> None:
@@ -180,7 +162,7 @@ class Watchdog(threading.Thread):
         raise NotImplementedError
 
     def _settle(self, cause: Cause) -> None:
-        """Wait, within bounds, for what has to happen on other ranks before this one ends."""
+        """Wait, for a limited time, until other ranks are ready for this one to end."""
 
     def _end(self, cause: Cause) -> NoReturn:
         if self.failure is None or self.failure.in_collective:
@@ -195,15 +177,15 @@ class Watchdog(threading.Thread):
         flush()
         os._exit(EXIT_CODE)
 
-    def _pump_for(self, seconds: float, done: Any) -> None:
-        """Go on with messages until something has happened."""
+    def _pump_for(self, seconds: float, done: Callable[[], bool]) -> None:
+        """Handle messages until a condition holds or time is up."""
         until = time.monotonic() + seconds
         while not done() and time.monotonic() < until:
             self._pump(min(0.1, until - time.monotonic()))
 
 
 class Spoke(Watchdog):
-    """Every other rank's watch: tells rank 0 of itself, and hears from it what the cause is.
+    """The watch of every other rank: reports to rank 0, and is told the cause by it.
 
     Args:
         rank: This process's rank.
@@ -250,11 +232,13 @@ class Spoke(Watchdog):
     def _lose(self, link: Link) -> None:
         self._released.set()
         if self.cause is None and not self._hub.left and not self._stopping:
-            self.cause = died(self._hub)
+            self.cause = rank_health.died(self._hub)
 
     @override
     def _beat(self) -> None:
-        self._link.send(kind="beat", collectives=begun_collectives(), position=main_thread_position())
+        self._link.send(
+            kind="beat", collectives=rank_health.begun_collectives(), position=rank_health.main_thread_position()
+        )
 
     @override
     def _judge(self, now: float) -> Cause | None:
@@ -262,7 +246,7 @@ class Spoke(Watchdog):
             self._reported = True
             self._beat()
             self._link.send(kind="failed", **vars(self.failure))
-        return silent([self._hub], now, self.limit)
+        return rank_health.silent([self._hub], now, self.limit)
 
     @override
     def _settle(self, cause: Cause) -> None:
@@ -276,10 +260,8 @@ def kill(places: list[tuple[str, int]]) -> None:
     """End processes of this machine that cannot end by themselves: nobody else would."""
     for machine, pid in places:
         if machine == this_machine() and pid != os.getpid():
-            try:
+            with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-            except OSError:
-                pass
 
 
 def say(line: str) -> None:
@@ -290,10 +272,6 @@ def say(line: str) -> None:
 def flush() -> None:
     """Flush what was printed, unless that blocks."""
 
-    def flush() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-
-    thread = threading.Thread(target=flush, daemon=True)
+    thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     thread.start()
     thread.join(1.0)

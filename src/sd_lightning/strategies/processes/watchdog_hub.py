@@ -1,4 +1,4 @@
-"""Rank 0's watchdog, and how those of all ranks come together."""
+"""Rank 0's watchdog, and the start of the watchdogs of all ranks."""
 
 from __future__ import annotations
 
@@ -8,30 +8,14 @@ import logging
 import os
 import secrets
 import time
+from contextlib import suppress
 
 import torch.distributed as dist
 from typing_extensions import override
 
-from sd_lightning.strategies.processes.rank_health import (
-    Cause,
-    Failure,
-    RankHealth,
-    begun_collectives,
-    behind,
-    died,
-    main_thread_position,
-    raised,
-    silent,
-)
-from sd_lightning.strategies.processes.rank_link import (
-    Link,
-    Message,
-    connect,
-    listen,
-    own_address,
-    this_machine,
-    this_process,
-)
+from sd_lightning.strategies.processes import rank_health, rank_link
+from sd_lightning.strategies.processes.rank_health import Cause, Failure, RankHealth
+from sd_lightning.strategies.processes.rank_link import Link, Message, this_machine, this_process
 from sd_lightning.strategies.processes.watchdog import FAREWELL, GRACE, Spoke, Watchdog, kill
 
 log = logging.getLogger(__name__)
@@ -40,7 +24,7 @@ CONNECT = 20.0  # seconds to reach rank 0, which listens by then
 
 
 class Hub(Watchdog):
-    """Rank 0's watch: hears everyone, decides, and tells everyone.
+    """Rank 0's watch: collects reports, finds the cause, and tells every rank.
 
     Args:
         world_size: Number of ranks.
@@ -52,7 +36,7 @@ class Hub(Watchdog):
         super().__init__(0, timeout_seconds=timeout_seconds)
         self.world_size = world_size
         self.token = secrets.token_hex(16)
-        self._listener = listen(host)
+        self._listener = rank_link.listen(host)
         self._ranks = {0: RankHealth(0, this_process(), time.monotonic(), advanced_at=time.monotonic())}
         self._rank_of: dict[Link, int] = {}
         self._places: dict[int, tuple[str, int]] = {}
@@ -68,11 +52,8 @@ class Hub(Watchdog):
         until = time.monotonic() + seconds
         self._listener.settimeout(0.1)
         while len(self._rank_of) < self.world_size - 1 and time.monotonic() < until:
-            try:
-                connection, _ = self._listener.accept()
-                self._add(Link(connection))
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                self._add(Link(self._listener.accept()[0]))
             self._pump(0)
         self._listener.close()
         for link in self._links - self._rank_of.keys():
@@ -110,11 +91,11 @@ class Hub(Watchdog):
             return
         self._ranks[rank].left = True
         if self.cause is None and self._ranks[rank].failure is None:
-            self.cause = died(self._ranks[rank])
+            self.cause = rank_health.died(self._ranks[rank])
 
     @override
     def _beat(self) -> None:
-        self._ranks[0].hear(time.monotonic(), begun_collectives(), main_thread_position())
+        self._ranks[0].hear(time.monotonic(), rank_health.begun_collectives(), rank_health.main_thread_position())
         for link in self._rank_of:
             link.send(kind="beat")
 
@@ -131,17 +112,17 @@ class Hub(Watchdog):
             return None
         if self._suspicion is not None and now >= self._suspicion:
             return self._judge_failures(failed, now)
-        return silent(ranks, now, self.limit) or behind(ranks, now, self.limit)
+        return rank_health.silent(ranks, now, self.limit) or rank_health.behind(ranks, now, self.limit)
 
     def _judge_failures(self, failed: list[RankHealth], now: float) -> Cause:
         for rank in failed:
             if rank.failure is not None and not rank.failure.in_collective:
-                return raised(rank)
+                return rank_health.raised(rank)
         ranks = [rank for rank in self._ranks.values() if rank.failure is None]
-        late = behind(self._ranks.values(), now, 0.0)
+        late = rank_health.behind(self._ranks.values(), now, 0.0)
         if late is not None and any(self._ranks[rank].failure is not None for rank in late.ranks):
             late = None
-        return silent(ranks, now, 3 * self.interval) or late or raised(failed[0])
+        return rank_health.silent(ranks, now, 3 * self.interval) or late or rank_health.raised(failed[0])
 
     @override
     def _settle(self, cause: Cause) -> None:
@@ -173,7 +154,7 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
         The running watchdog; None if rank 0 cannot be reached, which is worth a warning and not a failed run.
     """
     if rank == 0:
-        host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        host = rank_link.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         hub = Hub(world_size, timeout_seconds=timeout_seconds, host=host)
         about = {"host": host, "port": hub.port, "token": hub.token, "process": this_process(), "pid": os.getpid()}
         store.set("address", json.dumps(about | {"place": this_machine()}))
@@ -183,7 +164,7 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
         hub.start()
         return hub
     about = json.loads(store.get("address"))
-    connection = connect(about["host"], about["port"], CONNECT)
+    connection = rank_link.connect(about["host"], about["port"], CONNECT)
     if connection is None:
         log.warning("rank %d is not watched: it cannot reach rank 0 at %s:%d", rank, about["host"], about["port"])
         return None

@@ -1,17 +1,15 @@
-"""A module as it was before an engine took it apart, and the way back to it."""
+"""Restore a module to what it was before an engine took it apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.whole import whole
+from sd_lightning.strategies.whole_tensors import rank_and_world_size, whole
 
 _HOOKS = (
     "_forward_hooks",
@@ -39,11 +37,11 @@ _PREFIXES = ("ds_", "__composable_api_")
 
 
 class PlainModule:
-    """What a module is before an engine takes it: classes, hooks, and what parameters and buffers are like.
+    """A record of a module before an engine takes it: classes, hooks, and types of parameters and buffers.
 
     Args:
         module: The module.
-        keeps_weights: Also keep the weights, for an evaluation, which changes none; the engine's own come on top.
+        keeps_weights: Keep the weights, too: an evaluation changes none. They take memory beside the engine's.
     """
 
     def __init__(self, module: pl.LightningModule, *, keeps_weights: bool) -> None:
@@ -52,34 +50,20 @@ class PlainModule:
         self._added: dict[nn.Module, set[tuple[str, int]]] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._like: dict[str, tuple[torch.dtype, bool]] = {}
-        self._module = module
         names: dict[nn.Parameter, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             first = names.setdefault(parameter, name)
             path, _, key = name.rpartition(".")
             self._places.setdefault(first, []).append((module.get_submodule(path), key))
             self._like[first] = parameter.dtype, parameter.requires_grad
-        self._buffers = [
-            (part, key, buffer.dtype)
-            for part in module.modules()
-            for key, buffer in part._buffers.items()
-            if buffer is not None
-        ]
+        buffers = ((part, key, buffer) for part in module.modules() for key, buffer in part._buffers.items())
+        self._buffers = [(part, key, buffer.dtype) for part, key, buffer in buffers if buffer is not None]
         self.nbytes = sum(parameter.numel() * parameter.itemsize for parameter in names)
-        self._kept = {name: parameter.detach() for parameter, name in names.items()} if keeps_weights else None
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all parameters, tied ones by their first."""
-        return list(self._places)
-
-    @property
-    def kept(self) -> Mapping[str, Tensor] | None:
+        self.kept = {name: parameter.detach() for parameter, name in names.items()} if keeps_weights else None
         """The weights of before, where they were kept."""
-        return self._kept
 
     def note_hooks(self) -> None:
-        """Note which hooks the engine has added, now that it is there: others may be added and removed by anyone."""
+        """Record which hooks the engine has added: anyone may add and remove others later."""
         self._added = {part: _hook_ids(part) - before for part, before in self._hooks.items()}
 
     @torch.no_grad()
@@ -115,7 +99,7 @@ class PlainModule:
 
 
 class PlainState:
-    """The trained weights of a module that is whole again, as far as an average of them needs it.
+    """The trained weights of a module that is whole again, for swapping with their average.
 
     Args:
         module: The module.
@@ -125,7 +109,7 @@ class PlainState:
     def __init__(self, module: pl.LightningModule, owned: Iterable[tuple[str, int]]) -> None:
         self._module = module
         self._owned = set(owned)
-        self._world_size = _world_size()
+        self._world_size = rank_and_world_size()[1]
         self._trained: dict[tuple[str, int], Tensor] | None = None
 
     @torch.no_grad()
@@ -155,20 +139,22 @@ class PlainState:
             for (name, begin), tensor in weights.items()
             if (name, begin) in self._owned
         )
-        return bool(whole((_world_size(),), torch.float32, [(_rank(), torch.tensor([float(same)]))]).all())
+        rank, world_size = rank_and_world_size()
+        return bool(whole((world_size,), torch.float32, [(rank, torch.tensor([float(same)]))]).all())
 
     def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Do nothing: the module shares no memory with what was put into it."""
 
     def forget(self) -> None:
-        """Let the parameters stay what they are: there is no going back to the trained weights."""
+        """Keep the present parameters, and drop the trained weights."""
         self._trained = None
 
     def _fill(self, ranges: Mapping[tuple[str, int], Tensor]) -> None:
-        if _world_size() != self._world_size:
+        world_size = rank_and_world_size()[1]
+        if world_size != self._world_size:
             raise UsageError(
                 f"the trained weights of {type(self._module).__name__} are divided among the {self._world_size} "
-                f"processes of its last fit, and {_world_size()} are there now; train on before they part, or load a "
+                f"processes of its last fit, and {world_size} are there now; train on before they part, or load a "
                 "checkpoint into a new module"
             )
         by_name: dict[str, list[tuple[int, Tensor]]] = {}
@@ -183,19 +169,11 @@ class PlainState:
         return self._module.get_parameter(name).detach().reshape(-1).cpu()
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def _hook_ids(part: nn.Module) -> set[tuple[str, int]]:
     return {(attribute, number) for attribute in _HOOKS for number in part.__dict__[attribute]}
 
 
-def _dtype_of(part: Any) -> torch.dtype | None:
-    """Return what Lightning's modules and metrics remember of their type."""
-    dtype: torch.dtype | None = part.__dict__.get("_dtype")
+def _dtype_of(part: nn.Module) -> torch.dtype | None:
+    """Return the type that Lightning's modules and metrics remember as theirs."""
+    dtype = part.__dict__.get("_dtype")
     return dtype if isinstance(dtype, torch.dtype) else None

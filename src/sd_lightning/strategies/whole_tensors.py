@@ -1,4 +1,4 @@
-"""Whole tensors out of the flat ranges that ranks own, one after the other."""
+"""Assemble whole tensors from the flat ranges that ranks own, one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sd_lightning.state.shards import ParameterShard, SavedParameter, TrainingSt
 
 
 def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, Tensor]]) -> Tensor:
-    """Return a tensor of which each rank gives the flat ranges that it owns; a collective call.
+    """Assemble a tensor from the flat ranges that each rank owns; a collective call.
 
     Args:
         shape: Of the whole tensor.
@@ -37,7 +37,7 @@ def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, 
 def whole_masters(
     shards: Sequence[ParameterShard], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the trained weights as their optimizer sees them, whole, in float32; a collective call.
+    """Yield the whole float32 master weights; a collective call.
 
     Args:
         shards: What this rank owns.
@@ -76,7 +76,7 @@ def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[s
 
 
 def load_torch_optimizer_states(state: TrainingState, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give an engine the states that optimizers of torch, or :func:`torch_optimizer_state`, have saved; weights stay.
+    """Load optimizer states that torch's optimizers or :func:`torch_optimizer_state` have saved; weights stay.
 
     Raises:
         UsageError: They are of other optimizers.
@@ -122,7 +122,7 @@ def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]
 
 
 def _known_states(mine: Mapping[str, list[ParameterShard]]) -> dict[str, Any]:
-    """Return, by parameter, kinds of states with shape and type, and scalars, of whatever any rank has a part of."""
+    """Return by parameter the kinds of states with shape and type, and the scalars, over all ranks."""
     known = {
         name: ({k: (shards[0].shape, _read(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
         for name, shards in mine.items()
@@ -146,12 +146,18 @@ def _read(tensor: Any) -> Tensor:
     return tensor if isinstance(tensor, Tensor) else tensor()
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process's rank and the number of processes: 0 and 1 outside of a process group."""
+    is_one_of_many = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_one_of_many else (0, 1)
+
+
 def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return rank_and_world_size()[1] > 1
 
 
 def _device() -> torch.device:
-    """Return where the process group can add up."""
+    """Return a device on which the process group can reduce."""
     if not _is_distributed() or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,55 @@
+"""What the training states of engines share that divide weights among optimizers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from sd_lightning.state.optimizer_change import optimizer_name
+from sd_lightning.state.shards import TrainingState, check_same_groups, hyper_parameters
+
+Groups = list[list[dict[str, Any]]]
+"""Hyper-parameters, and names of parameters (``params``), by optimizer and group."""
+
+
+class EngineState(TrainingState):
+    """A view of shards whose optimizers' groups hold the hyper-parameters."""
+
+    def _optimizers(self) -> Sequence[Any]:
+        """Return the objects whose groups are stepped with."""
+        raise NotImplementedError
+
+    def _group_names(self) -> list[list[list[str]]]:
+        """Return the names of the parameters by optimizer and group, in the optimizer's order."""
+        raise NotImplementedError
+
+    def _inner(self, optimizer: Any) -> Any:
+        """Return the torch optimizer whose class names the states."""
+        return optimizer
+
+    @override
+    def optimizer_groups(self) -> Groups:
+        return [
+            [
+                hyper_parameters(group) | {"params": names}
+                for group, names in zip(optimizer.param_groups, each, strict=True)
+            ]
+            for optimizer, each in zip(self._optimizers(), self._group_names(), strict=True)
+        ]
+
+    @override
+    def optimizer_names(self) -> list[str]:
+        return [optimizer_name(self._inner(optimizer)) for optimizer in self._optimizers()]
+
+    def _take_groups(self, saved: Groups) -> None:
+        """Take hyper-parameters from a checkpoint.
+
+        Raises:
+            UsageError: The optimizers' groups do not hold the same parameters as those saved.
+        """
+        check_same_groups(self.optimizer_groups(), saved)
+        for optimizer, groups in zip(self._optimizers(), saved, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(hyper_parameters(values))

@@ -1,0 +1,118 @@
+"""The base of strategies whose engines take a module's weights apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from typing_extensions import override
+
+from sd_lightning._errors import UsageError
+from sd_lightning.state.shards import TrainingState
+from sd_lightning.storage import checkpoint
+from sd_lightning.strategies.base import EngineStrategy
+from sd_lightning.strategies.processes.group import WatchedProcesses
+
+CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
+"""Backends of engines whose checkpoints, object collectives and offloaded gradients are reduced on the CPU."""
+
+
+class ShardingStrategy(EngineStrategy, WatchedProcesses):
+    """Base of strategies whose engine holds the trained weights in place of the module's parameters during a run."""
+
+    _state: TrainingState | None = None
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        trainer: Any = model.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            for callback in trainer.callbacks:
+                if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                    raise UsageError(
+                        f"{type(self).__name__} got the callback {type(callback).__name__}, which averages the "
+                        "module's own parameters, and those are not what this engine trains; take "
+                        "sd_lightning.callbacks.EMA in its place, or strategy=ddp"
+                    )
+        super().connect(model)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._state = None
+        self._set_up_engine(trainer, self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Give the trained networks to the engine."""
+        raise NotImplementedError
+
+    @override
+    def training_state(self) -> TrainingState:
+        if self._state is None:
+            self._state = self._make_state()
+        return self._state
+
+    def _make_state(self) -> TrainingState:
+        """Return a view of this rank's ranges of the trained parameters."""
+        raise NotImplementedError
+
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        assert self.lightning_module is not None
+        return {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else self._engine_precision(plugin)
+
+    def _engine_precision(self, plugin: Precision) -> Precision:
+        """Return the engine's plugin for the precision that one of Lightning's stands for."""
+        return plugin
+
+    def _once_per_machine(self, act: Callable[[], None], otherwise: str) -> None:
+        """Act on one process of each machine while the others wait; a collective call.
+
+        Args:
+            act: What to do.
+            otherwise: What the processes of other machines say if it fails.
+
+        Raises:
+            UsageError: It failed on a machine, this one or another.
+        """
+        error: UsageError | None = None
+        try:
+            if self.local_rank == 0:
+                act()
+        except UsageError as caught:
+            error = caught
+        if not self.reduce_boolean_decision(error is None, all=True):
+            raise error or UsageError(otherwise)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Route portable checkpoints to ``PortableCheckpoint``, which has set the ``checkpoint_io``."""
+        if checkpoint.is_portable(checkpoint_path):
+            return self.checkpoint_io.load_checkpoint(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def teardown(self) -> None:
+        """Tear down as Lightning does, but leave the module where it is: its weights may be the engine's."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self._state = None

@@ -493,7 +493,8 @@ def test_fsdp2_with_prefetch_computes_the_same_and_blocks_are_in_the_order_of_th
         }
     finally:
         dist.destroy_process_group()
-    assert losses["prefetch"] == pytest.approx(losses["plain"]) == pytest.approx(losses["ddp"])
+    assert losses["prefetch"] == pytest.approx(losses["plain"])
+    assert losses["plain"] == pytest.approx(losses["ddp"], rel=1e-4), "whose kernels are those of channels_last"
     assert losses["plain"][2] < losses["plain"][0]
 
 

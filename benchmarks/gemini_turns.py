@@ -39,11 +39,14 @@ PEERS: dict[str, Callable[[nn.Module, Recipe], Step]] = {
     "ddp": hand_written.ddp,
     "fsdp2": hand_written.fsdp2,
     "fsdp2_grad_op": partial(hand_written.fsdp2, reshard_after_forward=False),
+    "fsdp2_prefetch": partial(hand_written.fsdp2, reshard_after_forward=False, prefetch=True),
     "fsdp2_offload": partial(hand_written.fsdp2, offload=True),
+    "fsdp2_offload_grad_op": partial(hand_written.fsdp2, reshard_after_forward=False, offload=True),
     "zero2": partial(hand_written.deepspeed, stage=2),
     "zero3": partial(hand_written.deepspeed, stage=3),
     "zero2_offload": partial(hand_written.deepspeed, stage=2, offload=True),
     "zero3_offload": partial(hand_written.deepspeed, stage=3, offload=True),
+    "zero3_offload_budget": partial(hand_written.deepspeed, stage=3, offload=True, live=WEIGHTS // 4 // 2),
 }
 GEMINI = {
     "gathered": {"shard_param_frac": 0.0},

@@ -1,62 +1,139 @@
-"""Turn the lines of `results/*.jsonl` into a table and plots.
+"""Turn the lines of `results/*.jsonl` into tables and plots.
 
     python benchmarks/report.py               print the table; write results/README.md and results/*.svg
+    python benchmarks/report.py --readme      write the tables of README.md and docs/benchmarks.md, between two markers
 
-The table holds the newest line of every case on every machine; the plots show a case's first metric over time.
+Shown is the newest line of every case, in results/ of every case on every machine. A line of a checkout with changes is
+no result, and neither is one with arguments of `--set`, or from before a case came to measure something else. The
+README has the rows that have a bar. The plots show a case's first metric over time.
 """
 
 import argparse
-import json
+import string
 import sys
 from pathlib import Path
 from typing import Any
 
-from run import HERE, case_names, hardware_slug, load_case, missed_bars
+from lines import RESULTS, Row, clean, read_rows, verdict
+from run import HERE, case_names, load_case, revision_of
 
-Row = dict[str, Any]
+README, PAGE = HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md"
+MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
+SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 
 
-def read_rows(results: Path) -> list[Row]:
-    """All lines of all machines, oldest first; each gets the name of its machine as `machine`."""
-    rows = []
-    for path in sorted(results.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise SystemExit(f"{path.name}:{number}: not a JSON line ({error.msg}); remove it") from None
-            rows.append(row | {"machine": hardware_slug(row["hardware"])})
-    return sorted(rows, key=lambda row: row["date"])
+class Figure(float):
+    """A median that is shown with its spread, in three digits unless the format says otherwise."""
+
+    spread: float | None
+
+    def __new__(cls, value: float, spread: float | None) -> "Figure":
+        figure = super().__new__(cls, value)
+        figure.spread = spread
+        return figure
+
+    def __format__(self, form: str) -> str:
+        text = format(float(self), form or ("#.3g" if abs(self) < 1000 else ".4g"))
+        return text.removesuffix(".") + ("" if self.spread is None or form else f" ± {self.spread:.1g}")
+
+
+class Absent:
+    """Stands for a metric that a line does not have."""
+
+    def __format__(self, form: str) -> str:
+        return "–"
 
 
 def bars_of(case: str) -> dict[str, str]:
-    """The bars of a case; none for a case that no longer exists."""
+    """Return the bars of a case; none for a case that no longer exists."""
     return load_case(case).BARS if case in case_names() else {}
 
 
+def newest(rows: list[Row], *keys: str) -> dict[tuple[str, ...], Row]:
+    """Return the newest result by some of its entries."""
+    return {tuple(row[key] for key in keys): row for row in clean(rows) if _is_comparable(row)}
+
+
+def _is_comparable(row: Row) -> bool:
+    case = row["case"]
+    return case not in case_names() or row.get("revision", 1) == revision_of(load_case(case))
+
+
+def line_of(row: Row) -> str:
+    """Return where a figure comes from."""
+    return f"{row['commit'][:8]}, {row['date'][:10]}, {row['machine']}"
+
+
+def tables(rows: list[Row]) -> dict[Path, str]:
+    """Return the tables of the README and of its page about benchmarks."""
+    return {README: case_table(rows, only_bars=True), PAGE: case_table(rows, only_bars=False)}
+
+
+def case_table(rows: list[Row], *, only_bars: bool) -> str:
+    """Return the rows of every case's `TABLE`, all or those with a bar, from its newest line."""
+    lines = ["| case | what is compared | measured | bar | met | line |", "|---|---|---|---|---|---|"]
+    found = newest(rows, "case")
+    for case in case_names():
+        row = found.get((case,))
+        for text, figures in load_case(case).TABLE.items():
+            names = [name for _, name, _, _ in string.Formatter().parse(figures) if name]
+            if bars_of(case).keys() & names or not only_bars:
+                lines.append(f"| {' | '.join([f'`{case}`', text, *_figures(case, row, figures, names)])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _figures(case: str, row: Row | None, template: str, names: list[str]) -> list[str]:
+    bars = {name: bar for name in names if (bar := bars_of(case).get(name))}
+    limits = "; ".join(dict.fromkeys(f"{SIGNS[bar[:2]]} {bar[3:]}" for bar in bars.values()))
+    if row is None:
+        return ["not measured yet", limits, "", ""]
+    spread = row.get("spread", {})
+    values = {
+        name: Figure(row["metrics"][name], spread.get(name)) if name in row["metrics"] else Absent() for name in names
+    }
+    measured = string.Formatter().vformat(template, (), values)
+    verdicts = {name: verdict(bar, name, row) for name, bar in bars.items()}
+    if len(set(verdicts.values())) <= 1:
+        met = next(iter(verdicts.values()), "")
+    else:
+        met = "; ".join(f"{verdict}: {name}" for name, verdict in verdicts.items() if verdict != "yes")
+    return [measured, limits, met, line_of(row)]
+
+
+def with_table(text: str, table: str, *, who: str) -> str:
+    """Return a page with a table between its markers.
+
+    Raises:
+        SystemExit: A marker is missing.
+    """
+    begin, end = MARKERS
+    if not 0 <= text.find(begin) < text.find(end):
+        raise SystemExit(f"{who}: expected {begin} and below it {end}; write them where the table belongs")
+    return f"{text.partition(begin)[0]}{begin}\n{table}{end}{text.partition(end)[2]}"
+
+
 def table(rows: list[Row]) -> str:
-    """A Markdown table of the newest line per case and machine."""
-    newest = {(row["case"], row["machine"]): row for row in rows}
-    lines = [
-        "| case | metrics | bar | met | machine | torch | commit | date |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for (case, machine), row in sorted(newest.items()):
-        bars = bars_of(case)
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
-        met = ("no" if missed_bars(bars, row["metrics"]) else "yes") if bars else ""
-        bar = ", ".join(f"{name} {limit}" for name, limit in bars.items())
-        head, _, dirty = row["commit"].partition("-")
-        short = head[:10] + (f"-{dirty}" if dirty else "")
-        cells = [case, metrics, bar, met, machine, row["versions"].get("torch", ""), short, row["date"][:10]]
+    """Return a Markdown table of everything in the newest line per case and machine."""
+    lines = ["| case | metrics | bar | met | torch | peers | line |", "|---|---|---|---|---|---|---|"]
+    for (case, _), row in sorted(newest(rows, "case", "machine").items()):
+        bars, spread = bars_of(case), row.get("spread", {})
+        metrics = ", ".join(f"{name} {Figure(value, spread.get(name))}" for name, value in row["metrics"].items())
+        met = {name: verdict(bar, name, row) for name, bar in bars.items()}
+        cells = [
+            case,
+            metrics,
+            ", ".join(f"{name} {limit}" for name, limit in bars.items()),
+            ", ".join(f"{name}: {found}" for name, found in met.items() if found != "yes") or ("yes" if bars else ""),
+            row["versions"].get("torch", ""),
+            ", ".join(f"{name} {settings['version']}" for name, settings in row.get("peers", {}).items()),
+            line_of(row),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def plot_case(case: str, rows: list[Row], path: Path) -> None:
-    """One SVG: the metric of the case's first bar (else its first metric) over time, a line per machine."""
+    """Write one SVG: the metric of the case's first bar (else its first metric) over time, a line per machine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,8 +147,10 @@ def plot_case(case: str, rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     for machine in sorted({row["machine"] for row in rows}):
         points = [row for row in rows if row["machine"] == machine and metric in row["metrics"]]
-        dates = [datetime.fromisoformat(row["date"]) for row in points]
-        axes.plot(dates, [row["metrics"][metric] for row in points], marker="o", label=machine)
+        dates: list[Any] = [datetime.fromisoformat(row["date"]) for row in points]
+        spread = [row.get("spread", {}).get(metric, 0.0) / 2 for row in points]
+        values = [row["metrics"][metric] for row in points]
+        axes.errorbar(dates, values, spread, marker="o", capsize=2, label=machine)
     if metric in bars:
         axes.axhline(float(bars[metric].split()[1]), color="0.5", linestyle="--", label=f"bar {bars[metric]}")
     axes.set_title(f"{case}: {metric}", loc="left")
@@ -85,12 +164,19 @@ def plot_case(case: str, rows: list[Row], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--readme", action="store_true", help="write README.md and docs/benchmarks.md, and nothing else"
+    )
     options = parser.parse_args(arguments)
-    rows = read_rows(options.results)
+    rows = clean(read_rows(options.results))
     if not rows:
-        print(f"no lines in {options.results}; run benchmarks/run.py CASE first", file=sys.stderr)
+        print(f"no lines of a commit in {options.results}; run benchmarks/run.py CASE first", file=sys.stderr)
         return 2
+    if options.readme:
+        for path, text in tables(rows).items():
+            path.write_text(with_table(path.read_text(encoding="utf-8"), text, who=path.name), encoding="utf-8")
+        return 0
     text = table(rows)
     print(text, end="")
     plots = []

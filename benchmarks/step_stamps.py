@@ -2,10 +2,12 @@
 
     python benchmarks/step_stamps.py STAMPS.json MODULE [ARGUMENT…]    like python -m MODULE ARGUMENT…
 
-STAMPS.json becomes a list of seconds of one clock.
+STAMPS.json becomes `{"steps": …, "denoiser": …}`: seconds of one clock at the end of each optimizer step, and the
+seconds that forward and backward of diffusers' UNet took in each, so that what a program adds to them can be told.
 """
 
 import atexit
+import functools
 import json
 import runpy
 import sys
@@ -15,16 +17,53 @@ from typing import Any
 
 
 def record(path: Path) -> None:
-    """From now on note the end of every optimizer step in this process; write them to ``path`` at its exit."""
+    """From now on note the steps of this process; write them to ``path`` at its exit."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    stamps: list[float] = []
+    steps: list[float] = []
+    denoiser: list[float] = []
+    spent = 0.0
 
     def note(*_: Any) -> None:
-        stamps.append(time.perf_counter())
+        nonlocal spent
+        steps.append(time.perf_counter())
+        denoiser.append(spent)
+        spent = 0.0
+
+    def add(seconds: float) -> None:
+        nonlocal spent
+        spent += seconds
 
     register_optimizer_step_post_hook(note)
-    atexit.register(lambda: path.write_text(json.dumps(stamps)))
+    _time_denoiser(add)
+    atexit.register(lambda: path.write_text(json.dumps({"steps": steps, "denoiser": denoiser})))
+
+
+def _time_denoiser(add: Any) -> None:
+    """Call ``add(seconds)`` after every forward and every backward of a UNet that is trained.
+
+    Its backward is the end of the whole backward: nothing before it is trained. It begins when the gradient of its
+    output is there.
+    """
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    forward = UNet2DConditionModel.forward
+
+    def begin_backward(_: Any) -> None:
+        begin = time.perf_counter()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: add(time.perf_counter() - begin))
+
+    @functools.wraps(forward)
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        found = forward(self, *args, **kwargs)
+        if found[0].requires_grad:
+            add(time.perf_counter() - begin)
+            found[0].register_hook(begin_backward)
+        return found
+
+    UNet2DConditionModel.forward = timed
 
 
 def main() -> None:

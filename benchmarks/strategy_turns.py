@@ -28,19 +28,21 @@ from torch.utils.data import DataLoader
 
 import hand_written
 import process_memory
-from hand_written import Batch, Recipe, Step
+from hand_written import BUCKET, Batch, Recipe, Step
 from sd_lightning import SDLightningModule
 from sd_lightning._console import quiet_libraries
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed.strategy import deepspeed
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.processes.group import leave_process_group
+from sd_lightning.training.speed import Speed
 from unet_35m import CLIP, LR, build, make_batches, recipe
 
 ALONE = 3  # steps of ours before the peer is built, in the last of which memory is measured
 
 Pair = tuple[Callable[[], Any], Callable[[nn.Module, Recipe], Step]]
 """Our strategy and the same engine by hand."""
+_BUCKETS: dict[str, int] = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
 PAIRS: dict[str, Pair] = {
     "ddp": (DDPStrategy, hand_written.ddp),
     "fsdp": (FSDPStrategy, hand_written.fsdp2),
@@ -49,19 +51,19 @@ PAIRS: dict[str, Pair] = {
         partial(hand_written.fsdp2, reshard_after_forward=False),
     ),
     "fsdp_offload": (lambda: FSDPStrategy(cpu_offload=True), partial(hand_written.fsdp2, offload=True)),
-    "deepspeed_zero1": (lambda: deepspeed(stage=1), partial(hand_written.deepspeed, stage=1)),
-    "deepspeed_zero2": (lambda: deepspeed(stage=2), partial(hand_written.deepspeed, stage=2)),
-    "deepspeed_zero3": (lambda: deepspeed(stage=3), partial(hand_written.deepspeed, stage=3)),
+    "deepspeed_zero1": (lambda: deepspeed(stage=1, **_BUCKETS), partial(hand_written.deepspeed, stage=1)),
+    "deepspeed_zero2": (lambda: deepspeed(stage=2, **_BUCKETS), partial(hand_written.deepspeed, stage=2)),
+    "deepspeed_zero3": (lambda: deepspeed(stage=3, **_BUCKETS), partial(hand_written.deepspeed, stage=3)),
     "deepspeed_zero1_offload": (
-        lambda: deepspeed(stage=1, offload_optimizer="cpu"),
+        lambda: deepspeed(stage=1, offload_optimizer="cpu", **_BUCKETS),
         partial(hand_written.deepspeed, stage=1, offload=True),
     ),
     "deepspeed_zero2_offload": (
-        lambda: deepspeed(stage=2, offload_optimizer="cpu"),
+        lambda: deepspeed(stage=2, offload_optimizer="cpu", **_BUCKETS),
         partial(hand_written.deepspeed, stage=2, offload=True),
     ),
     "deepspeed_zero3_offload": (
-        lambda: deepspeed(stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
+        lambda: deepspeed(stage=3, offload_optimizer="cpu", offload_parameters="cpu", **_BUCKETS),
         partial(hand_written.deepspeed, stage=3, offload=True),
     ),
 }
@@ -146,7 +148,9 @@ def measure(name: str, hand: Recipe, yardstick: Step, *, rounds: int, warm_up: i
     steps = ALONE + warm_up + rounds
     batches = make_batches(steps, dist.get_rank(), dist.get_world_size())
     turns = Turns(lambda: make_peer(build().denoiser, hand), yardstick, batches, warm_up=warm_up)
-    module = SDLightningModule(build(), optimizer=partial(torch.optim.AdamW, lr=LR, fused=True))
+    model = build()
+    Speed(channels_last=name == "ddp").apply_([model.denoiser])  # as by hand
+    module = SDLightningModule(model, optimizer=partial(torch.optim.AdamW, lr=LR, fused=True))
     trainer = pl.Trainer(
         strategy=make_ours(),
         accelerator="cpu",

@@ -1,7 +1,7 @@
-"""Timing that survives a noisy machine: sides take turns in one run, and medians are compared."""
+"""Timing that survives a noisy machine: sides take turns in one run, and the figures of a round are compared."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Figure = TypeVar("Figure")
@@ -28,12 +28,17 @@ def interleaved(sides: Mapping[str, Callable[[], Figure]], *, rounds: int, warm_
     return taken
 
 
-def medians(taken: Mapping[str, list[float]]) -> dict[str, float]:
-    """The median of every side."""
-    return {name: statistics.median(figures) for name, figures in taken.items()}
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Divide round by round: what slows a round down slows both of its sides down."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-def spread(figures: list[float]) -> float:
-    """Interquartile range over the median: how far one figure can be trusted."""
+def fastest(taken: Mapping[str, Sequence[float]], names: Iterable[str]) -> str:
+    """Return which of some sides has the smallest median."""
+    return min(names, key=lambda name: statistics.median(taken[name]))
+
+
+def spread(figures: Sequence[float]) -> float:
+    """Return the interquartile range of the rounds, in their own unit: how far their median can be trusted."""
     first, _, third = statistics.quantiles(figures, n=4)
-    return (third - first) / statistics.median(figures)
+    return third - first

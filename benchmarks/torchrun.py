@@ -17,13 +17,8 @@ def torchrun(script: str, world_size: int, *arguments: object) -> dict[str, Any]
         results = Path(folder) / "results.json"
         command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={world_size}", str(HERE / script), str(results), *map(str, arguments)]
-        paths = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH")]
-        done = subprocess.run(
-            command,
-            env=os.environ
-            | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdout=sys.stderr,  # stdout carries the result
-        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(command, env=environment, stdout=sys.stderr)  # stdout carries the result
         if done.returncode != 0:
             raise RuntimeError(f"{script} ended with {done.returncode}; see above")
         found: dict[str, Any] = json.loads(results.read_text())

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -42,6 +43,9 @@ PARTS = {
 }
 """Parts of `make test-full`: name -> what it proves. Each takes at most 40 minutes on two cores."""
 
+ORIGIN = pytest.StashKey[Any]()
+"""`lines.Origin` of the run of a part, from benchmarks/."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=PARTS, help="run this part of the full suite, and nothing else")
@@ -49,15 +53,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped: all it needs is installed")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Note, before it runs, which commit a part of the full suite proves."""
+    if config.getoption("--part") is not None:
+        sys.path.insert(0, str(REPO / "benchmarks"))
+        from lines import Origin
+
+        config.stash[ORIGIN] = Origin.now()
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Tell which commit a part of the full suite proves."""
     part = config.getoption("--part")
-    if part is None:
-        return None
-    git = ["git", "-C", str(REPO)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
-    return f"part {part} of the full suite ({PARTS[part]}) at {commit or 'no commit'}{', changed' if changed else ''}"
+    return None if part is None else f"part {part} of the full suite ({PARTS[part]}) at {config.stash[ORIGIN].commit}"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -81,13 +89,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     part, results = (terminalreporter.config.getoption(name) for name in ("--part", "--results"))
     counts = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
     if part and results and any(counts.values()) and "PYTEST_XDIST_WORKER" not in os.environ:
-        sys.path.insert(0, str(REPO / "benchmarks"))
-        from run import add_line
+        from lines import add_line
 
         alone = terminalreporter.config.getoption("markexpr").startswith("full and alone")
-        add_line(
-            f"test_full_{part}{'_alone' if alone else ''}", counts | {"seconds": round(time.time() - START)}, results
-        )
+        seconds = round(time.time() - START)
+        name = f"test_full_{part}{'_alone' if alone else ''}"
+        add_line(name, counts | {"seconds": seconds}, results, origin=terminalreporter.config.stash[ORIGIN])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

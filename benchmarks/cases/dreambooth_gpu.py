@@ -12,6 +12,10 @@ from pathlib import Path
 from cases.dreambooth_memory import forecast_of
 
 BARS: dict[str, str] = {}
+TABLE = {
+    "peak of the DreamBooth presets on a GPU, measured; predicted, GB: 8 GB with sd15": "{8gb-sd15_peak_gb}; "
+    "{8gb-sd15_predicted_gb}",
+}
 
 
 def measure(

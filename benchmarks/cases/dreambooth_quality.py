@@ -17,6 +17,12 @@ BARS = {
     "generic_is_subject_worst": "<= 0.1",  # pictures of the caption that fits all digits that show the subject
     "no_prior_digits": "<= 0.2",  # what this guards against
 }
+TABLE = {
+    "five photos of a new glyph, worst of three seeds: pictures that show it; prompted digits that are right; generic "
+    "captions that draw the glyph; prompted digits without prior preservation": (
+        "{subject_worst:.0%}; {digits_worst:.0%}; {generic_is_subject_worst:.0%}; {no_prior_digits:.0%}"
+    ),
+}
 SUBJECT = "a handwritten sks digit"
 SEEDS = (0, 1, 2)
 NO_PRIOR = ("with_prior_preservation=false", "class_prompts=[]", "data.batch_size=10")

@@ -1,18 +1,31 @@
-"""Our training against diffusers' own train_text_to_image.py: steady images per second, and whole processes."""
+"""Our training against diffusers' own train_text_to_image.py: what each adds to the denoiser, and whole steps."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from timing import interleaved, medians, spread
+from timing import fastest, interleaved, ratios
 
-BARS = {"speedup": ">= 1.3"}
+REVISION = 2
+BARS = {"outside_vs_diffusers": "<= 0.5", "outside_cached_vs_diffusers": "<= 0.2", "speedup": ">= 1.3"}
+TABLE = {
+    "milliseconds of a step outside the UNet's forward and backward: ours; with cached latents; diffusers' "
+    "`train_text_to_image.py`; ours to theirs, both": (
+        "{ours_outside_ms}; {ours_cached_outside_ms}; {diffusers_outside_ms}; {outside_vs_diffusers} ×, "
+        "{outside_cached_vs_diffusers} ×"
+    ),
+    "our images per second to theirs; with cached latents": "{speedup} ×; {speedup_cached} ×",
+    "milliseconds of the UNet's forward and backward: ours; theirs": "{ours_denoiser_ms}; {diffusers_denoiser_ms}",
+}
 NEEDS = {"DIFFUSERS_SCRIPT": "the path of examples/text_to_image/train_text_to_image.py in a checkout of diffusers"}
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -22,14 +35,20 @@ STEPS_PER_EPOCH = 28  # 1792 digits: whole batches only, as the one side drops a
 LEARNING_RATE = 1e-4
 THREADS = 2
 NUM_WORKERS = 0  # two threads on two cores leave none to a worker
+PEER_WORKERS = {"diffusers_alone": NUM_WORKERS, "diffusers_prefetch": 1}
+"""Workers of the peer's loader; the faster side counts."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """One run of a training process."""
 
-    images_per_second: float
-    """From the end of the warm-up steps to the end of the last step, both seen by a hook of torch.optim."""
+    step_ms: float
+    """Of the steps after the warm-up: their mean, from a hook of torch.optim."""
+    denoiser_ms: float
+    """Median of what forward and backward of the UNet took of them."""
+    outside_ms: float
+    """Median of the rest of them: encoders, data, noise, optimizer, EMA, hooks."""
     seconds: float
     """The whole process, imports and saving included."""
 
@@ -47,8 +66,8 @@ def write_images(folder: Path) -> None:
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def peer_command(script: str, folder: Path, *, steps: int) -> list[str]:
-    """The command line of diffusers' script, without what comes before it to write the stamps."""
+def peer_command(script: str, folder: Path, *, steps: int, workers: int = NUM_WORKERS) -> list[str]:
+    """Return the command line of diffusers' script, without what comes before it to write the stamps."""
     options = {
         "pretrained_model_name_or_path": folder / "pipeline",
         "train_data_dir": folder / "images",
@@ -56,7 +75,7 @@ def peer_command(script: str, folder: Path, *, steps: int) -> list[str]:
         "cache_dir": folder / "cache",
         "resolution": RESOLUTION,
         "train_batch_size": BATCH_SIZE,
-        "dataloader_num_workers": NUM_WORKERS,
+        "dataloader_num_workers": workers,
         "max_train_steps": steps,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler": "constant",
@@ -71,7 +90,7 @@ def peer_command(script: str, folder: Path, *, steps: int) -> list[str]:
 
 
 def our_command(folder: Path, *, steps: int, cached: bool) -> list[str]:
-    """The command line of ``sd_lightning.train`` with the same settings."""
+    """Return the command line of ``sd_lightning.train`` with the same settings."""
     return [
         "sd_lightning.train",
         "model=tiny_frozen",
@@ -89,7 +108,7 @@ def our_command(folder: Path, *, steps: int, cached: bool) -> list[str]:
         "optimizer.betas=[0.9,0.999]",
         "lr_scheduler=none",
         "callbacks.ema.decay=0.9999",
-        "speed.channels_last=true",  # a switch that the peer does not have; the numbers are the same float32
+        "speed.channels_last=true",
         "~callbacks.samples",
         "callbacks.checkpoint.every_n_steps=0",
         "trainer.accelerator=cpu",
@@ -99,18 +118,32 @@ def our_command(folder: Path, *, steps: int, cached: bool) -> list[str]:
     ]
 
 
-def steady_images_per_second(stamps: list[float], *, warm_up: int) -> float:
-    """Images per second from the end of step ``warm_up`` to the end of the last one."""
-    return (len(stamps) - warm_up) * BATCH_SIZE / (stamps[-1] - stamps[warm_up - 1])
+def peers() -> dict[str, dict[str, Any]]:
+    """Return the script, by its commit or else its contents, and what it is run with."""
+    script = Path(os.environ["DIFFUSERS_SCRIPT"])
+    git = ["git", "-C", str(script.parent), "log", "-1", "--format=%H", "--", script.name]
+    found = subprocess.run(git, capture_output=True, text=True).stdout.strip() if script.is_file() else ""
+    if script.is_file() and not found:
+        found = f"sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:16]}"
+    settings = {"optimizer": "AdamW(fused=True)", "memory_format": "channels_last", "threads": THREADS}
+    command = " ".join(peer_command("", Path(), steps=0)[1:])
+    return {"train_text_to_image.py": {"version": found, "command": command, "workers": PEER_WORKERS, **settings}}
+
+
+def of_stamps(stamps: dict[str, list[float]], *, warm_up: int, seconds: float) -> Measured:
+    """Take a run apart, without its first steps."""
+    steps, denoiser = stamps["steps"], [1e3 * each for each in stamps["denoiser"]]
+    periods = [1e3 * (end - begin) for begin, end in zip(steps, steps[1:])][warm_up - 1 :]
+    kept = denoiser[warm_up:]
+    outside = [period - inside for period, inside in zip(periods, kept, strict=True)]
+    return Measured(sum(periods) / len(periods), median(kept), median(outside), seconds)
 
 
 def run_training(launcher: str, command: list[str], folder: Path, *, steps: int, warm_up: int) -> Measured:
     """Run one training in a process of its own."""
     stamps = folder / "stamps.json"
     stamps.unlink(missing_ok=True)
-    paths = [str(BENCHMARKS.parent / "src"), os.environ.get("PYTHONPATH")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": str(THREADS),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -129,19 +162,21 @@ def run_training(launcher: str, command: list[str], folder: Path, *, steps: int,
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
         raise RuntimeError(f"{command[0]} ended with {done.returncode}: {last}")
-    times: list[float] = json.loads(stamps.read_text())
-    if len(times) != steps:
-        raise RuntimeError(f"{command[0]} made {len(times)} optimizer steps; expected {steps}")
-    return Measured(steady_images_per_second(times, warm_up=warm_up), seconds)
+    found = json.loads(stamps.read_text())
+    if len(found["steps"]) != steps:
+        raise RuntimeError(f"{command[0]} made {len(found['steps'])} optimizer steps; expected {steps}")
+    return of_stamps(found, warm_up=warm_up, seconds=seconds)
 
 
-def measure(rounds: int = 3, steps: int = 3 * STEPS_PER_EPOCH, warm_up: int = STEPS_PER_EPOCH) -> dict[str, float]:
-    """Medians over interleaved runs; every ratio is above 1 where ours is faster.
+def measure(
+    rounds: int = 3, steps: int = 3 * STEPS_PER_EPOCH, warm_up: int = STEPS_PER_EPOCH
+) -> dict[str, float | list[float]]:
+    """Interleaved runs of whole processes.
 
     Args:
         rounds: Runs of each side that count; a short one before them fills the caches of files and of the data set.
         steps: Optimizer steps per run.
-        warm_up: Steps at the beginning of each run that the steady rate leaves out, and with them the imports.
+        warm_up: Steps at the beginning of each run that do not count, and with them the imports.
     """
     from sd_lightning import LatentDiffusion
 
@@ -154,34 +189,41 @@ def measure(rounds: int = 3, steps: int = 3 * STEPS_PER_EPOCH, warm_up: int = ST
         LatentDiffusion.build("tiny").save_pretrained(folder / "pipeline")
         write_images(folder / "images")
 
-        def sides(steps: int, warm_up: int) -> dict[str, Callable[[], Measured]]:
-            commands = {
-                "diffusers": ("diffusers_peer.py", peer_command(script, folder, steps=steps)),
-                "ours": ("step_stamps.py", our_command(folder, steps=steps, cached=False)),
-                "ours_cached": ("step_stamps.py", our_command(folder, steps=steps, cached=True)),
-            }
+        def side(name: str, steps: int, warm_up: int) -> Measured:
+            if name in PEER_WORKERS:
+                command = peer_command(script, folder, steps=steps, workers=PEER_WORKERS[name])
+                return run_training("diffusers_peer.py", command, folder, steps=steps, warm_up=warm_up)
+            command = our_command(folder, steps=steps, cached=name == "ours_cached")
+            return run_training("step_stamps.py", command, folder, steps=steps, warm_up=warm_up)
 
-            def side(launcher: str, command: list[str]) -> Callable[[], Measured]:
-                return lambda: run_training(launcher, command, folder, steps=steps, warm_up=warm_up)
-
-            return {key: side(*both) for key, both in commands.items()}
-
-        interleaved(sides(2, 1), rounds=1, warm_up=0)
-        taken = interleaved(sides(steps, warm_up), rounds=rounds, warm_up=0)
-    return summarize(taken) | {"rounds": rounds, "steps": steps, "warm_up_steps": warm_up}
+        names = ("ours", "ours_cached", *PEER_WORKERS)
+        interleaved({name: partial(side, name, 2, 1) for name in names}, rounds=1, warm_up=0)
+        taken = interleaved({name: partial(side, name, steps, warm_up) for name in names}, rounds=rounds, warm_up=0)
+    return summarize(taken) | {"steps": steps, "warm_up_steps": warm_up}
 
 
-def summarize(taken: dict[str, list[Measured]]) -> dict[str, float]:
-    """Turn the runs of the sides into metrics."""
-    rates = {side: [run.images_per_second for run in runs] for side, runs in taken.items()}
-    rate = medians(rates)
-    seconds = medians({side: [run.seconds for run in runs] for side, runs in taken.items()})
-    return {
-        "speedup": rate["ours"] / rate["diffusers"],
-        "speedup_cached": rate["ours_cached"] / rate["diffusers"],
-        "whole_process_ratio": seconds["diffusers"] / seconds["ours"],
-        "whole_process_ratio_cached": seconds["diffusers"] / seconds["ours_cached"],
-        **{f"{side}_images_per_second": value for side, value in rate.items()},
-        **{f"{side}_seconds": value for side, value in seconds.items()},
-        "spread": max(spread(figures) for figures in rates.values()) if len(taken["ours"]) > 1 else 0.0,
+def summarize(taken: dict[str, list[Measured]]) -> dict[str, float | list[float]]:
+    """Turn the runs of the sides into metrics; every speed-up is above 1 where ours is faster."""
+    step_ms = {side: [run.step_ms for run in runs] for side, runs in taken.items()}
+    best = fastest(step_ms, PEER_WORKERS)
+    sides = {"ours": taken["ours"], "ours_cached": taken["ours_cached"], "diffusers": taken[best]}
+    metrics: dict[str, float | list[float]] = {"peer_workers": PEER_WORKERS[best]}
+    for name, runs in sides.items():
+        metrics |= {
+            f"{name}_images_per_second": [1e3 * BATCH_SIZE / run.step_ms for run in runs],
+            f"{name}_denoiser_ms": [run.denoiser_ms for run in runs],
+            f"{name}_outside_ms": [run.outside_ms for run in runs],
+            f"{name}_seconds": [run.seconds for run in runs],
+        }
+
+    def ratio(ours: str, theirs: str, field: str) -> list[float]:
+        return ratios(*([getattr(run, field) for run in sides[name]] for name in (ours, theirs)))
+
+    return metrics | {
+        "outside_vs_diffusers": ratio("ours", "diffusers", "outside_ms"),
+        "outside_cached_vs_diffusers": ratio("ours_cached", "diffusers", "outside_ms"),
+        "speedup": ratio("diffusers", "ours", "step_ms"),
+        "speedup_cached": ratio("diffusers", "ours_cached", "step_ms"),
+        "whole_process_ratio": ratio("diffusers", "ours", "seconds"),
+        "whole_process_ratio_cached": ratio("diffusers", "ours_cached", "seconds"),
     }

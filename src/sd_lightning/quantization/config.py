@@ -14,7 +14,7 @@ Linear = Literal["bitsandbytes", "torchao", "weight_only"]
 Layer = Literal["linear", "conv2d", "embedding"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 
-# What each of these costs and saves is measured by benchmarks/int8_layers.py; see docs/int8.md.
+# What each of these costs and saves is measured by `benchmarks/run.py int8_layers`; see docs/int8.md.
 EXCLUDED = ("time_embedding", "conv_in", "conv_out", "quant_conv", "post_quant_conv", "position_embedding")
 FLOAT_INPUTS = ("proj_in", "proj_out")
 QUANT_METHOD = "sd_lightning_int8"

@@ -220,7 +220,7 @@ def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
     stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
     keys = pipeline_folder.file_keys(network.component, stored)
     return network.changed(
-        {keys[plain]: streamed_tensor.store.streamed(prefix + live) for plain, live in stored.items()}
+        {keys[plain]: store.streamed(prefix + live) for plain, live in stored.items()}
     )
 
 

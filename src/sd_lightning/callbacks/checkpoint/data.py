@@ -82,8 +82,8 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
 
     def look() -> tuple[Change | None, dict[str, str]]:
         change = compare_data(datamodule, saved, path)
-        counted = isinstance(datamodule, CountedData)
-        return change, datamodule.still_bad(saved.get("bad_samples", {})) if counted else {}
+        bad = saved.get("bad_samples", {})
+        return change, datamodule.still_bad(bad) if isinstance(datamodule, CountedData) else {}
 
     change, bad = on_rank_zero(trainer, look)
     if saved.get("data") is None:

@@ -12,7 +12,8 @@ ORDER = (
     ("_imports", "_launchers", "_console"),
     ("_conf",),
     ("state",),
-    ("storage", "diffusion", "gemini", "report"),
+    ("storage", "diffusion", "gemini"),
+    ("report",),
     ("models",),
     ("data",),
     ("quantization",),
@@ -22,7 +23,8 @@ ORDER = (
     ("planner",),
     ("callbacks",),
     ("apps",),
-    ("train", "dreambooth", "generate", "export"),
+    ("train", "generate", "export"),
+    ("dreambooth",),
 )
 """Rooms (folders, and files in the root) from the lowest up. Those of one row do not know each other."""
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

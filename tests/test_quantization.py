@@ -647,7 +647,10 @@ def test_loading_sd21_needs_little_more_memory_than_it_is_in_int8(
 def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
     run_python: Callable[..., Any], repo: Path
 ) -> None:
-    """Squared error of the output per weight, by the default kernel, on the shapes of sd21."""
+    """Squared error of the output per weight, on the shapes of sd21, by the kernel that suffers most.
+
+    The files are the same for all kernels, so that one list is for all of them.
+    """
     table = run_python(repo / "benchmarks/int8_layers.py", timeout=800, check=True).stdout
     row = re.compile(r"(\w[^\d\n]*?) +([\d,]+) +[\d.]+%  weight_only (\S+)  bitsandbytes (\S+)")
     measured: dict[str, dict[str, tuple[int, float, float]]] = {}
@@ -660,9 +663,9 @@ def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
     assert measured.keys() == {"unet", "vae", "text_encoder"}
     checked = set()
     for rows in measured.values():
-        cost = {name: figures[1] ** 2 / figures[0] for name, figures in rows.items()}
+        costs = [{name: each[kernel] ** 2 / each[0] for name, each in rows.items()} for kernel in (1, 2)]
         for name in EXCLUDED & rows.keys():
-            assert cost[name] > 2 * cost["all"], name
+            assert any(cost[name] > 2 * cost["all"] for cost in costs), name
             checked.add(name)
     assert checked == EXCLUDED - {"quant_conv"}, "which is the encoder's post_quant_conv"
     _, weight_only, bitsandbytes = measured["unet"]["proj_in, proj_out"]

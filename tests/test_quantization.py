@@ -647,9 +647,9 @@ def test_loading_sd21_needs_little_more_memory_than_it_is_in_int8(
 def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
     run_python: Callable[..., Any], repo: Path
 ) -> None:
-    """Squared error of the output per weight, on the shapes of sd21, by the kernel that suffers most.
+    """Squared error of the output per weight, on the shapes of sd21, by both kernels.
 
-    The files are the same for all kernels, so that one list is for all of them.
+    ``time_embedding`` is left out for bitsandbytes alone: the files, and so the list, are the same for all kernels.
     """
     table = run_python(repo / "benchmarks/int8_layers.py", timeout=800, check=True).stdout
     row = re.compile(r"(\w[^\d\n]*?) +([\d,]+) +[\d.]+%  weight_only (\S+)  bitsandbytes (\S+)")
@@ -665,7 +665,8 @@ def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
     for rows in measured.values():
         costs = [{name: each[kernel] ** 2 / each[0] for name, each in rows.items()} for kernel in (1, 2)]
         for name in EXCLUDED & rows.keys():
-            assert any(cost[name] > 2 * cost["all"] for cost in costs), name
+            by_weight_only, by_bitsandbytes = (cost[name] > 2 * cost["all"] for cost in costs)
+            assert by_bitsandbytes and by_weight_only == (name != "time_embedding"), name
             checked.add(name)
     assert checked == EXCLUDED - {"quant_conv"}, "which is the encoder's post_quant_conv"
     _, weight_only, bitsandbytes = measured["unet"]["proj_in, proj_out"]

@@ -648,13 +648,15 @@ def test_loading_sd21_needs_little_more_memory_than_it_is_in_int8(
 def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
     run_python: Callable[..., Any], repo: Path
 ) -> None:
-    """Squared error of the output per weight, by the default kernel, on the shapes of sd21: the benchmark's bars."""
+    """Squared error of the output per weight, on the shapes of sd21, by both kernels: the benchmark's bars.
+
+    ``time_embedding`` is left out for bitsandbytes alone: the files, and so the list, are the same for all kernels.
+    """
     done = run_python(repo / "benchmarks/run.py", "int8_layers", "--dry-run", timeout=800)
     assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout.splitlines()[-1])
-    metrics = row["metrics"]
-    costs = {name.removesuffix("_cost"): cost for name, cost in metrics.items() if name.endswith("_cost")}
+    metrics = json.loads(done.stdout.splitlines()[-1])["metrics"]
     for name in EXCLUDED - {"quant_conv"}:  # which is the encoder's post_quant_conv
-        measured = [cost for group, cost in costs.items() if group.partition("_")[2].endswith(name)]
-        assert measured and min(measured) > 2, name
+        for kernel, outliers in (("weight_only", name != "time_embedding"), ("bitsandbytes", True)):
+            costs = [cost for key, cost in metrics.items() if key.endswith(f"_{name}_{kernel}_cost")]
+            assert costs and all((cost > 2) == outliers for cost in costs), (name, kernel)
     assert metrics["unet_proj_bitsandbytes"] > 2 * metrics["unet_proj_weight_only"]

@@ -181,16 +181,24 @@ def test_accumulated_batches_are_one_step(tmp_path: Path, clock: Clock) -> None:
     assert read_metrics(tmp_path)["perf/images_per_second"] == [(s, pytest.approx(4.0)) for s in (1, 2, 3)]
 
 
-def test_the_datamodules_global_batch_size_is_what_counts(tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.parametrize(("is_ours", "expected"), [(True, 32.0), (False, 4.0)])
+def test_a_global_batch_size_counts_and_that_of_another_datamodule_does_not(
+    tmp_path: Path, clock: Clock, is_ours: bool, expected: float
+) -> None:
     class Data(LightningDataModule):
         batch_size = 32
 
         def train_dataloader(self) -> DataLoader:
             return loader(clock)
 
+    class Resumable(Data):
+        train_sampler = None
+
+        def resume(self, epoch: int, batches_done: int) -> None: ...
+
     speed = Throughput()
-    trainer(tmp_path, speed).fit(Model(clock), datamodule=Data())
-    assert speed.summary()["images_per_second"] == pytest.approx(32.0)
+    trainer(tmp_path, speed).fit(Model(clock), datamodule=Resumable() if is_ours else Data())
+    assert speed.summary()["images_per_second"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("window", "expected"), [(1, 4 / 9), (4, 16 / 12), (20, 44 / 19)])

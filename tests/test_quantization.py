@@ -656,7 +656,7 @@ def test_excluded_layers_cost_more_for_what_they_save_than_all_together(
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout.splitlines()[-1])["metrics"]
     for name in EXCLUDED - {"quant_conv"}:  # which is the encoder's post_quant_conv
-        for kernel, outliers in (("weight_only", name != "time_embedding"), ("bitsandbytes", True)):
+        for kernel, dear in (("weight_only", name != "time_embedding"), ("bitsandbytes", True)):
             costs = [cost for key, cost in metrics.items() if key.endswith(f"_{name}_{kernel}_cost")]
-            assert costs and all((cost > 2) == outliers for cost in costs), (name, kernel)
+            assert costs and all((cost > 2) == dear for cost in costs), (name, kernel)
     assert metrics["unet_proj_bitsandbytes"] > 2 * metrics["unet_proj_weight_only"]

@@ -175,6 +175,7 @@ def _captions(source: Source) -> Iterator[str]:
 
 
 def _log_image(logger: Any, grid: Image.Image, step: int) -> None:
+    # By what loggers of several packages have in common: importing these to compare classes takes seconds.
     if hasattr(logger, "log_image"):  # Weights & Biases
         logger.log_image("samples", [grid], step=step)
     elif hasattr(logger.experiment, "add_image"):  # TensorBoard

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -17,6 +17,7 @@ from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.contract import global_batch_size
 from sd_lightning.gemini.probe import peak_allocated
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,15 @@ _GIB = 2**30
 _DENSE_16BIT_FLOPS = {"h100 nvl": 835.5e12, "h200": 989.5e12}
 """Dense bf16/fp16 tensor-core peaks (NVIDIA datasheets, half of the "with sparsity" figure) of the chips for which
 Lightning's table holds the sparse figure or no entry under the name that the driver reports."""
+
+
+@runtime_checkable
+class CountsFlops(Protocol):
+    """A module that knows its floating-point operations, for ``perf/mfu``."""
+
+    def flops_per_sample(self, batch: Any) -> int:
+        """Return the operations of one training step for one sample of ``batch``, forward and backward."""
+        ...
 
 
 class PauseListener:
@@ -140,7 +150,7 @@ class Throughput(Callback, PauseListener):
     - ``perf/peak_memory_gib``: largest allocated CUDA memory of rank 0's device, else largest resident size of its
       process (not on Windows),
     - ``perf/mfu``: model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), in [0, 1]: achieved by peak FLOP/s,
-      if the module has ``flops_per_sample(batch) -> int`` (forward and backward).
+      if the module is :class:`CountsFlops`.
 
     Validation, checkpoints and what other callbacks mark with :func:`paused` count neither as speed nor as wait. The
     first step of a run is left out: it holds warm-up, compilation and the start of the workers.
@@ -261,11 +271,10 @@ class Throughput(Callback, PauseListener):
             torch.cuda.synchronize(self._device)
 
     def _prepare_mfu(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        count = getattr(pl_module, "flops_per_sample", None)
-        if count is None:
+        if not isinstance(pl_module, CountsFlops):
             log.info("Throughput logs no perf/mfu: %s has no flops_per_sample(batch).", type(pl_module).__name__)
             return
-        self._flops_per_sample = int(count(batch))
+        self._flops_per_sample = pl_module.flops_per_sample(batch)
         self._peak_flops = peak_flops(self._device, _compute_dtype(str(trainer.precision))) * trainer.world_size
 
     def _values(self, begin: _Mark | None, end: _Mark | None) -> dict[str, float]:
@@ -351,11 +360,8 @@ def _rate(begin: _Mark, end: _Mark) -> float:
 
 
 def _global_batch_size(trainer: Trainer, batch: Any) -> int:
-    datamodule = getattr(trainer, "datamodule", None)
-    declared = getattr(datamodule, "batch_size", None)
-    if isinstance(declared, int):
-        return declared
-    return _num_samples(batch) * trainer.world_size * trainer.accumulate_grad_batches
+    declared = global_batch_size(trainer)
+    return declared or _num_samples(batch) * trainer.world_size * trainer.accumulate_grad_batches
 
 
 def _num_samples(batch: Any) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from sd_lightning.data.fingerprint import Change, Fingerprint
     from sd_lightning.data.sampler import GlobalBatchSampler
     from sd_lightning.models.encoder import LatentEncoder
@@ -28,6 +30,15 @@ class ResumableData(Protocol):
 
     def resume(self, epoch: int, batches_done: int) -> None:
         """Continue ``epoch`` after its first ``batches_done`` global batches; called before the first batch."""
+
+
+def global_batch_size(trainer: pl.Trainer) -> int | None:
+    """Return samples per optimizer step over all processes, if the trainer's data tell.
+
+    A ``batch_size`` of other datamodules is not read: in most of them it is that of one process.
+    """
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return data.batch_size if isinstance(data, ResumableData) else None
 
 
 @runtime_checkable

@@ -252,11 +252,9 @@ def _convert_buffers(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _position(networks: Sequence[str], name: str) -> tuple[int, ...]:
-    """Return a sort key for the order in which parts of the trained networks run: text encoders before the UNet."""
-    network, _, part = name.partition(".")
-    if network == "unet":
-        return len(networks), *execution_position(part)
-    return (next(i for i, prefix in enumerate(networks) if f"{name}.".startswith(f"{prefix}.")),)
+    """Return a sort key for the order in which parts of the trained networks run; networks are in that order."""
+    index, prefix = next((i, each) for i, each in enumerate(networks) if f"{name}.".startswith(f"{each}."))
+    return index, *execution_position(name.removeprefix(prefix).removeprefix("."))
 
 
 def gemini(

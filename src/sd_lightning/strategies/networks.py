@@ -26,7 +26,10 @@ class TrainingProtocol(Protocol):
     """Whether batches stay as they are under every precision: the module itself casts what its networks take."""
 
     def trained_networks(self) -> dict[str, nn.Module]:
-        """Return the networks to train, by the prefix of their parameters' names; children by default."""
+        """Return the networks to train, by the prefix of their parameters' names, in the order in which they run.
+
+        The default is the module's children.
+        """
         ...
 
     def repeated_blocks(self) -> Mapping[str, nn.Module]:

@@ -136,8 +136,8 @@ class SDLightningModule(pl.LightningModule):
             freeze_unused(latent_diffusion.networks[name], unused)
 
     def trained_networks(self) -> dict[str, nn.Module]:
-        """Return the networks that are trained, by name: what strategies shard."""
-        names = (self.latent_diffusion.family.denoiser, *self._text_encoder_names)
+        """Return the networks that are trained, by name, in the order in which they run: what strategies shard."""
+        names = (*self._text_encoder_names, self.latent_diffusion.family.denoiser)
         return {name: self.get_submodule(name) for name in names}
 
     @property

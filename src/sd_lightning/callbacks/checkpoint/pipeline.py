@@ -62,7 +62,7 @@ def write_pipeline(run_dir: Path, tmp: Path, module: SDLightningModule, *, avera
         if word is not None:
             path = f"pipeline/{WORD_NAME}"
             rows = {name: weights[name].last_row(key) for name, key in word.names(networks).items()}
-            digests[path] = word.write(tmp / path, rows)
+            digests[path] = word.write(tmp / path, rows, module.latent_diffusion.family)
     return digests
 
 

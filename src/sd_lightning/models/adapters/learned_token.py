@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families import Family
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.streamed_tensor import write_tensors
 
@@ -94,18 +95,18 @@ class LearnedToken:
             )
         return None if self.initializer_token is None else self._id_of(self.initializer_token, tokenizer)
 
-    def write(self, file: Path, rows: Mapping[str, Tensor]) -> str:
+    def write(self, file: Path, rows: Mapping[str, Tensor], family: Family) -> str:
         """Write what the word means, for ``pipeline.load_textual_inversion`` of the model that it was learned with.
 
         Args:
             file: Path of the file.
-            rows: By text encoder, (1, D). Of several, the first is CLIP ViT-L and the second OpenCLIP ViT-bigG.
+            rows: By text encoder, (1, D), in the order of ``family.text_encoders``.
+            family: The model's.
 
         Returns:
             The SHA-256 of the file.
         """
-        keys = (self.placeholder_token,) if len(rows) == 1 else ("clip_l", "clip_g")
-        return write_tensors(file, dict(zip(keys, rows.values(), strict=True)))
+        return write_tensors(file, dict(zip(family.embedding_keys(self.placeholder_token), rows.values(), strict=True)))
 
     @staticmethod
     def names(networks: Mapping[str, nn.Module]) -> dict[str, str]:

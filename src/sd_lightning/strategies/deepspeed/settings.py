@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_only
 from torch import nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.contract import global_batch_size
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import Extension, check_buildable, import_deepspeed
 from sd_lightning.strategies.deepspeed.config import load, name_of
@@ -158,7 +159,7 @@ class DeepSpeedSettings:
         same = (
             ("gradient_accumulation_steps", "trainer.accumulate_grad_batches", trainer.accumulate_grad_batches),
             ("gradient_clipping", "trainer.gradient_clip_val", trainer.gradient_clip_val),
-            ("train_batch_size", "data.batch_size", batch_size_of(trainer)),
+            ("train_batch_size", "data.batch_size", global_batch_size(trainer)),
         )
         for key, name, value in same:
             asked = self.get(key)
@@ -196,7 +197,7 @@ class DeepSpeedSettings:
             trainer: Its sizes and precision fill "auto" in.
             swap_folder: Where this process swaps to.
         """
-        accumulate, batch_size = trainer.accumulate_grad_batches, batch_size_of(trainer)
+        accumulate, batch_size = trainer.accumulate_grad_batches, global_batch_size(trainer)
         micro = self.get("train_micro_batch_size_per_gpu", 1)
         if batch_size is not None:
             micro = max(1, batch_size // (trainer.world_size * accumulate))
@@ -214,11 +215,6 @@ class DeepSpeedSettings:
             zero["offload_optimizer"]["nvme_path"] = str(swap_folder)
             zero.setdefault("sub_group_size", _NVME_SUB_GROUP_SIZE)
         return config
-
-
-def batch_size_of(trainer: Any) -> int | None:
-    """Return the global batch size, if the data say it: those of others may not."""
-    return getattr(getattr(trainer, "datamodule", None), "batch_size", None)
 
 
 def _as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:

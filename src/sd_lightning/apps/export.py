@@ -219,9 +219,7 @@ def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
     prefix = f"master/{name}."
     stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
     keys = pipeline_folder.file_keys(network.component, stored)
-    return network.changed(
-        {keys[plain]: store.streamed(prefix + live) for plain, live in stored.items()}
-    )
+    return network.changed({keys[plain]: store.streamed(prefix + live) for plain, live in stored.items()})
 
 
 def write_pipeline(source: Source, model: Model, folder: Path, request: Request) -> None:

@@ -55,11 +55,11 @@ IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(1) and not alo
 ALONE = $(RUN) -m pytest -m "$(1) and alone and not gpu"
 
 test: $(STAMP)
-	$(call IN_WORKERS,not slow) --ignore=tests/test_colossalai.py $(PYTEST_ARGS)
+	$(call IN_WORKERS,not slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	status=0; $(call IN_WORKERS,slow) --ignore=tests/test_colossalai.py $(PYTEST_ARGS) || status=$$?; \
-	$(call ALONE,slow) --ignore=tests/test_colossalai.py $(PYTEST_ARGS) || status=$$?; exit $$status
+	status=0; $(call IN_WORKERS,slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS) || status=$$?; \
+	$(call ALONE,slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS) || status=$$?; exit $$status
 
 # RESULTS=benchmarks/results keeps a line about it.
 TO_RESULTS = $(if $(RESULTS),--results="$(RESULTS)")
@@ -71,11 +71,11 @@ test-full: $(STAMP)
 COLOSSALAI := colossalai==0.5.0 galore-torch==1.0 peft einops
 test-colossalai: $(STAMP)
 	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps $(COLOSSALAI)
-	$(RUN) -m pytest -m "not gpu" tests/test_colossalai.py $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not gpu" tests/strategies/test_colossalai.py $(PYTEST_ARGS)
 
 test-torchao: $(STAMP)
 	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torchao]'
-	$(RUN) -m pytest -m "torchao and not gpu" tests/test_quantization.py $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "torchao and not gpu" tests/quantization/test_quantization.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

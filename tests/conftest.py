@@ -1,5 +1,6 @@
 """What every test shares: an offline, deterministic environment, the `gpu` skip, and the trained base model."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from places import REPO
+
 START = time.time()
-REPO = Path(__file__).resolve().parent.parent
 
 # Before torch is imported anywhere, and inherited by the processes that tests start.
 os.environ.update(
@@ -184,6 +186,15 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         return done
 
     return run
+
+
+@pytest.fixture
+def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Compose a program's configuration in an empty folder; see ``composing.Compose``."""
+    import composing
+
+    monkeypatch.chdir(tmp_path)
+    return functools.partial(composing.compose, monkeypatch)
 
 
 @pytest.fixture

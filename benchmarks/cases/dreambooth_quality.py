@@ -30,7 +30,7 @@ NO_PRIOR = ("with_prior_preservation=false", "class_prompts=[]", "data.batch_siz
 
 def measure() -> dict[str, float]:
     """Train the digits once, or take the run that SD_LIGHTNING_TRAINED_RUN names, and teach it the glyph."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
     from glyph import GlyphJudge, write_photos
 
     judge = GlyphJudge()

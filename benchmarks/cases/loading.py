@@ -27,7 +27,7 @@ TABLE = {
         "{int8_from_float16} ×; {int8_from_int8} ×"
     ),
 }
-TESTS = Path(__file__).resolve().parents[2] / "tests"
+SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
 JOBS = {"fsdp": "sd21", "gemini": "sd21", "zero3": "part"}
 """Strategy -> what is loaded: DeepSpeed takes too long with all of sd21."""
 
@@ -39,15 +39,14 @@ def peers() -> dict[str, dict[str, Any]]:
 
 def measure() -> dict[str, float]:
     """Run the jobs of the tests that measure it: the kernel's count of pages, the worse of both ranks."""
-    sys.path[:0] = [str(next(TESTS.rglob(name)).parent) for name in ("loading_driver.py", "test_loading_memory.py")]
+    sys.path.insert(0, str(SUPPORT))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        return _under_strategies(folder) | _in_int8(next(TESTS.rglob("int8_driver.py")), folder)
+        return _under_strategies(folder) | _in_int8(SUPPORT / "int8_driver.py", folder)
 
 
 def _under_strategies(folder: Path) -> dict[str, float]:
-    from loading_driver import torchrun, write_pipeline
-    from test_loading_memory import PART
+    from loading_driver import PART, torchrun, write_pipeline
 
     write_pipeline(folder / "sd21", sample_size=8)
     write_pipeline(folder / "part", **PART)

@@ -6,7 +6,7 @@ partitions and one tensor. The engine then packs the partitions into flat tensor
 
 Measured on two gloo ranks with 150 M float32 weights (blocks of sd21's UNet; 300 MB a rank, the largest tensor 29 MB):
 392 and 427 MB at the peak of partitioning, 1415 and 1460 MB with the engine's flat weights, gradients and buckets.
-tests/test_loading_memory.py measures it, and FSDP2 and Gemini with all of sd21.
+tests/strategies/test_loading_memory.py measures it, and FSDP2 and Gemini with all of sd21.
 """
 
 from __future__ import annotations

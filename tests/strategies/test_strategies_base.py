@@ -1,0 +1,81 @@
+"""The contract of strategies: what others may ask of ours is answered for Lightning's own, too."""
+
+import ast
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy as LightningFSDPStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+import lightning_jobs as jobs
+from places import PACKAGE
+from sd_lightning import UsageError
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.strategies import EngineStrategy, engine_of, registry
+from sd_lightning.strategies.base import is_whole, whole_shape
+
+OURS = [name for name in registry.STRATEGIES if "colossalai" not in name and "_offload" not in name]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_strategy_of_ours_answers_for_itself(name: str) -> None:
+    if "deepspeed" in name:
+        pytest.importorskip("deepspeed")
+    strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
+    assert isinstance(strategy, EngineStrategy) and engine_of(strategy) is strategy
+    assert strategy.owns_precision is ("gemini" in name or "deepspeed" in name)
+    assert strategy.loads_weights is (name in ("sd_fsdp", "gemini", "sd_deepspeed_zero3"))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["auto", SingleDeviceStrategy("cpu"), LightningDDPStrategy(), LightningFSDPStrategy()]
+)
+def test_lightnings_own_hold_whole_weights(strategy: Any) -> None:
+    engine = engine_of(strategy)
+    assert not (engine.loads_weights or engine.owns_precision or engine.moves_weights) and engine.statistics() == {}
+    engine.check(pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu"), jobs.Boring())
+
+
+def test_the_training_state_of_lightnings_own_is_replicated_or_refused() -> None:
+    strategy = SingleDeviceStrategy("cpu")
+    strategy.connect(jobs.Boring())
+    state = engine_of(strategy).training_state()
+    assert type(state) is ReplicatedState and "inner.0.weight" in {shard.name for shard in state.parameter_shards()}
+    with pytest.raises(UsageError, match="strategy=FSDPStrategy, whose training state cannot be read; expected single"):
+        engine_of(LightningFSDPStrategy()).training_state()
+
+
+@pytest.mark.parametrize("scaler", [None, object()])
+def test_an_update_is_skipped_by_its_gradients_unless_a_scaler_does_it(scaler: Any) -> None:
+    strategy, parameter = SingleDeviceStrategy("cpu"), torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    plugin: Any = Precision()
+    plugin.scaler, strategy.precision_plugin = scaler, plugin
+    engine_of(strategy).skip_update(torch.optim.SGD([parameter], lr=0.1))
+    assert (parameter.grad is None) is (scaler is None)
+
+
+def test_a_weight_is_whole_unless_its_values_are_elsewhere() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 2))
+    assert is_whole(weight) and is_whole(weight.to("meta")) and whole_shape(weight) == (4, 2)
+    assert not is_whole(torch.full((), float("nan")).expand(4, 2)), "Gemini's"
+    partitioned: Any = torch.nn.Parameter(torch.empty(0))
+    partitioned.ds_shape = torch.Size([4, 2])
+    assert not is_whole(partitioned) and whole_shape(partitioned) == (4, 2)
+
+
+def test_nobody_asks_a_strategy_or_a_tensor_whether_it_has_a_member() -> None:
+    asked = []
+    for path in PACKAGE.rglob("*.py"):
+        if "strategies" in path.relative_to(PACKAGE).parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                text = ast.unparse(node)
+                if "strategy" in text or any(mark in text for mark in ("ds_", "device_mesh", "taken_apart")):
+                    asked.append(f"{path.name}: {text}")
+    assert asked == []

@@ -51,81 +51,116 @@ CHANGES = (
 """A run that goes on under another strategy and with another optimizer at each step after the third."""
 
 
+class Trained(dict[str, dict[str, Any]]):
+    """What runs found, by name; those of one strategy are trained when the first of them is looked at.
+
+    Args:
+        cases: By world size and name; a name begins with the strategy, and ``after`` names a run that goes before.
+        folder: Where they are trained.
+    """
+
+    def __init__(self, cases: dict[int, dict[str, dict[str, Any]]], folder: Path) -> None:
+        super().__init__()
+        self.cases, self.folder = cases, folder
+        self.failed: dict[str, AssertionError] = {}
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        world = next(size for size, cases in self.cases.items() if name in cases)
+        group = [other for other in self.cases[world] if _group(other) == _group(name)]
+        if _group(name) in self.failed:
+            raise self.failed[_group(name)]
+        for before in {self.cases[world][each]["after"] for each in group if "after" in self.cases[world][each]}:
+            assert self[before]
+        common = {"do": "save", "strategy": "single", "devices": world, "save_at": 0, "steps": STEPS}
+        jobs = {
+            each: common | {"run_dir": str(self.folder / f"{world}-{each}")} | self.cases[world][each] for each in group
+        }
+        try:
+            self.update(run_jobs("strategy_jobs", jobs, self.folder, world_size=world))
+        except AssertionError as error:
+            self.failed[_group(name)] = error
+            raise
+        return self[name]
+
+
+def _group(name: str) -> str:
+    return name.partition(":")[0] if ":" in name else ""
+
+
 def _changing(world: int, first: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Return the jobs of the run of ``CHANGES``, which begins with a checkpoint of another."""
     jobs, resume = {}, str(folder / f"{world}-{first}" / "checkpoints" / "step-00000003")
     run_dir = folder / f"{world}-changed"
     for step, (strategy, optimizer) in enumerate(CHANGES, 4):
-        job = {"strategy": strategy if world > 1 else "single", "optimizer": optimizer, "steps": step}
-        jobs[f"{world}:changed:{step}"] = job | {"resume": resume, "run_dir": str(run_dir)}
+        job = {"strategy": strategy if world > 1 else "single", "optimizer": optimizer, "steps": step, "after": first}
+        jobs[f"changed_{world}:{step}"] = job | {"resume": resume, "run_dir": str(run_dir)}
         resume = str(run_dir / "checkpoints" / f"step-{step:08d}")
     return jobs
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Train everything that the chosen tests look at, in one set of processes per world size."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Everything that the chosen tests look at, trained one strategy after another."""
     pytest.importorskip("deepspeed")
     needed = wanted(request)
     folder = tmp_path_factory.mktemp("strategies")
     accumulate = {"accumulate_grad_batches": 2}
+    evaluated = {"steps": 3, "evaluate": True, "trainer": {"limit_val_batches": 1.0}}
+    frozen_text = {"module": {"train_text_encoder": False}, "steps": 4}
     single = {
         "whole": {},
         "two_halves": {"trainer": accumulate},
         "clipped": {"trainer": {"gradient_clip_val": 0.05}, "steps": 4},
         "fifty": {"steps": 50},
-        "frozen_text": {"module": {"train_text_encoder": False}, "steps": 4},
+        "frozen_text": frozen_text,
         "three": {"steps": 3},
         **_changing(1, "three", folder),
-        "evaluated": {"steps": 3, "evaluate": True, "trainer": {"limit_val_batches": 1.0}},
+        "evaluated": evaluated,
         **{name: options | {"steps": 4} for name, options in VARIATIONS.items()},
     }
     double: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES:
-        double |= {
-            f"{name}:parity": {"strategy": name, "steps": STEPS},
-            f"{name}:fifty": {"strategy": name, "steps": 50},
-            f"{name}:sampled": {"strategy": name, "sample_every": 3, "steps": 8, "trainer": _VALIDATING},
-            f"{name}:not_sampled": {"strategy": name, "steps": 8},
-            f"{name}:clipped": {
-                "strategy": name,
-                "trainer": {"gradient_clip_val": 0.05, **accumulate},
-                "steps": 4,
-            },
-            f"{name}:frozen_text": {"strategy": name, "module": {"train_text_encoder": False}, "steps": 4},
-            f"{name}:bf16": {"strategy": name, "precision": "bf16-mixed", "steps": 4},
-            f"{name}:bf16_true": {"strategy": name, "precision": "bf16-true", "steps": 4},
-            f"{name}:evaluated": {
-                "strategy": name,
-                "steps": 3,
-                "evaluate": True,
-                "trainer": {"limit_val_batches": 1.0},
-            },
-            f"{name}:stopped": {"strategy": name, "steps": 8, "stop_at": 3},
-            f"{name}:resumed": {"strategy": name, "steps": 8, "ckpt_path": str(folder / f"2-{name}:stopped")},
-            **{f"{name}:{key}": {"strategy": name, "steps": 4} | options for key, options in VARIATIONS.items()},
+        every = {
+            "parity": {},
+            "fifty": {"steps": 50},
+            "sampled": {"sample_every": 3, "steps": 8, "trainer": _VALIDATING},
+            "not_sampled": {"steps": 8},
+            "clipped": {"trainer": {"gradient_clip_val": 0.05, **accumulate}, "steps": 4},
+            "frozen_text": frozen_text,
+            "bf16": {"precision": "bf16-mixed", "steps": 4},
+            "bf16_true": {"precision": "bf16-true", "steps": 4},
+            "evaluated": evaluated,
+            "stopped": {"steps": 8, "stop_at": 3},
+            "resumed": {"steps": 8, "ckpt_path": str(folder / f"2-{name}:stopped")},
+            **{key: {"steps": 4} | options for key, options in VARIATIONS.items()},
         }
-    for name in SOME:
-        double[f"{name}:signalled"] = {"strategy": name, "steps": 8, "signal_at": 3}
-        double[f"{name}:bad_loss"] = {"strategy": name, "steps": 4, "save_at": 1, "bad_at": 2}
-        double[f"{name}:ema_on_host"] = {"strategy": name, "steps": 8, "ema_offload": True}
-    double |= _changing(2, "ddp:stopped", folder)
-    four = {f"{name}:four": {"strategy": name, "steps": 8} for name in OF_FOUR}
-    stopped_of_four = {"strategy": "hsdp", "steps": 8, "ckpt_path": str(folder / "4-hsdp:four_stopped")}
-    four |= {"hsdp:four_stopped": {"strategy": "hsdp", "steps": 8, "stop_at": 3}, "hsdp:four_resumed": stopped_of_four}
-    double["ddp:resumed_from_four"] = {"strategy": "ddp", "steps": 8, "ckpt_path": str(folder / "4-hsdp:four_stopped")}
-    double["gemini_auto:sampled"] = double["gemini:sampled"] | {"strategy": "gemini_auto"}
-    double |= {name: {"strategy": name, "steps": 4} for name in (*EXACT_OPTIONS, *ROUNDING_OPTIONS)}
+        if name in SOME:
+            every |= {
+                "signalled": {"steps": 8, "signal_at": 3},
+                "bad_loss": {"steps": 4, "save_at": 1, "bad_at": 2},
+                "ema_on_host": {"steps": 8, "ema_offload": True},
+            }
+        double |= {f"{name}:{key}": {"strategy": name} | case for key, case in every.items()}
     double["ddp:unused"]["strategy"] = "ddp_unused"
-    assert needed <= single.keys() | double.keys() | four.keys()
-    found: dict[str, dict[str, Any]] = {}
-    for world, every in ((1, single), (4, four), (2, double)):
-        cases = {name: case for name, case in every.items() if name in needed}
-        common = {"do": "save", "strategy": "single", "devices": world, "save_at": 0, "steps": STEPS}
-        jobs = {name: common | {"run_dir": str(folder / f"{world}-{name}")} | case for name, case in cases.items()}
-        if jobs:
-            found |= run_jobs("strategy_jobs", jobs, folder, world_size=world, timeout=1500)
-    return found
+    double |= _changing(2, "ddp:stopped", folder)
+    double["gemini_auto:sampled"] = double["gemini:sampled"] | {"strategy": "gemini_auto"}
+    double |= {f"{name}:option": {"strategy": name, "steps": 4} for name in (*EXACT_OPTIONS, *ROUNDING_OPTIONS)}
+    stopped_of_four = str(folder / "4-four:hsdp_stopped")
+    double["after_four:ddp"] = {
+        "strategy": "ddp",
+        "steps": 8,
+        "ckpt_path": stopped_of_four,
+        "after": "four:hsdp_stopped",
+    }
+    four = {f"four:{name}": {"strategy": name, "steps": 8} for name in OF_FOUR}
+    four |= {
+        "four:hsdp_stopped": {"strategy": "hsdp", "steps": 8, "stop_at": 3},
+        "four:hsdp_resumed": {"strategy": "hsdp", "steps": 8, "ckpt_path": stopped_of_four},
+    }
+    every_case = {1: single, 2: double, 4: four}
+    assert needed <= {name for cases in every_case.values() for name in cases}
+    chosen = {world: {n: case for n, case in cases.items() if n in needed} for world, cases in every_case.items()}
+    return Trained(chosen, folder)
 
 
 _VALIDATING = {"limit_val_batches": 1, "val_check_interval": 4}
@@ -136,7 +171,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.mark.needs("whole", "two_halves", "{name}:parity")
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_losses_and_weights_are_those_of_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_losses_and_weights_are_those_of_one_process(results: Trained, name: str) -> None:
     whole, ours = results["whole"], results[f"{name}:parity"]
     assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-6)
     for kind in ("master", "ema"):
@@ -147,29 +182,28 @@ def test_losses_and_weights_are_those_of_one_process(results: dict[str, dict[str
 
 @pytest.mark.needs("whole", "fifty", "{name}:fifty")
 @pytest.mark.parametrize("name", keep(["gemini"], STRATEGIES))
-def test_the_average_of_fifty_steps_is_that_of_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_the_average_of_fifty_steps_is_that_of_one_process(results: Trained, name: str) -> None:
     assert rms(results["fifty"]["checkpoint"], results[f"{name}:fifty"]["checkpoint"], "ema") <= 1e-6
     assert rms(results["fifty"]["checkpoint"], results["whole"]["checkpoint"], "ema") > 1e-4
 
 
-@pytest.mark.needs("whole", "{name}")
+@pytest.mark.needs("whole", "{name}:option")
 @pytest.mark.parametrize("name", EXACT_OPTIONS)
-def test_options_that_only_save_time_or_memory_change_nothing(results: dict[str, dict[str, Any]], name: str) -> None:
-    assert results[name]["losses"] == pytest.approx(results["whole"]["losses"][:4], abs=1e-6)
+def test_options_that_only_save_time_or_memory_change_nothing(results: Trained, name: str) -> None:
+    assert results[f"{name}:option"]["losses"] == pytest.approx(results["whole"]["losses"][:4], abs=1e-6)
 
 
-@pytest.mark.needs("whole", "ddp:parity", "{name}")
+@pytest.mark.needs("whole", "ddp:parity", "{name}:option")
 @pytest.mark.parametrize("name", ROUNDING_OPTIONS)
-def test_options_that_round_stay_near(results: dict[str, dict[str, Any]], name: str) -> None:
-    assert results[name]["losses"] == pytest.approx(results["whole"]["losses"][:4], rel=2e-2)
-    assert results[name]["losses"] != results["ddp:parity"]["losses"][:4]
+def test_options_that_round_stay_near(results: Trained, name: str) -> None:
+    losses = results[f"{name}:option"]["losses"]
+    assert losses == pytest.approx(results["whole"]["losses"][:4], rel=2e-2)
+    assert losses != results["ddp:parity"]["losses"][:4]
 
 
 @pytest.mark.needs("{name}:sampled", "{name}:not_sampled")
 @pytest.mark.parametrize("name", keep(SOME, STRATEGIES))
-def test_drawing_and_validating_with_the_average_leaves_training_bit_equal(
-    results: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_drawing_and_validating_with_the_average_leaves_training_bit_equal(results: Trained, name: str) -> None:
     sampled, plain = results[f"{name}:sampled"], results[f"{name}:not_sampled"]
     assert sampled["losses"] == plain["losses"]
     assert rms(sampled["checkpoint"], plain["checkpoint"]) == 0
@@ -179,9 +213,7 @@ def test_drawing_and_validating_with_the_average_leaves_training_bit_equal(
 
 @pytest.mark.needs("whole", "clipped", "{name}:clipped")
 @pytest.mark.parametrize("name", keep(["fsdp", "zero2_offload", "gemini"], STRATEGIES))
-def test_clipping_over_accumulated_batches_is_that_of_one_process(
-    results: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_clipping_over_accumulated_batches_is_that_of_one_process(results: Trained, name: str) -> None:
     clipped, ours = results["clipped"], results[f"{name}:clipped"]
     assert (
         rms(clipped["checkpoint"], ours["checkpoint"])
@@ -192,7 +224,7 @@ def test_clipping_over_accumulated_batches_is_that_of_one_process(
 
 @pytest.mark.needs("frozen_text", "{name}:frozen_text")
 @pytest.mark.parametrize("name", keep(["zero2", "gemini_offload"], STRATEGIES))
-def test_a_frozen_text_encoder_trains_alike(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_a_frozen_text_encoder_trains_alike(results: Trained, name: str) -> None:
     assert results[f"{name}:frozen_text"]["losses"] == pytest.approx(results["frozen_text"]["losses"], abs=1e-6)
 
 
@@ -204,7 +236,7 @@ def test_a_frozen_text_encoder_trains_alike(results: dict[str, dict[str, Any]], 
         itertools.product(STRATEGIES, ("bf16", "bf16_true")),
     ),
 )
-def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], name: str, precision: str) -> None:
+def test_bfloat16_stays_near_float32(results: Trained, name: str, precision: str) -> None:
     ours, whole = results[f"{name}:{precision}"]["losses"], results["whole"]["losses"][:4]
     assert ours == pytest.approx(whole, rel=2e-2)
     assert ours != whole
@@ -212,9 +244,7 @@ def test_bfloat16_stays_near_float32(results: dict[str, dict[str, Any]], name: s
 
 @pytest.mark.needs("whole", "{variation}", "{name}:{variation}")
 @pytest.mark.parametrize(("name", "variation"), keep(VARIED, itertools.product(STRATEGIES, VARIATIONS)))
-def test_every_variation_of_training_is_that_of_one_process(
-    results: dict[str, dict[str, Any]], name: str, variation: str
-) -> None:
+def test_every_variation_of_training_is_that_of_one_process(results: Trained, name: str, variation: str) -> None:
     whole, ours = results[variation], results[f"{name}:{variation}"]
     assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-6)
     assert rms(whole["checkpoint"], ours["checkpoint"]) < 1e-7
@@ -224,9 +254,7 @@ def test_every_variation_of_training_is_that_of_one_process(
 
 @pytest.mark.needs("evaluated", "{name}:evaluated")
 @pytest.mark.parametrize("name", keep(["ddp", "fsdp", "zero3_offload", "gemini"], STRATEGIES))
-def test_validating_and_testing_after_fit_see_the_average_of_one_process(
-    results: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_validating_and_testing_after_fit_see_the_average_of_one_process(results: Trained, name: str) -> None:
     whole, ours = results["evaluated"], results[f"{name}:evaluated"]
     assert ours["validate"] == pytest.approx(whole["validate"], abs=1e-5)
     assert ours["test"] == pytest.approx(whole["test"], abs=1e-5)
@@ -235,9 +263,7 @@ def test_validating_and_testing_after_fit_see_the_average_of_one_process(
 
 @pytest.mark.needs("{name}:stopped", "{name}:resumed", "{name}:not_sampled")
 @pytest.mark.parametrize("name", keep(SOME, STRATEGIES))
-def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(
-    results: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(results: Trained, name: str) -> None:
     stopped, resumed, plain = (results[f"{name}:{job}"] for job in ("stopped", "resumed", "not_sampled"))
     assert stopped["checkpoint"].endswith("step-00000003")
     assert stopped["losses"] + resumed["losses"] == plain["losses"]
@@ -247,7 +273,7 @@ def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(
 
 @pytest.mark.needs("{name}:signalled", "{name}:not_sampled")
 @pytest.mark.parametrize("name", keep(["fsdp", "gemini"], SOME))
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(results: Trained, name: str) -> None:
     signalled, plain = results[f"{name}:signalled"], results[f"{name}:not_sampled"]
     assert signalled["checkpoint"].endswith("step-00000003")
     assert signalled["losses"] == plain["losses"][:3]
@@ -255,16 +281,16 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(results: dict[str, dict
 
 @pytest.mark.needs("{name}:bad_loss")
 @pytest.mark.parametrize("name", keep(["zero3", "gemini"], SOME))
-def test_no_rank_saves_while_the_loss_of_one_is_not_finite(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_no_rank_saves_while_the_loss_of_one_is_not_finite(results: Trained, name: str) -> None:
     last = Path(results[f"{name}:bad_loss"]["checkpoint"])
     assert sorted(path.name for path in last.parent.iterdir()) == [f"step-{step:08d}" for step in (1, 3, 4)]
     assert math.isfinite(rms(str(last), str(last.with_name("step-00000001"))))
 
 
 @pytest.mark.needs("three", "ddp:stopped", *_changing(1, "three", Path()), *_changing(2, "ddp:stopped", Path()))
-def test_another_optimizer_goes_on_alike_under_every_strategy(results: dict[str, dict[str, Any]]) -> None:
+def test_another_optimizer_goes_on_alike_under_every_strategy(results: Trained) -> None:
     for step, change in enumerate(CHANGES, 4):
-        ours, theirs = results[f"2:changed:{step}"], results[f"1:changed:{step}"]
+        ours, theirs = results[f"changed_2:{step}"], results[f"changed_1:{step}"]
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-5), change
     with ShardedTensors(Path(ours["checkpoint"]) / "state") as store:
         assert {key.partition("/")[0] for key in store.keys()} == {"master", "exp_avg", "exp_avg_sq", "ema"}
@@ -276,36 +302,38 @@ def test_another_optimizer_goes_on_alike_under_every_strategy(results: dict[str,
 
 @pytest.mark.needs("{name}:ema_on_host", "{name}:not_sampled")
 @pytest.mark.parametrize("name", keep(["fsdp", "gemini"], SOME))
-def test_an_average_in_host_memory_is_the_same(results: dict[str, dict[str, Any]], name: str) -> None:
+def test_an_average_in_host_memory_is_the_same(results: Trained, name: str) -> None:
     on_host, plain = results[f"{name}:ema_on_host"], results[f"{name}:not_sampled"]
     assert on_host["losses"] == plain["losses"]
     assert rms(on_host["checkpoint"], plain["checkpoint"], "ema") == 0
 
 
-@pytest.mark.needs("whole", "{name}:four")
+@pytest.mark.needs("whole", "four:{name}")
 @pytest.mark.parametrize("name", keep(["hsdp"], OF_FOUR))
-def test_four_processes_train_as_one(results: dict[str, dict[str, Any]], name: str) -> None:
-    assert results[f"{name}:four"]["losses"] == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
+def test_four_processes_train_as_one(results: Trained, name: str) -> None:
+    assert results[f"four:{name}"]["losses"] == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
 
 
-@pytest.mark.needs("hsdp:four", "hsdp:four_stopped", "hsdp:four_resumed")
-def test_replicas_of_shards_go_on_where_they_were_stopped(results: dict[str, dict[str, Any]]) -> None:
-    plain, stopped, resumed = (results[f"hsdp:{job}"] for job in ("four", "four_stopped", "four_resumed"))
+@pytest.mark.needs("four:hsdp", "four:hsdp_stopped", "four:hsdp_resumed")
+def test_replicas_of_shards_go_on_where_they_were_stopped(results: Trained) -> None:
+    plain, stopped, resumed = (results[f"four:{job}"] for job in ("hsdp", "hsdp_stopped", "hsdp_resumed"))
     assert stopped["losses"] + resumed["losses"] == plain["losses"]
     for kind in ("master", "exp_avg", "exp_avg_sq", "ema"):
         assert rms(resumed["checkpoint"], plain["checkpoint"], kind) == 0
 
 
-@pytest.mark.needs("whole", "hsdp:four_stopped", "ddp:resumed_from_four")
-def test_two_processes_go_on_from_a_checkpoint_of_four(results: dict[str, dict[str, Any]]) -> None:
-    ours = results["hsdp:four_stopped"]["losses"] + results["ddp:resumed_from_four"]["losses"]
+@pytest.mark.needs("whole", "four:hsdp_stopped", "after_four:ddp")
+def test_two_processes_go_on_from_a_checkpoint_of_four(results: Trained) -> None:
+    ours = results["four:hsdp_stopped"]["losses"] + results["after_four:ddp"]["losses"]
     assert ours == pytest.approx(results["whole"]["losses"][:8], abs=1e-6)
 
 
 @pytest.fixture(scope="module")
-def drawn(results: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def drawn(results: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What plain diffusers draws with each strategy's pipeline, in a process that does not know of us."""
-    trained = {"whole": results["whole"]} | {n: results[f"{n}:parity"] for n in STRATEGIES if f"{n}:parity" in results}
+    trained = {"whole": results["whole"]} | {
+        n: results[f"{n}:parity"] for n in STRATEGIES if f"{n}:parity" in results.cases[2]
+    }
     pipelines = {name: f"{found['checkpoint']}/pipeline" for name, found in trained.items()}
     file = tmp_path_factory.mktemp("drawn") / "pixels.npz"
     subprocess.run([sys.executable, "-c", _DRAW, json.dumps(pipelines), str(file)], check=True, timeout=300)
@@ -336,7 +364,7 @@ def test_plain_diffusers_draws_the_same_picture_with_every_strategys_pipeline(dr
 
 
 @pytest.mark.needs("gemini_auto:sampled", "gemini:sampled")
-def test_gemini_places_chunks_by_itself_without_changing_a_bit(results: dict[str, dict[str, Any]]) -> None:
+def test_gemini_places_chunks_by_itself_without_changing_a_bit(results: Trained) -> None:
     automatic, fixed = results["gemini_auto:sampled"], results["gemini:sampled"]
     assert automatic["losses"] == fixed["losses"]
     assert rms(automatic["checkpoint"], fixed["checkpoint"]) == 0

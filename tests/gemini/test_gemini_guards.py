@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gemini_jobs import BATCH, Blocks, Job, _Fails, inputs, loss_of
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini import GeminiConfig, GeminiEngine, SavedStates
+from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.accumulation import spare_bytes
 from sd_lightning.gemini.auto import Call
 from sd_lightning.gemini.collectives import Collectives
@@ -26,6 +26,7 @@ from sd_lightning.gemini.probe import AllocatorProbe, peak_allocated
 from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.state.shards import SavedParameter
 from sd_lightning.strategies.gemini import gemini
 
 SLOW = {"offload_param_frac": 1.0, "chunk_numel": 1500}
@@ -400,7 +401,10 @@ def test_8_bit_states_are_saved_as_values_and_quantised_again_when_loaded(least:
     def read(kind: str, name: str, out: torch.Tensor, begin: int, end: int) -> None:
         out.copy_(saved[f"{kind}/{name}"][begin:end])
 
-    records = {name: SavedStates(("state1", "state2"), {"step": 3}) for name in fresh.trained}
+    records = {
+        name: SavedParameter(tuple(p.shape), dict.fromkeys(("state1", "state2"), tuple(p.shape)), {"step": 3})
+        for name, p in fresh.trained.items()
+    }
     fresh.state.load(read, records)
     loaded = states(fresh)
     assert loaded.keys() == saved.keys() and len(saved) == 3 * len(fresh.trained)

@@ -3,6 +3,5 @@
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.engine import GeminiEngine
 from sd_lightning.gemini.optimizer import GeminiOptimizer
-from sd_lightning.gemini.state import SavedStates
 
-__all__ = ["GeminiConfig", "GeminiEngine", "GeminiOptimizer", "SavedStates"]
+__all__ = ["GeminiConfig", "GeminiEngine", "GeminiOptimizer"]

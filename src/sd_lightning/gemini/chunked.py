@@ -70,7 +70,7 @@ class ChunkedNetworks:
         self.is_swapped = False
         """Whether the networks compute with other weights than the trained ones."""
         self.num_moves = 0
-        """How often chunks were moved to other tiers; earlier tensors of :class:`OwnedRange` are not live."""
+        """How often chunks were moved to other tiers; masters of earlier shards are not live."""
         self.collectives.require_agreement("the layout of chunks", repr((self.layouts, self.plan)))
         self.chunks: list[Chunk] = []
         self.chunk_of: dict[nn.Parameter, Chunk] = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,34 +14,7 @@ from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.optimizer import GeminiOptimizer
 from sd_lightning.gemini.update import Progress
-
-
-@dataclass
-class OwnedRange:
-    """A flat range of one parameter that this rank owns, as live tensors."""
-
-    name: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    master: Tensor
-    """The master weights, also while others are swapped in."""
-    states: dict[str, Tensor | Callable[[], Tensor]]
-    """Optimizer states by torch's names; none before the parameter's first step. Functions dequantise."""
-    scalars: dict[str, Any]
-    """What torch's optimizer keeps once per parameter, such as ``step``."""
-
-
-Read = Callable[[str, str, Tensor, int, int], None]
-"""(kind, parameter name, out, begin, end): fill ``out`` with a flat range of the saved tensor ``kind/name``."""
-
-
-@dataclass(frozen=True)
-class SavedStates:
-    """What a checkpoint holds of one parameter's optimizer states."""
-
-    kinds: tuple[str, ...]
-    scalars: dict[str, Any]
+from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedParameter
 
 
 class EngineState:
@@ -58,15 +30,15 @@ class EngineState:
         self._optimizers = optimizers
         self._shapes = {name: tuple(parameter.shape) for name, parameter in engine.trained.items()}
 
-    def shards(self) -> list[OwnedRange]:
-        """Return the ranges of trained parameters that this rank owns; over all ranks they are everything, once."""
+    def shards(self) -> list[ParameterShard]:
+        """Return what this rank owns, as live tensors; over all ranks it is everything, once."""
         owned = []
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
             if begin == end and slot.numel > 0:
                 continue
             optimizer, progress = self._optimizer_of(parameter)
-            states: dict[str, Tensor | Callable[[], Tensor]] = {}
+            states: dict[str, LazyTensor] = {}
             scalars: dict[str, Any] = {}
             if optimizer is not None and progress is not None:
                 for kind in optimizer.state_kinds(parameter):
@@ -74,16 +46,16 @@ class EngineState:
                     states[kind] = optimizer.update.values(kind, part, end - begin)
                 scalars = optimizer.update.scalars(progress)
             master = chunk.bounds.view_of(slot, chunk.master.tensor)
-            owned.append(OwnedRange(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
+            owned.append(ParameterShard(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
         return owned
 
     @torch.no_grad()
-    def load(self, read: Read, saved: Mapping[str, SavedStates] | None = None) -> None:
+    def load(self, read: Read, saved: Mapping[str, SavedParameter] | None = None) -> None:
         """Replace weights and, where given, optimizer states; then compute with the new weights.
 
         Args:
             read: Gives saved values.
-            saved: States by parameter name; leave them as they are if not given.
+            saved: What the checkpoint holds of each parameter; optimizer states stay as they are if not given.
 
         Raises:
             UsageError: The states are of another optimizer.
@@ -101,16 +73,18 @@ class EngineState:
         for chunk in self._trained_chunks():
             chunk.master.refresh()
 
-    def _load_states(self, chunk: Chunk, slot: Slot, parameter: nn.Parameter, saved: SavedStates, read: Read) -> None:
+    def _load_states(
+        self, chunk: Chunk, slot: Slot, parameter: nn.Parameter, saved: SavedParameter, read: Read
+    ) -> None:
         optimizer, _ = self._optimizer_of(parameter)
         if optimizer is None:
             return
         kinds, update = optimizer.state_kinds(parameter), optimizer.update
-        has_states = bool(saved.kinds or saved.scalars)
+        has_states = bool(saved.states or saved.scalars)
         progress = update.progress(saved.scalars) if has_states else None
-        if has_states and (set(kinds) != set(saved.kinds) or progress is None):
+        if has_states and (set(kinds) != set(saved.states) or progress is None):
             raise UsageError(
-                f"resume: the checkpoint holds {_listed(saved.kinds, saved.scalars)} of {slot.name}, and "
+                f"resume: the checkpoint holds {_listed(saved.states, saved.scalars)} of {slot.name}, and "
                 f"{type(optimizer.inner).__name__} keeps {_listed(kinds, update.scalar_names)}; resume with the "
                 "optimizer of the checkpoint, or start a new run from its weights with init_from="
             )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from sd_lightning.gemini import GeminiEngine, SavedStates
+from sd_lightning.gemini import GeminiEngine
 from sd_lightning.state.shards import ParameterShard, Read, SavedParameter
 from sd_lightning.strategies.engine_state import EngineState, Groups
 
@@ -40,7 +40,7 @@ class GeminiState(EngineState):
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return what this rank owns, as live tensors."""
-        return [ParameterShard(**vars(owned)) for owned in self._engine.state.shards()]
+        return self._engine.state.shards()
 
     def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
         """Take weights, optimizer states and hyper-parameters from a checkpoint.
@@ -52,8 +52,7 @@ class GeminiState(EngineState):
             self._engine.state.load(read)
             return
         self._take_groups(groups)
-        states = {name: SavedStates(tuple(entry.states), entry.scalars) for name, entry in saved.items()}
-        self._engine.state.load(read, states)
+        self._engine.state.load(read, saved)
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Compute with other weights until :meth:`swap_out`."""

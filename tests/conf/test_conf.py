@@ -214,6 +214,31 @@ def test_old_target_names_keep_working_and_are_named(
     assert "error: lora.rank=x: expected int; write lora.rank=2" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(f"sd_lightning.{name}" for name in ("SDLightningModule", "export.Request", "quantization.Int8")),
+        *(f"sd_lightning.callbacks.{name}" for name in ("EMA", "EngineMemory", "NonFiniteLossGuard", "SampleGrid")),
+        *(f"sd_lightning.callbacks.{name}" for name in ("PortableCheckpoint", "StopOnSignal", "Throughput")),
+        *(f"sd_lightning.data.datamodule.{name}_data" for name in ("digits", "dreambooth", "huggingface")),
+        *(
+            f"sd_lightning.data.{name}"
+            for name in ("datamodule.image_folder_data", "digits.Digits", "images.ImageFolder")
+        ),
+        *(f"sd_lightning.{name}" for name in ("generate.Pretrained", "generate.Request", "generation.SamplingOptions")),
+        *(f"sd_lightning.{name}" for name in ("latent_diffusion.load_model", "lora.Lora", "speed.Speed")),
+        *(
+            f"sd_lightning.{name}"
+            for name in ("lr_schedules.cosine", "objective.Objective", "module.SDLightningModule")
+        ),
+        *(f"sd_lightning.strategies.{name}.{name}" for name in ("colossalai", "deepspeed", "gemini")),
+        *(f"sd_lightning.strategies.{name}" for name in ("ddp.DDPStrategy", "fsdp.FSDPStrategy", "single")),
+    ],
+)
+def test_targets_that_configurations_named_before_the_rooms_are_found(target: str) -> None:
+    assert callable(targets.locate(target, ""))
+
+
 @pytest.mark.parametrize("name", targets.MOVED)
 def test_every_old_name_leads_to_what_is_there(name: str) -> None:
     now = _conf.current_name(f"{name}.Name").removesuffix(".Name")

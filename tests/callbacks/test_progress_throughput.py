@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import progress, throughput
+from sd_lightning.callbacks.hardware import peak_flops, peak_memory_bytes
+from sd_lightning.callbacks.pauses import paused
 from sd_lightning.callbacks.progress import TrainingProgress, clock_time
-from sd_lightning.callbacks.throughput import Throughput, paused, peak_flops, peak_memory_bytes
+from sd_lightning.callbacks.throughput import Throughput
 from sd_lightning.report import read_metrics
 
 

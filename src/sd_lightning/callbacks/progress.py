@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.throughput import PauseListener, Throughput
+from sd_lightning.callbacks.pauses import PauseListener
+from sd_lightning.callbacks.throughput import Throughput
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
-from sd_lightning.callbacks.throughput import paused
+from sd_lightning.callbacks.pauses import paused
 from sd_lightning.data.source import BadSample, Judge, Source, as_source
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.report import image_grid

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,18 +16,15 @@ from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.hardware import compute_dtype, peak_flops, peak_memory_bytes
+from sd_lightning.callbacks.pauses import PauseListener, TrainingClock, paused
 from sd_lightning.data.contract import global_batch_size
-from sd_lightning.gemini.probe import peak_allocated
 
 log = logging.getLogger(__name__)
 
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _SAVE = "save_checkpoint"
 _GIB = 2**30
-
-_DENSE_16BIT_FLOPS = {"h100 nvl": 835.5e12, "h200": 989.5e12}
-"""Dense bf16/fp16 tensor-core peaks (NVIDIA datasheets, half of the "with sparsity" figure) of the chips for which
-Lightning's table holds the sparse figure or no entry under the name that the driver reports."""
 
 
 @runtime_checkable
@@ -38,65 +34,6 @@ class CountsFlops(Protocol):
     def flops_per_sample(self, batch: Any) -> int:
         """Return the operations of one training step for one sample of ``batch``, forward and backward."""
         ...
-
-
-class PauseListener:
-    """A callback that is told when training stands still for something else."""
-
-    def on_pause(self, activity: str) -> None:
-        """Training stops for ``activity``, for example ``"sampling"``."""
-
-    def on_resume(self) -> None:
-        """Training goes on."""
-
-
-@contextmanager
-def paused(trainer: Trainer, activity: str) -> Iterator[None]:
-    """Mark a stretch of time that is not training, so that it counts neither as speed nor as data wait.
-
-    For callbacks that do something long in a training hook::
-
-        with paused(trainer, "sampling"):
-            images = pl_module.sample(prompts)
-
-    Validation and ``trainer.save_checkpoint`` are marked without it. May be nested.
-
-    Args:
-        trainer: The trainer whose callbacks listen.
-        activity: A present participle, shown by the progress bar.
-    """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    listeners = [callback for callback in callbacks if isinstance(callback, PauseListener)]
-    for listener in listeners:
-        listener.on_pause(activity)
-    try:
-        yield
-    finally:
-        for listener in listeners:
-            listener.on_resume()
-
-
-class _TrainingClock:
-    """Seconds since the start without those between ``pause`` and ``resume``, which nest."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._origin = now()
-        self._depth = 0
-        self._paused_at = 0.0
-
-    def read(self) -> float:
-        return (self._paused_at if self._depth else self._now()) - self._origin
-
-    def pause(self) -> None:
-        if self._depth == 0:
-            self._paused_at = self._now()
-        self._depth += 1
-
-    def resume(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._origin += self._now() - self._paused_at
 
 
 class _Mark(NamedTuple):
@@ -167,7 +104,7 @@ class Throughput(Callback, PauseListener):
             raise UsageError(f"Throughput got window={window}; expected a whole number of steps of at least 1.")
         self._marks: deque[_Mark] = deque(maxlen=window + 1)
         self._warm: _Mark | None = None
-        self._clock: _TrainingClock | None = None
+        self._clock: TrainingClock | None = None
         self._fetch_started = 0.0
         self._data_wait = 0.0
         self._samples = 0
@@ -195,7 +132,7 @@ class Throughput(Callback, PauseListener):
         self._marks.clear()
         self._warm, self._data_wait, self._samples, self._peak = None, 0.0, 0, None
         self._step = trainer.global_step
-        self._clock = _TrainingClock(time.perf_counter)
+        self._clock = TrainingClock(time.perf_counter)
         trainer.profiler = _ProfilerTap(trainer.profiler, self._on_action)  # type: ignore[attr-defined]
 
     @override
@@ -275,7 +212,7 @@ class Throughput(Callback, PauseListener):
             log.info("Throughput logs no perf/mfu: %s has no flops_per_sample(batch).", type(pl_module).__name__)
             return
         self._flops_per_sample = pl_module.flops_per_sample(batch)
-        self._peak_flops = peak_flops(self._device, _compute_dtype(str(trainer.precision))) * trainer.world_size
+        self._peak_flops = peak_flops(self._device, compute_dtype(str(trainer.precision))) * trainer.world_size
 
     def _values(self, begin: _Mark | None, end: _Mark | None) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -293,66 +230,6 @@ class Throughput(Callback, PauseListener):
         """Keep the largest peak: whoever else measures may reset torch's figure."""
         peak = peak_memory_bytes(self._device)
         self._peak = peak if self._peak is None or peak is None else max(self._peak, peak)
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return the largest memory use so far: allocated on a CUDA ``device``, else resident in this process.
-
-    Returns:
-        Bytes, or None on Windows without CUDA, where the standard library cannot tell.
-    """
-    if device.type == "cuda":
-        return peak_allocated(device)
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of one device: the vendor's dense figure, or where unknown the best of a few products.
-
-    Args:
-        device: The device that computes; a CPU means this process's threads.
-        dtype: What the matrix products are computed in.
-    """
-    from lightning.fabric.utilities.throughput import get_available_flops
-
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device).lower()
-        if dtype in (torch.bfloat16, torch.float16):
-            for chip, flops in _DENSE_16BIT_FLOPS.items():
-                if all(word in name for word in chip.split()):
-                    return flops
-        known = get_available_flops(device, dtype)
-        if known:
-            return float(known)
-    return _measured_flops(device, dtype)
-
-
-def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    n = 4096 if device.type == "cuda" else 1024
-    a = torch.ones(n, n, device=device, dtype=dtype)
-    out = torch.empty_like(a)
-    best = float("inf")
-    for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        torch.mm(a, a, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * n**3 / best
-
-
-def _compute_dtype(precision: str) -> torch.dtype:
-    for name, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
-        if precision.startswith(name):
-            return dtype
-    return torch.float32
 
 
 def _rate(begin: _Mark, end: _Mark) -> float:

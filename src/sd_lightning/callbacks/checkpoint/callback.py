@@ -15,7 +15,7 @@ from sd_lightning.callbacks.checkpoint import data, frozen_weights, opening, res
 from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint.rotation import Rotation
 from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
-from sd_lightning.callbacks.throughput import paused
+from sd_lightning.callbacks.pauses import paused
 from sd_lightning.storage import checkpoint, runs, typed_json
 from sd_lightning.storage.new_folder import check_place
 from sd_lightning.storage.run_folder import RunFolder

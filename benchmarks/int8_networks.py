@@ -26,8 +26,8 @@ def network(name: str, *, gaussian: bool = False, **changes: Any) -> Any:
             longer tails than uniform ones.
         changes: Of its configuration.
     """
+    from sd_lightning.models.components import instantiate
     from sd_lightning.models.families import Component, architecture
-    from sd_lightning.models.pipeline_folder import instantiate
 
     component = architecture("sd21").networks[name]
     torch.manual_seed(0)

@@ -103,7 +103,7 @@ def _run(architecture: str, batch: int, steps: int, device: str, settings: dict[
 def _network(architecture: str) -> nn.Module:
     """Return the UNet on the meta device, every block recomputed in backward."""
     from sd_lightning.models import families
-    from sd_lightning.models.pipeline_folder import instantiate
+    from sd_lightning.models.components import instantiate
     from sd_lightning.training.speed import Speed
 
     with torch.device("meta"):

@@ -15,19 +15,21 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models import assets, families
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.adapters.lora import adapted_weights, merged_state_dict
-from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
-from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.models.pipeline_folder import (
-    config_file,
+from sd_lightning.models.components import (
     defer_network,
-    file_keys,
-    find_configs,
-    find_folder,
     instantiate,
     load_network,
     load_tokenizer,
     meta_network,
     no_progress_bar,
+)
+from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.pipeline_folder import (
+    config_file,
+    file_keys,
+    find_configs,
+    find_folder,
     read_component,
     read_json,
     saved_config,

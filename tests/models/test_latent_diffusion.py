@@ -19,10 +19,10 @@ from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
 from sd_lightning.loading import check_pretrained, load_model
 from sd_lightning.models import assets
+from sd_lightning.models.components import load_network
 from sd_lightning.models.families import Architecture, Component, architecture
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.families.sampling import scheduler_class
-from sd_lightning.models.pipeline_folder import load_network
 from small_models import SMALL_SDXL
 
 ARCHITECTURES = {"sd": "tiny", "sdxl": SMALL_SDXL}

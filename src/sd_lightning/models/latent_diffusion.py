@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.components import instantiate
 from sd_lightning.models.families import Architecture, Component, Conditioning, Family, family_of
 from sd_lightning.models.families.autoencoder import scale_factor
 from sd_lightning.models.families.base import SIZES
 from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.families.sampling import said_once, scheduler_class
-from sd_lightning.models.pipeline_folder import instantiate
 from sd_lightning.storage.deferred_weights import DeferredWeights
 
 if TYPE_CHECKING:

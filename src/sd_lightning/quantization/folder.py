@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.components import defer_network
 from sd_lightning.models.families import Component
-from sd_lightning.models.pipeline_folder import QUANTIZATION, defer_network, read_json
+from sd_lightning.models.pipeline_folder import QUANTIZATION, read_json
 from sd_lightning.quantization.config import NUM_LAYERS, Int8, read_record
 from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
 from sd_lightning.quantization.linear import load_kernels

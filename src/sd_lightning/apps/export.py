@@ -20,11 +20,12 @@ import torch
 from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.models import components, pipeline_folder
+from sd_lightning.models import pipeline_folder
 from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.adapters.lora import is_adapter, plain_names
 from sd_lightning.models.adapters.lora_file import LoraFile
+from sd_lightning.models.components import refuse_int8
 from sd_lightning.models.families import Component, Family, family_of
 from sd_lightning.models.families.single_file import layout_of, model_spec, original_tensors
 from sd_lightning.models.pipeline_folder import config_file, read_json, weights_file, write_json
@@ -179,7 +180,7 @@ def _read_network(name: str, index: Mapping[str, Any], family: Family, source: S
     tensors = streamed_tensor.file_tensors(source.pipeline / name / weights_file(component))
     is_recorded = read_record(config, str(source.pipeline / name)) is not None
     if not is_recorded:
-        components.refuse_int8(source.pipeline / name, {key: tensor.dtype for key, tensor in tensors.items()})
+        refuse_int8(source.pipeline / name, {key: tensor.dtype for key, tensor in tensors.items()})
     elif request.format != "diffusers" or request.dtype or request.merge_lora:
         raise UsageError(
             f"run={request.run}: its weights are in int8, which only format=diffusers dtype=null merge_lora=false can "

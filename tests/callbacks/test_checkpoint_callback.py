@@ -38,9 +38,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------- what is on disk
-
-
 def test_the_newest_n_are_kept_and_nothing_else(run_dir: Path) -> None:
     assert sorted(os.listdir(run_dir)) == [".sd_lightning", "checkpoints", "frozen"]
     assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-00000003", "step-00000004"]
@@ -104,9 +101,6 @@ def test_the_pipeline_folder_holds_the_average(run_dir: Path) -> None:
     assert not torch.equal(stored["ema/unet.conv_in.weight"], stored["master/unet.conv_in.weight"])
 
 
-# ---------------------------------------------------------------------- when it saves
-
-
 def test_the_end_of_a_run_is_saved_whatever_the_interval(tmp_path: Path) -> None:
     for every, steps in ((0, ["step-00000003"]), (2, ["step-00000002", "step-00000003"])):
         run = tmp_path / f"every-{every}"
@@ -141,9 +135,6 @@ def test_seconds_of_training_add_up_over_sessions(tmp_path: Path) -> None:
     small.fit(small.module(), small.data(), 2, second)
     saved = [typed_json.loads((p / "trainer.json").read_text())["train_seconds"] for p in all_checkpoints(tmp_path)]
     assert 0 < saved[0] <= first.train_seconds and saved[0] < saved[1] <= second.train_seconds
-
-
-# ---------------------------------------------------------------------- before the first step
 
 
 def test_the_size_of_a_checkpoint_is_told_at_the_start_and_is_an_upper_bound(
@@ -244,9 +235,6 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     small.fit(small.module(), small.data(), 1, PortableCheckpoint(tmp_path))
     assert sorted(os.listdir(tmp_path)) == [".sd_lightning", "checkpoints", "frozen"]
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
-
-
-# ---------------------------------------------------------------------- limits, each in a process of its own
 
 
 def _script(text: str) -> str:

@@ -213,9 +213,6 @@ def test_digits_and_sources_of_ones_own_are_compared_by_what_they_tell() -> None
     assert found == Change("2 with other captions (own 0, own 1)", False, False)
 
 
-# ---------------------------------------------------------------------- runs
-
-
 def _data(folder: Path, **options: Any) -> SDDataModule:
     given: dict[str, Any] = {"batch_size": 2, "resolution": 32, "center_crop": True, "num_workers": 0}
     return image_folder_data(str(folder), num_val_samples=0, **given | options)

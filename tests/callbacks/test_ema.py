@@ -82,9 +82,6 @@ def warm_up(decay: float, updates_before: int) -> float:
     return min(decay, (1 + updates_before) / (10 + updates_before)) if updates_before else 0.0
 
 
-# ---------------------------------------------------------------------- numbers
-
-
 @pytest.mark.parametrize("decay", [0.9, 0.9999])
 def test_50_steps_equal_a_reference_and_the_average_of_diffusers(decay: float) -> None:
     from diffusers.training_utils import EMAModel
@@ -163,9 +160,6 @@ def test_without_a_gpu_an_offloaded_average_is_the_same_bit_for_bit(dtype: torch
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EMA(**options)
-
-
-# ---------------------------------------------------------------------- who computes with it
 
 
 def test_validation_computes_with_the_average_and_training_does_not() -> None:
@@ -285,9 +279,6 @@ def test_an_exception_in_a_validation_leaves_the_trained_weights_in_the_module()
     with pytest.raises(RuntimeError, match="interrupted"):
         fit(module, 6, trajectory, EMA(0.9), val_check_interval=3, limit_val_batches=1)
     assert len(trajectory.weights) == 3 and small.same(small.weights(module), trajectory.weights[-1])
-
-
-# ---------------------------------------------------------------------- the real module, samples and checkpoints
 
 
 def test_pictures_after_fit_come_from_the_average_and_the_checkpoint_keeps_both(tmp_path: Path) -> None:

@@ -59,9 +59,6 @@ def _handlers_are_given_back() -> Any:
     assert after == before
 
 
-# ---------------------------------------------------------------------- signals
-
-
 @SIGNALS
 def test_a_signal_saves_at_the_end_of_the_step_and_the_run_resumes_bitwise(
     tmp_path: Path, number: signal.Signals
@@ -113,9 +110,6 @@ def test_a_second_interrupt_does_not_wait_for_the_step(tmp_path: Path) -> None:
         small.fit(module, small.data(), 5, StopOnSignal(), Signalled(signal.SIGINT, 1, 1), PortableCheckpoint(tmp_path))
     assert not all_checkpoints(tmp_path) and small.same(small.weights(module), before)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores it from then on
-
-
-# ---------------------------------------------------------------------- losses
 
 
 class BadLoss(SDLightningModule):
@@ -193,9 +187,6 @@ def test_the_nth_bad_step_in_a_row_stops_the_run_and_names_the_last_good_checkpo
 def test_a_run_whose_losses_are_bad_from_the_start_has_no_checkpoint_to_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no checkpoint yet"):
         small.fit(_with_bad_losses(*range(1, 9)), small.data(), 8, NonFiniteLossGuard(2, run_dir=tmp_path))
-
-
-# ---------------------------------------------------------------------- checkpoints amid bad losses
 
 
 def _names(run_dir: Path) -> list[int]:
@@ -320,9 +311,6 @@ def test_on_cuda_the_gradient_scaler_skips_a_bad_step_itself() -> None:
         assert small.same(weights.after[0], weights.after[1]) and not small.same(weights.after[1], weights.after[2])
 
 
-# ---------------------------------------------------------------------- machines that do not share output_dir
-
-
 def test_a_rank_that_does_not_see_output_dir_ends_the_run_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,9 +342,6 @@ def test_a_rank_waits_for_output_dir_to_show_up(tmp_path: Path, monkeypatch: pyt
     assert len(slept) == 3
 
 
-# ---------------------------------------------------------------------- pictures at the end
-
-
 class Drawing(SampleGrid):
     """Counts its grids."""
 
@@ -384,9 +369,6 @@ def test_a_run_that_a_signal_stops_draws_no_last_pictures_and_the_next_fit_does(
     assert (trainer.global_step, stop.stopped, drawing.steps) == (2, True, [])
     trainer.fit(module, trainer.datamodule)  # type: ignore[attr-defined]
     assert (trainer.global_step, stop.stopped, drawing.steps) == (4, False, [4])
-
-
-# ---------------------------------------------------------------------- the command line
 
 
 @pytest.mark.slow

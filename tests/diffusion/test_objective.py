@@ -53,9 +53,6 @@ def many_timesteps(objective: Objective, count: int = 50_000, **kwargs: Any) -> 
     return prepare(objective, torch.zeros(count, 1, 1, 1), torch.arange(count), **kwargs).timesteps
 
 
-# ------------------------------------------------------------ noise schedule
-
-
 @pytest.mark.parametrize("zero_snr", [False, True])
 @pytest.mark.parametrize("config", SCHEDULES, ids=lambda c: str(c.get("beta_schedule", list(c))))
 def test_the_noise_schedule_is_that_of_diffusers(config: dict[str, Any], zero_snr: bool) -> None:
@@ -87,9 +84,6 @@ def test_zero_terminal_snr_rescaling_is_that_of_diffusers() -> None:
 def test_an_unknown_beta_schedule_is_refused() -> None:
     with pytest.raises(UsageError, match="beta_schedule='sigmoid'; expected one of linear, scaled_linear, squaredcos"):
         NoiseSchedule.from_config({"beta_schedule": "sigmoid"})
-
-
-# ------------------------------------------------------------ equations
 
 
 def test_noisy_latents_and_velocity_are_those_of_diffusers() -> None:
@@ -178,9 +172,6 @@ def test_logit_normal_has_the_density_of_sd3() -> None:
     expected = (1 + torch.erf((torch.logit(points) - mean) / (std * math.sqrt(2)))) / 2
     empirical = torch.searchsorted(drawn.sort().values, points) / len(drawn)
     assert (empirical - expected).abs().max() < 0.005
-
-
-# ------------------------------------------------------------ prepare and loss
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
@@ -325,9 +316,6 @@ def test_indices_of_another_batch_size_are_refused() -> None:
         prepare(Objective(prediction_type="epsilon"), index=INDEX[:1])
 
 
-# ------------------------------------------------------------ combinations
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -395,9 +383,6 @@ def test_every_objective_yaml_builds_and_shows_every_field(name: str) -> None:
     objective = instantiate(node)
     assert objective.prediction_type == (None if name == "auto" else name)
     assert set(node) - {"_target_"} == set(Objective.__dataclass_fields__)
-
-
-# ------------------------------------------------------------ sampling
 
 
 SAMPLED = [

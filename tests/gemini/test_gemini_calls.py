@@ -93,9 +93,6 @@ def penalty(network: Net) -> Tensor:
     return 0.1 * torch.stack([block.a.weight.square().sum() for block in network.blocks]).sum()
 
 
-# ---------------------------------------------------------------------- graphs
-
-
 def one_after_another(api: Api, network: Net) -> None:
     steps_of(api, network, lambda step: (squared(network, step),))
 
@@ -168,9 +165,6 @@ def test_graphs_and_passes_in_any_order_equal_plain_torch(train: Callable[..., N
     assert_as_plain_torch(train, EVERYWHERE[placement])
 
 
-# ---------------------------------------------------------------------- weights outside of their module's forward
-
-
 def penalty_built_before(api: Api, network: Net) -> None:
     def losses(step: int) -> Iterator[Tensor]:
         term = penalty(network)
@@ -233,9 +227,6 @@ def test_weights_used_elsewhere_are_refused_where_they_do_not_stay(train: Callab
     engine = GeminiEngine({"": network}, GeminiConfig(**EVERYWHERE["all offloaded, small"]))
     with pytest.raises(UsageError, match=message):
         train(engine, network)
-
-
-# ---------------------------------------------------------------------- backward passes inside of others
 
 
 class Inside(Residual):
@@ -439,9 +430,6 @@ def test_gradients_are_not_dropped_by_anything_but_an_exception() -> None:
     assert engine.statistics()["aborted"] == 1
 
 
-# ---------------------------------------------------------------------- optimizers
-
-
 def norm_then_value(api: Api, network: Net) -> None:
     clipped(api, network, lambda optimizer: (optimizer.clip_grad_norm_(0.3), optimizer.clip_grad_value_(0.02)))
 
@@ -537,9 +525,6 @@ def test_hyper_parameters_are_loaded_in_place() -> None:
     assert inner.param_groups[0]["lr"] == 1e-3 and optimizer.param_groups is inner.param_groups
     with pytest.raises(UsageError, match="a state of 0 groups; expected one of 1"):
         optimizer.load_state_dict({"param_groups": []})
-
-
-# ---------------------------------------------------------------------- both ways
 
 
 def fresh() -> Net:

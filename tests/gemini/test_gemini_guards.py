@@ -36,9 +36,6 @@ def engine_of(network: nn.Module, **settings: Any) -> GeminiEngine:
     return GeminiEngine({"": network}, GeminiConfig(**settings))
 
 
-# ---------------------------------------------------------------------- parameters that are not there
-
-
 def test_a_released_parameter_reads_as_nan_and_keeps_its_shape_and_type() -> None:
     network = Blocks()
     expected = network.gain.detach().clone()
@@ -110,9 +107,6 @@ def test_parameters_of_integers_come_to_the_accelerator() -> None:
     place_others({"": network}, {network.weight, network.bias}, sent_to, None)
     assert network.table.dtype == sent_to and network.table.tolist() == [0, 1, 2]
     assert network.weight.dtype == torch.float32, "the chunk moves it"
-
-
-# ---------------------------------------------------------------------- layout and order
 
 
 def test_channels_last_weights_are_refused_by_name() -> None:
@@ -231,9 +225,6 @@ def test_what_an_accelerator_has_to_spare_is_nine_tenths_less_the_peak(monkeypat
     assert spare_bytes(memory, 1) == 250
     host = [spare_bytes(Memory(torch.device("cpu")), world_size) for world_size in (1, 2)]
     assert host[0] - host[1] == pytest.approx(0.45 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.01)
-
-
-# ---------------------------------------------------------------------- placement=auto
 
 
 @pytest.mark.parametrize(
@@ -365,9 +356,6 @@ def test_the_allocators_peak_without_chunks_is_what_activations_take(monkeypatch
     assert allocator.peak == 1080 < peak_allocated(memory.device) == 1100, "others' peak is lost"
 
 
-# ---------------------------------------------------------------------- optimizers
-
-
 def test_paged_8_bit_states_are_refused() -> None:
     from bitsandbytes.optim import AdamW8bit
 
@@ -416,9 +404,6 @@ def test_8_bit_states_are_saved_as_values_and_quantised_again_when_loaded(least:
         assert float((loaded[key] - values).abs().max()) <= bound, key
 
 
-# ---------------------------------------------------------------------- disk
-
-
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"offload_dir=.*file/below, which cannot be written to"):
@@ -451,9 +436,6 @@ def test_a_rank_that_owns_only_padding_keeps_nothing_on_disk(tmp_path: Path) -> 
     empty = memory.allocate(Tier.DISK, Kind.OPTIMIZER, 0, torch.uint8, zero=True)
     assert empty.nbytes == memory.ledger.current[Tier.DISK] == 0
     memory.free(empty)
-
-
-# ---------------------------------------------------------------------- scales of gradients
 
 
 @pytest.mark.parametrize("overflows", [False, True])

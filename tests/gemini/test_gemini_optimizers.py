@@ -62,9 +62,6 @@ def test_no_placement_changes_a_bit_of_what_an_optimizer_does(name: str, place: 
     assert trained(name, place=place).digest == trained(name).digest
 
 
-# ---------------------------------------------------------------------- trying out
-
-
 class Sign(torch.optim.Optimizer):
     """Lion without weight decay (Chen et al. 2023): neither torch's, nor known by name."""
 
@@ -179,9 +176,6 @@ def test_settings_and_classes_of_any_kind_step_as_they_do_by_themselves(build: A
     # Where a gradient is rounding noise, its sign is, too.
     errors = [(engine.full_parameter(name) - weight.detach()).abs() for name, weight in expected.named_parameters()]
     assert float(torch.cat([error.flatten() for error in errors]).mean()) < 1e-6
-
-
-# ---------------------------------------------------------------------- states in and out
 
 
 def assert_same_training(found: dict[str, Any], expected: dict[str, Any]) -> None:

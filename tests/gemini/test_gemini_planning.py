@@ -227,9 +227,6 @@ def test_random_networks_train_the_same_wherever_their_chunks_are(
     assert all(torch.equal(a, b) for a, b in zip(fast, moved, strict=True))
 
 
-# ---------------------------------------------------------------------- what other ranks call
-
-
 @pytest.mark.parametrize(
     ("one", "other"), [("abcd", "acd"), ("abcd", ""), ("abc", "cba"), ("aabb", "abab"), ("abcd", "wxyz")]
 )

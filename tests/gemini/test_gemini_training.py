@@ -166,9 +166,6 @@ def assert_as_plain_torch(found: Findings, fields: dict[str, Any], *, against: F
     assert found.losses[-1] < 0.98 * found.losses[0]
 
 
-# ---------------------------------------------------------------------- one process
-
-
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_one_rank_trains_as_plain_torch_and_placement_changes_no_bit(name: str) -> None:
     found = train(Job(name, config=PLACEMENTS[name]))
@@ -223,9 +220,6 @@ def test_one_rank_with_8_bit_states_equals_bitsandbytes(config: dict[str, Any]) 
 @lru_cache
 def quantised() -> Findings:
     return train(Job("8bit", engine="torch", optimizer="AdamW8bit"))
-
-
-# ---------------------------------------------------------------------- two processes
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -373,9 +367,6 @@ def test_ranks_that_call_blocks_in_different_orders_step_nothing(two_ranks: list
         assert rank["act/reorder"].digest == rank["twins"].digest
 
 
-# ---------------------------------------------------------------------- placement=auto
-
-
 @pytest.mark.parametrize(
     ("name", "static"),
     [
@@ -433,9 +424,6 @@ def test_the_trace_shows_activations_growing_from_unit_to_unit(two_ranks: list[d
     assert {unit for _, unit, _ in trace} >= {"embed", "blocks.0", "blocks.3", "head"}
 
 
-# ---------------------------------------------------------------------- other optimizers and types
-
-
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_the_users_own_class_steps_ranges_as_it_steps_parameters(
     two_ranks: list[dict[str, Findings]], name: str
@@ -452,9 +440,6 @@ def test_float64_is_reduced_clipped_and_stepped_in_float64(
     assert distance(expected, reference(1, (("clip", 0.05), ("optimizer", optimizer))))[1] > 1e-9
     assert distance(two_ranks[0][name], expected)[1] < 1e-14
     assert two_ranks[0][name].norms == pytest.approx(expected.norms, rel=1e-13)
-
-
-# ---------------------------------------------------------------------- the collectives that nccl takes
 
 
 @pytest.mark.parametrize(
@@ -484,9 +469,6 @@ def test_half_precision_gradients_are_summed_in_float32_unless_asked_otherwise(
     sent = [found.notes["statistics"]["reduced_bytes"] for found in (wide, narrow, two_ranks[0]["bf16/fast"])]
     # nccl sums in the type that it sends; shards that are exchanged are widened by the rank that sums them.
     assert sent[0] == 2 * sent[1] == 2 * sent[2] > 0
-
-
-# ---------------------------------------------------------------------- half precision
 
 
 def test_half_precision_trains_and_placement_changes_no_bit(two_ranks: list[dict[str, Findings]]) -> None:
@@ -522,9 +504,6 @@ def test_8_bit_states_train_the_same_on_every_tier(two_ranks: list[dict[str, Fin
     assert fast.losses == pytest.approx(quantised().losses, rel=1e-2)
     assert distance(fast, quantised())[1] < distance(quantised(), two_ranks[0]["place/sharded"])[1]
     assert not name == "auto" or moved.notes["plan"]["slow_optimizers"] > 0
-
-
-# ---------------------------------------------------------------------- bytes and order
 
 
 def test_bytes_at_rest_equal_the_closed_form(two_ranks: list[dict[str, Findings]]) -> None:
@@ -603,9 +582,6 @@ def test_a_rank_reads_only_what_it_owns_of_networks_on_the_meta_device(two_ranks
     buffers, numel = 4, sum(w.numel() for w in two_ranks[0]["meta"].weights.values())
     assert sum(read) == numel + 2 * buffers
     assert max(read) < 0.7 * numel
-
-
-# ---------------------------------------------------------------------- slow
 
 
 @pytest.mark.slow

@@ -53,9 +53,6 @@ def tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-# ---------------------------------------------------------------------- what the module holds
-
-
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("train_text_encoder", [False, True])
 def test_module_holds_the_trained_networks_only(family: str, train_text_encoder: bool) -> None:
@@ -78,9 +75,6 @@ def test_frozen_encoders_stay_in_evaluation_mode_when_the_module_trains() -> Non
     module = SDLightningModule(LatentDiffusion.build("tiny"))
     module.train()
     assert not any(network.training for network in module.encoder.networks)
-
-
-# ---------------------------------------------------------------------- precision
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -131,9 +125,6 @@ def test_half_precision_encoders_give_float32_close_to_the_exact_values(dtype: A
         assert ours.dtype == torch.float32
         error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
         assert 0 < error < 0.03
-
-
-# ---------------------------------------------------------------------- latents
 
 
 def test_moments_are_those_of_diffusers_posterior(tiny: LatentDiffusion) -> None:
@@ -233,9 +224,6 @@ def test_moments_do_not_depend_on_how_many_images_are_encoded_at_a_time(
     torch.testing.assert_close(LatentEncoder(tiny).encode_moments(pixels), together, rtol=1e-4, atol=1e-5)
 
 
-# ---------------------------------------------------------------------- conditioning
-
-
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_validation_batch_gets_the_conditioning_of_the_wrong_captions_too(family: str) -> None:
     model = LatentDiffusion.build(ARCHITECTURES[family])
@@ -257,9 +245,6 @@ def test_trained_text_encoder_is_left_to_the_trainer(
     encoded = LatentEncoder(tiny, train_text_encoder=True)(batch, seed=0)
     assert encoded.keys() == (batch.keys() - {"pixel_values"}) | {"latents"}
     assert encoded["input_ids"] is batch["input_ids"]
-
-
-# ---------------------------------------------------------------------- encoders that wait in host memory
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

@@ -50,9 +50,6 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> int:
     return int(np.abs(ours - theirs).max())
 
 
-# ---------------------------------------------------------------------- pictures and batches
-
-
 @pytest.mark.parametrize("scheduler", [None, *SCHEDULERS])
 def test_every_scheduler_draws_the_same_picture_in_any_batch(model: LatentDiffusion, scheduler: str | None) -> None:
     together = draw(model, scheduler=scheduler, batch_size=3)
@@ -97,9 +94,6 @@ def test_sdxl_pictures_without_a_negative_prompt_are_those_of_the_pipeline(zeros
     assert difference(draw(model), pixels(theirs)) <= 1
 
 
-# ---------------------------------------------------------------------- precision
-
-
 class DtypeSpy:
     """Notes what dtypes a network gets and computes in."""
 
@@ -131,9 +125,6 @@ def test_vae_decodes_in_float32_while_the_trainer_samples_in_half_precision(mode
         spy.handle.remove()
     assert (unet.dtypes, vae.dtypes) == ({torch.bfloat16}, {torch.float32})
     assert "decode" not in vars(model.vae)
-
-
-# ---------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(
@@ -195,9 +186,6 @@ def test_what_a_scheduler_warns_of_is_said_once(
 def test_number_of_seeds_must_be_that_of_the_prompts(model: LatentDiffusion) -> None:
     with pytest.raises(UsageError, match="generate got 3 prompts and 1 seeds; expected as many"):
         generate(model, PROMPTS, seeds=[1])
-
-
-# ---------------------------------------------------------------------- exported, and drawn by somebody else
 
 
 FRESH = """

@@ -50,9 +50,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------- building
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -125,9 +122,6 @@ def test_mistakes_are_told_in_one_line(call: Callable[[], Any], message: str) ->
     assert "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------------- conditioning
-
-
 CAPTIONS = ["a handwritten three", "", "the digit 7, much longer than the model can read at once"]
 
 
@@ -183,9 +177,6 @@ def test_unused_parameters_are_those_without_a_gradient(model: LatentDiffusion) 
     without = {n: [k for k, p in e.named_parameters() if p.grad is None] for n, e in encoders.items()}
     assert model.unused_parameters() == without
     assert bool(without["text_encoder"]) == (len(encoders) == 2)  # SDXL leaves the last layer of the first one out
-
-
-# ---------------------------------------------------------------------- saving and loading
 
 
 def test_saved_pipeline_is_loaded_by_diffusers_and_by_us_with_equal_weights(
@@ -293,9 +284,6 @@ def test_another_vae_replaces_that_of_the_pipeline(tiny_folder: Path, tmp_path: 
     assert_same_tensors(loaded.vae.state_dict(), vae.state_dict())
     loaded.save_pretrained(tmp_path / "pipeline")
     assert json.loads((tmp_path / "pipeline" / "vae" / "config.json").read_text())["scaling_factor"] == 0.5
-
-
-# ---------------------------------------------------------------------- what a pipeline folder can lack
 
 
 def remove(name: str) -> Callable[[Path], None]:
@@ -442,9 +430,6 @@ def test_hub_id_without_a_network_says_why_and_what_to_do() -> None:
     assert "\n" not in message
 
 
-# ---------------------------------------------------------------------- which model= a folder is
-
-
 def _variant(name: str, **unet: Any) -> Architecture:
     whole = architecture(name)
     changed = replace(whole.networks["unet"], config=whole.networks["unet"].config | unet)
@@ -503,9 +488,6 @@ def test_a_wrong_name_for_a_pipeline_of_the_hub_is_refused_before_its_weights_ar
     for file in (*files, unet):
         assert any(fnmatch.fnmatch(file, pattern) for pattern in asked["allow_patterns"]) == (file != unet), file
     assert LatentDiffusion.describe("me/my-sdxl").denoiser.config.cross_attention_dim == 80
-
-
-# ---------------------------------------------------------------------- helpers
 
 
 def flat(network: nn.Module) -> torch.Tensor:

@@ -117,9 +117,6 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
         LatentDiffusion.from_pretrained(tmp_path)
 
 
-# ---------------------------------------------------------------------- weights in files, and resuming
-
-
 def train(run_dir: Path, max_steps: int, base: Path, *, resume: Path | None = None, **options: Any) -> Path:
     """Train adapters of a pipeline, and return the last checkpoint."""
     deferred = options.pop("deferred", ("unet", "text_encoder", "text_encoder_2"))
@@ -181,9 +178,6 @@ def test_a_checkpoint_of_an_earlier_release_says_nothing_of_its_adapters(tmp_pat
     (first / "trainer.json").write_text(typed_json.dumps(state))
     resumed = train(tmp_path / "run", 2, tmp_path / "base", resume=first)
     small.assert_bitwise_equal(resumed, train(tmp_path / "straight", 2, tmp_path / "base"))
-
-
-# ---------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,6 @@ def test_model_spec_tells_v_prediction() -> None:
     assert spec["modelspec.prediction_type"] == "epsilon"
 
 
-# ---------------------------------------------------------------------- streams
-
-
 @pytest.fixture
 def tensors(tmp_path: Path) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)

@@ -84,9 +84,6 @@ def exported(folder: Path) -> dict[str, Tensor]:
     return {f"{name}.{key}": value for name, n in networks.items() for key, value in n.state_dict().items()}
 
 
-# ---------------------------------------------------------------------- which weights
-
-
 @pytest.mark.parametrize(("format", "kind"), [("diffusers", "ema"), ("ema", "ema"), ("non_ema", "master")])
 def test_run_gives_the_weights_that_its_newest_checkpoint_stored(
     format: str, kind: str, cli: Any, run_dir: Path, tmp_path: Path
@@ -169,9 +166,6 @@ def test_non_ema_keeps_what_was_frozen_inside_a_trained_network(cli: Any, run_di
     master = {name: value for name, value in trained("master", original).items() if name.startswith(part)}
     assert master
     assert small_training.same(exported(tmp_path / "out"), trained("ema", original) | master)
-
-
-# ---------------------------------------------------------------------- what is written
 
 
 def test_frozen_weights_are_linked_and_what_people_edit_is_copied(cli: Any, run_dir: Path, tmp_path: Path) -> None:
@@ -282,9 +276,6 @@ def test_memory_and_imports_stay_small_whatever_the_model(
     assert (tmp_path / "exported" / "diffusers" / UNET).stat().st_size > 3 * size / 2
     grown_mib = int(done.stdout.splitlines()[-1]) / 1024
     assert grown_mib < 100, f"{grown_mib:.0f} MiB for a network of 384 MiB"
-
-
-# ---------------------------------------------------------------------- mistakes
 
 
 @pytest.fixture(scope="module")

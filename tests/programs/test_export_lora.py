@@ -94,9 +94,6 @@ def assert_close(folder: Path, expected: dict[str, dict[str, Tensor]]) -> None:
             torch.testing.assert_close(value, expected[name][key], atol=1e-7, rtol=1e-6)
 
 
-# ---------------------------------------------------------------------- beside the weights
-
-
 @pytest.mark.parametrize(("format", "kind"), [("diffusers", "ema"), ("ema", "ema"), ("non_ema", "master")])
 def test_folder_has_the_adapters_that_the_format_names(
     format: str, kind: str, cli: Any, run_dir: Path, tmp_path: Path
@@ -133,9 +130,6 @@ def test_dtype_converts_adapters_and_keeps_their_scale(cli: Any, run_dir: Path, 
         assert ours.metadata() == theirs.metadata()
 
 
-# ---------------------------------------------------------------------- added to the weights
-
-
 @pytest.mark.parametrize(("format", "kind"), [("diffusers", "ema"), ("ema", "ema"), ("non_ema", "master")])
 def test_merged_folder_is_a_plain_pipeline(format: str, kind: str, cli: Any, run_dir: Path, tmp_path: Path) -> None:
     source = newest(run_dir) / "pipeline"
@@ -167,9 +161,6 @@ def test_merged_is_what_our_loader_makes_of_the_pipeline(cli: Any, run_dir: Path
     for name, network in ours.networks.items():
         for key, value in network.state_dict().items():
             torch.testing.assert_close(value, theirs.networks[name].state_dict()[key], atol=1e-6, rtol=1e-5)
-
-
-# ---------------------------------------------------------------------- mistakes
 
 
 def test_what_cannot_be_merged_is_one_line_and_leaves_nothing(cli: Any, run_dir: Path, tmp_path: Path) -> None:
@@ -205,9 +196,6 @@ def test_what_cannot_be_merged_is_one_line_and_leaves_nothing(cli: Any, run_dir:
         assert set(tmp_path.rglob("*")) == before
     assert cli("run=silent", "output_dir=out")[0] == 0, "the remedy"
     assert (tmp_path / "out" / WEIGHTS_NAME).read_bytes() == (tmp_path / "silent" / WEIGHTS_NAME).read_bytes()
-
-
-# ---------------------------------------------------------------------- a run that is merged from some step on
 
 
 def test_a_run_resumed_with_merging_saves_merged_weights_and_leaves_the_shared_ones(

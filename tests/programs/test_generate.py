@@ -48,9 +48,6 @@ def assert_alike(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> 
     assert max(np.abs(ours[name] - theirs[name]).max() for name in ours) <= 1
 
 
-# ---------------------------------------------------------------------- what it draws and writes
-
-
 def test_run_draws_its_prompts_with_settings_and_a_grid(cli: Any, run_dir: Path, tmp_path: Path) -> None:
     prompts = "prompts=[a handwritten three,'über 東京']"
     code, out = cli(f"run={run_dir}", prompts, "seed=11", "negative_prompt=blurred", "scheduler=euler", *QUICK)
@@ -151,9 +148,6 @@ def test_command_line_draws_what_the_module_draws(
     image = draw(model, ["a handwritten three"], seeds=[9], options=SamplingOptions(3, 3.0))[0]
     name = file_name("a handwritten three", 9)
     assert_alike(pictures(tmp_path / "generated"), {name: np.asarray(image, dtype=int)})
-
-
-# ---------------------------------------------------------------------- mistakes
 
 
 MISTAKES: list[tuple[list[str], str]] = [

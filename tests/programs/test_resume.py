@@ -50,9 +50,6 @@ class Seen(Callback):
         self.steps.setdefault(trainer.global_step + 1, []).extend(keys)
 
 
-# ---------------------------------------------------------------------- where a run is left
-
-
 @pytest.mark.parametrize(
     ("options", "left_at"),
     [
@@ -160,9 +157,6 @@ def test_a_second_fit_does_not_restore_the_checkpoint_again(tmp_path: Path) -> N
     )
 
 
-# ---------------------------------------------------------------------- learning-rate schedules
-
-
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
     "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.9),
@@ -204,9 +198,6 @@ def test_every_learning_rate_schedule_resumes_bitwise(tmp_path: Path, name: str)
         for step in (3, 6, 7)
     }
     assert len(rates) > 1  # the schedule did something
-
-
-# ---------------------------------------------------------------------- damaged checkpoints
 
 
 class _Settings(Callback):
@@ -278,9 +269,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     assert [path.name for path in all_checkpoints(run)] == ["step-00000002", "step-00000004", "step-00000005"]
 
 
-# ---------------------------------------------------------------------- early stopping
-
-
 def _stop_early(run_dir: Path, patience: int, every: int, *, resume: Path | None = None, **options: Any) -> pl.Trainer:
     """Train up to 12 steps with a validation after every ``every`` of them, none of which counts as better."""
     stopping = EarlyStopping("val/loss", min_delta=10.0, patience=patience)
@@ -344,9 +332,6 @@ def test_the_state_of_a_callback_that_the_run_no_longer_has_is_named(
     assert "no callback takes the state of EarlyStopping{'monitor': 'val/loss', 'mode': 'min'}" in caplog.text
 
 
-# ---------------------------------------------------------------------- what cannot be resumed
-
-
 def _resume(tmp_path: Path, module: SDLightningModule | None = None, batch_size: int = 8) -> None:
     saving = PortableCheckpoint(tmp_path / "next", resume=checkpoint_path(tmp_path, 1), every_n_steps=0)
     small.fit(module or small.module(), small.data(batch_size=batch_size), 3, saving)
@@ -383,9 +368,6 @@ def test_another_kind_of_scheduler_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             _resume(tmp_path, small.module(lr_scheduler=other))
-
-
-# ---------------------------------------------------------------------- init_from
 
 
 def test_the_command_that_started_a_run_from_weights_continues_it(
@@ -436,9 +418,6 @@ def test_init_from_starts_a_new_run_at_step_0_with_the_exported_weights(tmp_path
     assert trainer.global_step == 1 and saving.last_saved == checkpoint_path(tmp_path / "second", 1)
     position = small.trainer_state(saving.last_saved)["position"]
     assert (position["epoch"], position["steps_in_epoch"], position["global_samples"]) == (0, 1, 8)
-
-
-# ---------------------------------------------------------------------- killed at any moment
 
 
 @pytest.mark.slow

@@ -62,9 +62,6 @@ def assert_same_weights(ours: LatentDiffusion, theirs: LatentDiffusion) -> None:
             assert tensor.dtype == second[key].dtype and torch.equal(tensor, second[key]), f"{name}.{key}"
 
 
-# ---------------------------------------------------------------------- weights
-
-
 @pytest.mark.parametrize("shape", [(5, 7), (3000, 2000), (6, 4, 3, 3), (4, 1)])
 def test_every_weight_is_within_half_a_step(shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -108,9 +105,6 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(
         assert all(
             ours.dtype == theirs.dtype and ours.equal(theirs) for ours, theirs in pairs if theirs.isfinite().all()
         )
-
-
-# ---------------------------------------------------------------------- outputs
 
 
 @pytest.mark.parametrize("linear", LINEARS)
@@ -262,9 +256,6 @@ def test_small_sdxl_draws_and_its_vae_stays_in_float32(tmp_path: Path) -> None:
     assert next(sdxl.vae.parameters()).dtype == torch.float32, "it overflows in float16"
 
 
-# ---------------------------------------------------------------------- LoRA
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_lora_works_whether_it_is_added_before_or_after(model: LatentDiffusion, before: bool, tmp_path: Path) -> None:
     from peft import LoraConfig
@@ -296,9 +287,6 @@ def test_lora_works_whether_it_is_added_before_or_after(model: LatentDiffusion, 
     ):
         model.save_pretrained(tmp_path / "never")
     assert not (tmp_path / "never").exists()
-
-
-# ---------------------------------------------------------------------- putting it on and taking it off
 
 
 def test_all_kinds_of_layers_but_the_excluded_are_int8(model: LatentDiffusion) -> None:
@@ -427,9 +415,6 @@ def test_float_inputs_may_name_the_network(model: LatentDiffusion, tmp_path: Pat
     for each in (model, loaded, quantize_(quantize_(loaded, LLM_INT8), given)):
         assert kernels(each.denoiser) == {"weight_only"}
         assert kernels(each.networks["text_encoder"]) == {"bitsandbytes"}
-
-
-# ---------------------------------------------------------------------- folders
 
 
 @pytest.mark.parametrize("architecture", ["tiny", "sdxl"])
@@ -580,9 +565,6 @@ class _nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def on_meta(architecture: str, config: Int8) -> LatentDiffusion:
     """A model in int8, without storage."""
     return quantize_(LatentDiffusion.build(architecture, device="meta"), config)
@@ -639,9 +621,6 @@ def test_loading_sd21_needs_little_more_memory_than_it_is_in_int8(
     assert found["quantize_peak"] <= 1.3 * found["weights"], "from float16 files"
     assert found["load_peak"] <= 1.3 * found["weights"], "from int8 files"
     assert found["same"]
-
-
-# ---------------------------------------------------------------------- why some layers are left out
 
 
 @pytest.mark.full("quality")

@@ -23,9 +23,6 @@ from sd_lightning.strategies import training_state
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-# ---------------------------------------------------------------------- shards
-
-
 def test_shards_are_the_live_weights_and_optimizer_states() -> None:
     module = small.module()
     trainer = small.fit(module, small.data(), 2)
@@ -56,9 +53,6 @@ def test_groups_name_their_parameters_and_leave_out_how_updates_are_computed() -
     assert all(name.startswith("unet.") for name in unet["params"])
     assert [*unet["params"], *text["params"]] == [name for name, _ in module.named_parameters()]
     assert not unet.keys() & {"fused", "foreach", "capturable"}
-
-
-# ---------------------------------------------------------------------- swapping weights
 
 
 def _linear() -> tuple[nn.Linear, ReplicatedState]:
@@ -139,9 +133,6 @@ def test_sampling_and_validating_between_steps_changes_no_loss(tmp_path: Path) -
     assert plain.losses == watched.losses and len(plain.losses) == 7
     assert small.same(small.weights(modules[0]), small.weights(modules[1]))
     assert all(torch.equal(averages[0].shadow[key], value) for key, value in averages[1].shadow.items())
-
-
-# ---------------------------------------------------------------------- optimizer states through a store
 
 
 def _network() -> nn.ModuleDict:
@@ -254,9 +245,6 @@ def test_groups_of_other_parameters_are_refused_with_both_sizes() -> None:
     other = ReplicatedState(dict(network.named_parameters()), [torch.optim.SGD(parts, lr=1)])
     with pytest.raises(UsageError, match=r"groups hold \[\[2, 2, 2\]\] parameters, .* \[\[6\]\].*init_from="):
         other.load({}, one.optimizer_groups(), lambda *args: None)
-
-
-# ---------------------------------------------------------------------- 8-bit states
 
 
 def _eight_bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

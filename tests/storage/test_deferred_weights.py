@@ -72,9 +72,6 @@ def tensors_of(network: nn.Module) -> dict[str, Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
-# ---------------------------------------------------------------------- files
-
-
 def test_all_values_are_those_of_loading_at_once(tiny: Path, sdxl: Path) -> None:
     assert_loads_alike(tiny)
     assert_loads_alike(sdxl)
@@ -175,9 +172,6 @@ def test_a_broken_folder_is_refused_before_anything_is_read(
 TOKENS = "text_model.embeddings.token_embedding.weight"
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def deferred_unet(folder: Path) -> tuple[nn.Module, DeferredWeights, dict[str, Tensor]]:
     model = LatentDiffusion.from_pretrained(folder, deferred=("unet",))
     return model.denoiser, model.deferred["unet"], load_file(folder / UNET)
@@ -230,9 +224,6 @@ def test_a_model_without_its_weights_neither_draws_nor_saves(tiny: Path, tmp_pat
     with pytest.raises(UsageError, match=r"save_pretrained: the weights of unet are read when a trainer is set up"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
-
-
-# ---------------------------------------------------------------------- training
 
 
 @pytest.mark.parametrize(

@@ -221,9 +221,6 @@ def test_loggers_that_begin_before_the_callback_are_not_others(tmp_path: Path) -
         open_by_callback(tmp_path / "other", CSVLogger(tmp_path / "other"))
 
 
-# ---------------------------------------------------------------------- inputs
-
-
 @pytest.mark.parametrize("way", ["new", "resume", "overwrite"])
 def test_an_input_inside_the_runs_folder_is_refused(way: str, tmp_path: Path) -> None:
     options = {"new": {}, "resume": {"resuming": True}, "overwrite": {"overwrite": True}}[way]
@@ -269,9 +266,6 @@ def test_a_run_inside_a_folder_of_images_is_fine_and_is_never_data(tmp_path: Pat
             shutil.copy(tmp_path / "a.txt", run_dir / folder / "step-00000001.txt")
     again = ImageFolder(tmp_path)
     assert again._paths == found._paths and len(again) == 2 and not again.dropped
-
-
-# ---------------------------------------------------------------------- no place for results
 
 
 @pytest.mark.parametrize(

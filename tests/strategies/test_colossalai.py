@@ -30,8 +30,6 @@ from sd_lightning.strategies.colossalai.strategy import ColossalAIConfig, Coloss
 IS_INSTALLED = importlib.util.find_spec("colossalai") is not None
 NOT_INSTALLED = f"colossalai is not installed: {probe.INSTALL}"
 
-# ---------------------------------------------------------------------- settings, without ColossalAI
-
 
 def test_the_line_of_2022_is_todays_automatic_placement() -> None:
     given = {"use_chunk": True, "enable_distributed_storage": True, "placement_policy": "auto"}
@@ -131,9 +129,6 @@ def test_what_cannot_be_meant_is_refused_with_its_reason(given: dict[str, Any], 
         config_of(None, given)
 
 
-# ---------------------------------------------------------------------- a run's refusals, without ColossalAI
-
-
 class Module:
     automatic_optimization = True
 
@@ -211,9 +206,6 @@ def test_only_adam_is_stepped_by_colossalais_adam() -> None:
     for option in ("amsgrad", "maximize"):
         with pytest.raises(UsageError, match=f"Adam has no {option}; write optimizer.{option}=false"):
             check_optimizers([torch.optim.AdamW(parameters, **{option: True})])  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------- the probe, without ColossalAI
 
 
 @pytest.fixture
@@ -363,8 +355,6 @@ def test_it_imports_beside_our_versions() -> None:
     row = probe.check_import(120)
     assert row.ok, row
 
-
-# ---------------------------------------------------------------------- trained over a fake accelerator, or on CUDA
 
 Results = dict[str, dict[str, Any]]
 NOT_CLIPPED = {"gradient_clip_val": None}

@@ -50,9 +50,6 @@ def _environment_is_given_back() -> Iterator[None]:
     os.environ.update(before)
 
 
-# ---------------------------------------------------------------------- the widely copied example
-
-
 def test_the_copied_example_is_accepted_and_each_mistake_is_named_once() -> None:
     config, warnings = load(EXAMPLE)
     mistakes = (
@@ -108,9 +105,6 @@ def test_harmless_leftovers_of_removed_features_are_left_out() -> None:
     config, warnings = load({"amp": {"enabled": "auto"}, "elasticity": {"enabled": False}, "sparse_gradients": False})
     assert config == {}
     assert [warning.split()[1] for warning in warnings] == ["amp", "elasticity", "sparse_gradients"]
-
-
-# ---------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -202,8 +196,6 @@ def test_every_key_that_deepspeed_reads_is_known() -> None:
     assert read - ours == set()
 
 
-# ---------------------------------------------------------------------- "auto" and the engine's configuration
-
 SIZES: dict[str, Any] = {"micro_batch_size": 4, "accumulate": 2, "clip": 1.0}
 
 
@@ -236,9 +228,6 @@ def test_a_norm_of_the_file_serves_where_the_trainer_has_none() -> None:
     config, _ = load({"gradient_clipping": 0.5})
     engine = precedence.engine_config(config, micro_batch_size=1, accumulate=1, clip=None, chosen_precision="32-true")
     assert engine["gradient_clipping"] == 0.5
-
-
-# ---------------------------------------------------------------------- the file, the command line, and our defaults
 
 
 def run_settings(**changes: Any) -> dict[str, Any]:
@@ -394,9 +383,6 @@ def trainer_of(strategy: DeepSpeedStrategy, **options: Any) -> Any:
     return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **quiet, **options)
 
 
-# ---------------------------------------------------------------------- the command line
-
-
 def compose(*overrides: str) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -420,9 +406,6 @@ def test_the_command_line_adopts_what_the_file_says(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.argv", ["train", *overrides, "trainer.accumulate_grad_batches=2"])
     with pytest.raises(UsageError, match="gradient_accumulation_steps=4 contradicts trainer.accumulate_grad_batches=2"):
         preflight.adopt_engine_file(compose(*overrides, "trainer.accumulate_grad_batches=2"))
-
-
-# ---------------------------------------------------------------------- offloading, extensions, swap folders
 
 
 @pytest.mark.parametrize("device", ["offload_parameters=cpu", "offload_optimizer=nvme"])

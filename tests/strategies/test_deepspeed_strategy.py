@@ -199,9 +199,6 @@ def test_weights_that_are_not_trained_reach_the_pipeline_whole_and_unrounded(res
     assert moved and all("attn2" in key for key in moved)
 
 
-# ---------------------------------------------------------------------- compiled extensions
-
-
 class FakeBuilder:
     """An extension that compiles at once, or not at all."""
 

@@ -44,9 +44,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-# ---------------------------------------------------------------------- who started this process
-
-
 @pytest.mark.parametrize(
     ("variables", "first"),
     [
@@ -126,9 +123,6 @@ def test_a_rank_refuses_another_runs_folder_without_waiting_for_rank_0(tmp_path:
     assert re.fullmatch(r"error: output_dir=.*already holds a run; .*\n", done.stderr), done.stderr
 
 
-# ---------------------------------------------------------------------- who is the reason
-
-
 def ranks(*collectives: int, heard: float = 100.0, advanced: float = 80.0) -> list[RankHealth]:
     return [
         RankHealth(rank, f"process {rank}", heard, {"0/cpu": count}, advanced, position=f"place_{rank} (x.py:1)")
@@ -192,9 +186,6 @@ def test_a_position_names_the_innermost_function_and_the_code_that_called_it() -
     assert re.fullmatch(rf"\w+ \(python3\.\d+/threading.py:\d+\) called from {here}", found[0]), found[0]
 
 
-# ---------------------------------------------------------------------- the connections
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -243,9 +234,6 @@ def test_a_message_arrives_whole_however_it_is_cut() -> None:
     ours.close()
 
 
-# ---------------------------------------------------------------------- launchers
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder for all of them: each deletes what the one before has left, while its other rank starts."""
@@ -280,9 +268,6 @@ def test_every_launcher_trains_alike(launcher: str, run_dir: Path, expected: lis
     if not (BIN / launcher).exists() and launcher != "slurm":
         pytest.skip(f"{launcher} is not installed")
     assert train_by(launcher, run_dir) == expected
-
-
-# ---------------------------------------------------------------------- faults
 
 
 @pytest.mark.slow
@@ -377,9 +362,6 @@ def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict
     else:
         # Silence takes eight of the ten seconds; the rest is the interpreter's own end on a busy machine.
         assert found["seconds"] < (20 if fault in ("stop", "hang") else 15)
-
-
-# ---------------------------------------------------------------------- exits
 
 
 @pytest.mark.slow

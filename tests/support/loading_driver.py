@@ -41,8 +41,6 @@ from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.training.precision import precision_options
 from small_training import adamw, data, fit, trainer_of
 
-# ---------------------------------------------------------------------- a pipeline with known weights
-
 _PERIOD = 2039
 _BLOCK = _PERIOD * 4096
 PART = {
@@ -93,9 +91,6 @@ def _slices(ramp: Tensor, name: str, numel: int) -> Iterator[Tensor]:
     phase = zlib.crc32(name.encode()) % _PERIOD
     for start in range(0, numel, _BLOCK):
         yield ramp[phase : phase + min(_BLOCK, numel - start)]
-
-
-# ---------------------------------------------------------------------- memory of this process
 
 
 def begin_peak() -> int:
@@ -248,9 +243,6 @@ class SetUpZero3(DeepSpeedStrategy):
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         self.peak = status("VmHWM")
         return super()._setup_model_and_optimizer(*args, **kwargs)
-
-
-# ---------------------------------------------------------------------- jobs
 
 
 def strategy_of(name: str) -> Any:

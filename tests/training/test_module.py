@@ -34,9 +34,6 @@ def largest_difference(ours: list[Image.Image], theirs: list[Image.Image]) -> in
     return max(int(np.abs(np.asarray(a, dtype=int) - np.asarray(b, dtype=int)).max()) for a, b in pairs)
 
 
-# ---------------------------------------------------------------------- a trainer as anybody writes it
-
-
 @pytest.fixture(scope="module")
 def notebook() -> tuple[pl.Trainer, SDLightningModule, dict[str, Tensor]]:
     """The run of a notebook's first cells, and the weights before it."""
@@ -74,9 +71,6 @@ def test_module_samples_and_gives_its_pipeline_after_fit(
         "a handwritten three", num_inference_steps=2, guidance_scale=3, generator=torch.Generator().manual_seed(4)
     ).images
     assert largest_difference([picture], theirs) <= 1
-
-
-# ---------------------------------------------------------------------- the loss, written by hand
 
 
 Formula = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -183,9 +177,6 @@ def test_caption_gap_of_a_model_that_ignores_its_prompt_is_zero() -> None:
     assert trainer.callback_metrics["val/loss"].item() > 0
 
 
-# ---------------------------------------------------------------------- optimization
-
-
 def test_what_an_engine_does_not_move_comes_to_the_device_beside_it() -> None:
     """FSDP2 with offloading and ZeRO-3 from files keep weights elsewhere and never call ``Module.to()``."""
     module = small_training.module(train_text_encoder=True)
@@ -252,9 +243,6 @@ def test_every_trained_parameter_gets_a_gradient(architecture: Any, train_text_e
     assert all(optimizer.state[p]["exp_avg"].any() for p in trained)
 
 
-# ---------------------------------------------------------------------- families and objectives, end to end
-
-
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample", "flow"])
 @pytest.mark.parametrize("architecture", ["tiny", SMALL_SDXL], ids=["sd", "sdxl"])
 def test_each_objective_trains_and_its_export_samples_alike_in_plain_diffusers(
@@ -277,9 +265,6 @@ def test_each_objective_trains_and_its_export_samples_alike_in_plain_diffusers(
     ).images  # fmt: skip
     assert largest_difference(ours, theirs) <= 1
     assert largest_difference(ours[:1], ours[1:]) > 1
-
-
-# ---------------------------------------------------------------------- sampling
 
 
 PROMPTS = [f"a handwritten {word}" for word in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
@@ -338,9 +323,6 @@ def test_sampling_mistakes_are_told(sampler: SDLightningModule, options: dict[st
     with pytest.raises(UsageError) as error:
         sampler.sample("a handwritten one", **options)
     assert message in str(error.value)
-
-
-# ---------------------------------------------------------------------- two processes
 
 
 QUICK = [

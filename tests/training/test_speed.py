@@ -88,9 +88,6 @@ def _forward(module: SDLightningModule, device: str = "cpu") -> Tensor:
     return module.unet(latents, timesteps, encoder_hidden_states=text).sample.float().square().mean()
 
 
-# ---------------------------------------------------------------------- precision
-
-
 def test_bf16_mixed_computes_activations_in_bfloat16_on_float32_weights() -> None:
     watched: dict[str, Watch] = {}
     for precision in ("32-true", "bf16-mixed"):
@@ -165,9 +162,6 @@ def test_switches_that_cannot_work_together_are_refused_before_anything_is_built
     check_trainer(composed("trainer.precision=bf16-mixed", "speed.attention=flash"))
 
 
-# ---------------------------------------------------------------------- gradient checkpointing
-
-
 def _saved_bytes(compute: Callable[[], Tensor]) -> int:
     """Return the bytes of distinct storages that autograd keeps for backward, and run backward."""
     kept: dict[int, int] = {}
@@ -202,9 +196,6 @@ def test_gradient_checkpointing_keeps_fewer_activations_and_the_same_gradients()
 def test_gradient_checkpointing_refuses_a_network_without_blocks() -> None:
     with pytest.raises(UsageError, match="gradient_checkpointing=true: Linear has no blocks"):
         Speed(gradient_checkpointing=True).apply_([nn.Linear(2, 2)])
-
-
-# ---------------------------------------------------------------------- attention
 
 
 @pytest.mark.parametrize(("kernel", "fused"), [("auto", True), ("flash", True), ("math", False)])
@@ -242,9 +233,6 @@ def test_a_kernel_that_a_cpu_does_not_have_is_refused(kernel: str) -> None:
 def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(UsageError, match="attention='xformers'; expected one of auto, math, flash, efficient, cudnn"):
         Speed(attention="xformers")  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------- layout, TF32, compilation
 
 
 def _nhwc(tensors: Mapping[Any, Tensor]) -> set[bool]:
@@ -322,9 +310,6 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled(nam
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-# ---------------------------------------------------------------------- optimizers
-
-
 def _step(module: SDLightningModule) -> tuple[torch.optim.Optimizer, set[str]]:
     configured: Any = module.configure_optimizers()
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
@@ -377,9 +362,6 @@ def test_8_bit_adamw_resumes_nearly_where_it_was(tmp_path: Path) -> None:
     for name in ("master/unet.mid_block.resnets.0.conv1.weight", "master/unet.conv_in.weight"):
         moved, apart = (theirs[name] - start[name]).norm(), (ours[name] - theirs[name]).norm()
         assert apart < 0.05 * moved
-
-
-# ---------------------------------------------------------------------- the same on a GPU
 
 
 def _on_cuda(*overrides: str) -> SDLightningModule:

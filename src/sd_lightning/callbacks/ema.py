@@ -207,8 +207,6 @@ class EMA(Callback):
             new |= {shard.key: flat[shard.begin : shard.end].clone() for shard in shards if shard.name == name}
         self._shadow = new
 
-    # ------------------------------------------------------------------ use of the average
-
     @property
     def _replicated(self) -> ReplicatedState | PlainState | None:
         """The state of a module with whole weights, where anyone may load others."""

@@ -52,6 +52,22 @@ class SamplingOptions:
                 "(1 is none)"
             )
 
+    @classmethod
+    def chosen(cls, options: SamplingOptions | None, settings: Mapping[str, Any]) -> SamplingOptions:
+        """Return the options that ``sample(options=…)`` or ``sample(num_inference_steps=…, …)`` gives.
+
+        Raises:
+            UsageError: Both are given, or a setting is unknown or cannot work.
+        """
+        if options is not None and settings:
+            raise UsageError(f"sample got both options= and {', '.join(settings)}; give one of the two")
+        unknown = settings.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            raise UsageError(
+                f"sample got {', '.join(sorted(unknown))}; expected only {', '.join(cls.__dataclass_fields__)}"
+            )
+        return options or cls(**settings)
+
     def check(self, latent_diffusion: LatentDiffusion) -> None:
         """Find out before any picture is drawn whether a model can be sampled so.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from sd_lightning._errors import UsageError
 from sd_lightning.diffusion.objective import NoisyBatch, Objective
 from sd_lightning.models.adapters.learned_token import LearnedToken
-from sd_lightning.models.adapters.lora import Lora, freeze_unused, plain_names
+from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import Dtype, LatentEncoder
 from sd_lightning.models.families import Conditioning
 from sd_lightning.models.families.conditioning import map_conditioning
@@ -24,6 +24,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of
 from sd_lightning.training.flops import training_flops_per_sample
+from sd_lightning.training.parameters import choose_trained, parameter_groups
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -117,23 +118,7 @@ class SDLightningModule(pl.LightningModule):
                 f"SDLightningModule got a model with deferred weights of {', '.join(sorted(frozen))}, which it does "
                 "not train; defer trained networks only"
             )
-        self._choose_trained(train_text_encoder)
-
-    def _choose_trained(self, train_text_encoder: bool) -> None:
-        """Let those parameters require gradients that are trained, and get any."""
-        latent_diffusion, networks = self.latent_diffusion, self.trained_networks()
-        for network in networks.values():
-            network.requires_grad_(network is self.denoiser or train_text_encoder).train()
-        if self.lora is not None:
-            adapted = {n: network for n, network in networks.items() if network is self.denoiser or train_text_encoder}
-            self.lora.apply_(adapted)
-            for name in adapted.keys() & latent_diffusion.deferred.keys():
-                names = plain_names(adapted[name].state_dict())
-                latent_diffusion.deferred[name] = latent_diffusion.deferred[name].renamed(names)
-        for parameter in LearnedToken.parameters(networks):
-            parameter.requires_grad_(True)
-        for name, unused in latent_diffusion.unused_parameters().items() if train_text_encoder else ():
-            freeze_unused(latent_diffusion.networks[name], unused)
+        choose_trained(latent_diffusion, self.trained_networks(), lora=lora, train_text_encoder=train_text_encoder)
 
     def trained_networks(self) -> dict[str, nn.Module]:
         """Return the networks that are trained, by name, in the order in which they run: what strategies shard."""
@@ -163,8 +148,6 @@ class SDLightningModule(pl.LightningModule):
     def cpu(self) -> Self:
         """Move to host memory, as Lightning does at the end, also of a run that failed before weights were read."""
         return self if self.latent_diffusion.deferred else super().cpu()
-
-    # ------------------------------------------------------------------ data
 
     def on_fit_start(self) -> None:
         self._to_device()
@@ -212,8 +195,6 @@ class SDLightningModule(pl.LightningModule):
     def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Encode images and captions with the frozen encoders."""
         return self.encoder(batch, seed=self.seed)
-
-    # ------------------------------------------------------------------ steps
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
@@ -300,22 +281,9 @@ class SDLightningModule(pl.LightningModule):
         prediction = self.latent_diffusion.family.denoise(self.denoiser, latents, noisy.timesteps, conditioning)
         return self.objective.loss(prediction, noisy)
 
-    # ------------------------------------------------------------------ optimization
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        groups: list[dict[str, Any]] = [{"params": _trained(self.denoiser)}]
-        if self._text_encoder_names:
-            parameters = [p for name in self._text_encoder_names for p in _trained(self.get_submodule(name))]
-            rate = {} if self.text_encoder_lr is None else {"lr": self.text_encoder_lr}
-            words = {id(p) for p in LearnedToken.parameters(self.trained_networks())}
-            # Weight decay would shrink the words that are not learned.
-            for chosen, options in (
-                ([p for p in parameters if id(p) not in words], {}),
-                ([p for p in parameters if id(p) in words], {"weight_decay": 0.0}),
-            ):
-                if chosen:
-                    groups.append({"params": chosen, **rate, **options})
-        optimizer = self._optimizer_factory(groups)
+        text_encoders = {name: self.get_submodule(name) for name in self._text_encoder_names}
+        optimizer = self._optimizer_factory(parameter_groups(self.denoiser, text_encoders, self.text_encoder_lr))
         # Fused optimizers would take unscaling upon themselves, after gradients are clipped: Lightning then refuses to
         # clip in mixed precision, even in bfloat16, where nothing is scaled.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -333,8 +301,6 @@ class SDLightningModule(pl.LightningModule):
         if isinstance(scheduler, ReduceLROnPlateau):
             metric = self.trainer.strategy.reduce(self._loss, reduce_op="mean")
         super().lr_scheduler_step(scheduler, metric)
-
-    # ------------------------------------------------------------------ use
 
     def sample(
         self,
@@ -359,7 +325,8 @@ class SDLightningModule(pl.LightningModule):
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         seeds = range(seed, seed + len(prompts))
-        return self.sample_seeded(prompts, seeds, _options(options, sampling), negative_prompt=negative_prompt)
+        chosen = SamplingOptions.chosen(options, sampling)
+        return self.sample_seeded(prompts, seeds, chosen, negative_prompt=negative_prompt)
 
     def sample_seeded(
         self, prompts: Sequence[str], seeds: Sequence[int], options: SamplingOptions, *, negative_prompt: str = ""
@@ -384,17 +351,3 @@ class SDLightningModule(pl.LightningModule):
         """Floating-point operations of one training step for one sample of ``batch``, forward and backward."""
         conditioning = self._conditioning(batch) if "conditioning" in batch else None
         return training_flops_per_sample(self.latent_diffusion, batch["latents"], conditioning)
-
-
-def _trained(network: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in network.parameters() if parameter.requires_grad]
-
-
-def _options(options: SamplingOptions | None, fields: dict[str, Any]) -> SamplingOptions:
-    if options is not None and fields:
-        raise UsageError(f"sample got both options= and {', '.join(fields)}; give one of the two")
-    known: Iterable[str] = SamplingOptions.__dataclass_fields__
-    unknown = fields.keys() - set(known)
-    if unknown:
-        raise UsageError(f"sample got {', '.join(sorted(unknown))}; expected only {', '.join(known)}")
-    return options or SamplingOptions(**fields)

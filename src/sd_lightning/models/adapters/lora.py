@@ -160,9 +160,6 @@ def example_layers(network: nn.Module) -> str:
     return ", ".join(name for name in list(dict.fromkeys(linear))[:4] if not name.isdecimal())
 
 
-# ---------------------------------------------------------------------- names
-
-
 def is_adapter(key: str) -> bool:
     """Whether a weight, by its name in memory, is an adapter's."""
     return _MARK in key
@@ -185,9 +182,6 @@ def freeze_unused(network: nn.Module, unused: Iterable[str]) -> None:
     for key, parameter in network.named_parameters():
         if any(key.startswith(layer) for layer in layers):
             parameter.requires_grad_(False)
-
-
-# ---------------------------------------------------------------------- merging
 
 
 Read = Callable[[str], Tensor]

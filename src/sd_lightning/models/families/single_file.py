@@ -208,9 +208,6 @@ def _naming(network: str, names: list[str], layout: Layout) -> Callable[[str], s
     return lambda name: _open_clip_name(name, prefix, layout) if is_open_clip else _clip_name(name, prefix)
 
 
-# ---------------------------------------------------------------------- UNet
-
-
 def _unet_naming(names: list[str]) -> Callable[[str], str | None]:
     """The original numbers all layers of one side in a row, a change of resolution counting as one more."""
     pattern = re.compile(r"(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.")
@@ -251,9 +248,6 @@ def _unet_side(side: str, block: int, part: str, layer: int, rest: str, layers: 
     return None
 
 
-# ---------------------------------------------------------------------- VAE
-
-
 def _vae_naming(names: list[str]) -> Callable[[str], str | None]:
     """The original counts the decoder's blocks from the largest resolution down."""
     last = max((int(m[1]) for n in names if (m := re.match(r"decoder\.up_blocks\.(\d+)\.", n))), default=0)
@@ -282,9 +276,6 @@ def _vae_naming(names: list[str]) -> Callable[[str], str | None]:
         return f"{_VAE_PREFIX}{half}.{original}.{kind}" if is_known else None
 
     return rename
-
-
-# ---------------------------------------------------------------------- text encoders
 
 
 def _clip_name(name: str, prefix: str) -> str:

@@ -1,0 +1,58 @@
+"""Which parameters of a model are trained, and in which groups an optimizer gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from sd_lightning.models.adapters.learned_token import LearnedToken
+from sd_lightning.models.adapters.lora import Lora, freeze_unused, plain_names
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+
+
+def choose_trained(
+    model: LatentDiffusion, networks: Mapping[str, nn.Module], *, lora: Lora | None, train_text_encoder: bool
+) -> None:
+    """Let those parameters require gradients that are trained, and get any.
+
+    Args:
+        model: The model.
+        networks: Its denoiser, and the text encoders of which anything is trained.
+        lora: Is put into the networks, and trained in the place of their weights.
+        train_text_encoder: Train the text encoders' weights, and not only learned words.
+    """
+    adapted = {n: network for n, network in networks.items() if network is model.denoiser or train_text_encoder}
+    for name, network in networks.items():
+        network.requires_grad_(name in adapted).train()
+    if lora is not None:
+        lora.apply_(adapted)
+        for name in adapted.keys() & model.deferred.keys():
+            model.deferred[name] = model.deferred[name].renamed(plain_names(adapted[name].state_dict()))
+    for parameter in LearnedToken.parameters(networks):
+        parameter.requires_grad_(True)
+    for name, unused in model.unused_parameters().items() if train_text_encoder else ():
+        freeze_unused(model.networks[name], unused)
+
+
+def parameter_groups(
+    denoiser: nn.Module, text_encoders: Mapping[str, nn.Module], text_encoder_lr: float | None
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: the denoiser, the text encoders, and their learned words without weight decay.
+
+    Args:
+        denoiser: Its trained parameters are the first group.
+        text_encoders: Of which anything is trained.
+        text_encoder_lr: Their learning rate, if another than the denoiser's.
+    """
+    words = {id(parameter) for parameter in LearnedToken.parameters(text_encoders)}
+    parameters = [p for network in text_encoders.values() for p in network.parameters() if p.requires_grad]
+    rate = {} if text_encoder_lr is None else {"lr": text_encoder_lr}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in denoiser.parameters() if p.requires_grad]},
+        {"params": [p for p in parameters if id(p) not in words], **rate},
+        # Weight decay would shrink the words that are not learned.
+        {"params": [p for p in parameters if id(p) in words], **rate, "weight_decay": 0.0},
+    ]
+    return [groups[0], *(group for group in groups[1:] if group["params"])]

@@ -1,7 +1,7 @@
 """Train latent-diffusion models (Stable Diffusion 1.x, 2.x, XL) with PyTorch Lightning.
 
-Names load when they are used, so that ``import sd_lightning`` costs next to nothing. Where Lightning is in memory, it
-knows our strategies by name from then on; else from when :class:`SDLightningModule` is imported from here.
+Names are imported on first use, so ``import sd_lightning`` is fast. Our strategies are registered with Lightning on
+import if Lightning is already imported, otherwise when :class:`SDLightningModule` is first used from here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'sd_lightning' has no attribute {name!r}")
-    if name == "SDLightningModule":  # who trains has Lightning in memory anyway
+    if name == "SDLightningModule":  # training imports Lightning anyway
         _register_strategies()
     return getattr(importlib.import_module(f"sd_lightning.{_MODULES[name]}"), name)
 

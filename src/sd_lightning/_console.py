@@ -1,4 +1,4 @@
-"""What the command line shows of other libraries: their errors, and none of their advice."""
+"""Filters that keep the advice of other libraries off the console and let their errors through."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 import warnings
 
 _ADVICE = (
-    r".*does not have many workers.*",  # data is read in the training process on purpose where it is tiny
+    r".*does not have many workers.*",  # tiny data sets are read in the training process on purpose
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
     r".*checkpoint.*use_reentrant.*",
     r".*Experiment logs directory .* exists and is not empty.*",  # resuming
     r".*not be a power of 2.*",
     r".*torch\.distributed\.[\w.]+`? is deprecated.*",  # DeepSpeed's calls, and Lightning's
-    r"Image size \(\d+ pixels\) exceeds limit.*",  # such images are bad samples, which are named
+    r"Image size \(\d+ pixels\) exceeds limit.*",  # such images are reported as bad samples
     r".*overridden `on_after_batch_transfer` in `LightningModule`.*",  # and the datamodule's on_before_batch_transfer
 )
 
 
 def quiet_libraries() -> None:
-    """Keep advertisements and advice of libraries off the console, for entry points only."""
+    """Silence advertisements and advice of libraries; for entry points only, as the settings are global."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):  # read on import, which sets the level below again
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):  # on import they overwrite the level set below
         os.environ.setdefault(name, "error")
     for name in ("diffusers", "transformers", "bitsandbytes", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)

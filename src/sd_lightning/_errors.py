@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """Something the user gave cannot work; the message says what, and how to put it right.
+    """An invalid input from the user, with a message that says what is wrong and how to fix it.
 
-    The command line prints the message as one ``error: …`` line with exit code 2 and no
-    stack trace. Programming errors of the library are never raised as this type.
+    The command line prints the message as one ``error: …`` line, exits with code 2 and shows no stack trace. Bugs of
+    the library are never raised as this type.
 
-    The message is one line and names who complains, what was given, what is expected, and
-    the remedy. Line breaks in it are joined, so that quoted foreign messages stay one line.
+    The message names the component that raises, what was given, what is expected, and the remedy. Line breaks are
+    replaced by spaces, so that messages quoted from other libraries stay on one line.
     """
 
     def __init__(self, message: str) -> None:

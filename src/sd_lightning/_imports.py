@@ -1,4 +1,4 @@
-"""Import of optional packages with an error that names the extra to install."""
+"""Imports of optional packages, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def require(module: str, *, extra: str, who: str) -> ModuleType:
     Args:
         module: Dotted module name, e.g. ``"deepspeed"``.
         extra: The extra of this package that installs it, e.g. ``"deepspeed"``.
-        who: What needs it, for the message, e.g. ``"strategy=deepspeed"``.
+        who: The feature that needs it, for the message, e.g. ``"strategy=deepspeed"``.
 
     Returns:
         The imported module.
@@ -24,7 +24,7 @@ def require(module: str, *, extra: str, who: str) -> ModuleType:
     """
     try:
         return importlib.import_module(module)
-    except Exception as error:  # packages such as deepspeed raise other types on import, too
+    except Exception as error:  # packages such as deepspeed also raise other types on import
         reason = (
             f"package {module.partition('.')[0]!r} is not installed"
             if isinstance(error, ModuleNotFoundError) and error.name is not None and module.startswith(error.name)

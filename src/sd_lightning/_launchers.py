@@ -1,7 +1,7 @@
-"""What a process's environment tells about who started it, before torch or Lightning are asked.
+"""Rank and launcher of this process, read from environment variables without importing torch or Lightning.
 
-torchrun, ``accelerate launch`` and ``deepspeed`` set RANK, LOCAL_RANK and WORLD_SIZE. Lightning's own launcher gives
-the processes it starts NODE_RANK and LOCAL_RANK. ``srun`` sets SLURM_PROCID and SLURM_LOCALID.
+torchrun, ``accelerate launch`` and ``deepspeed`` set RANK, LOCAL_RANK and WORLD_SIZE. Lightning's own launcher sets
+NODE_RANK and LOCAL_RANK. ``srun`` sets SLURM_PROCID and SLURM_LOCALID.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from sd_lightning._errors import UsageError
 
 
 def is_first_process() -> bool:
-    """Return whether this is, or will be, rank 0; wrong only where several machines are told nothing of each other."""
-    if "RANK" in os.environ:  # torchrun inside SLURM: the rendezvous numbers the machines, not SLURM
+    """Return whether this is, or will be, rank 0; wrong only on several machines whose launcher sets none of these."""
+    if "RANK" in os.environ:  # torchrun inside SLURM: torchrun's rendezvous assigns ranks, not SLURM
         return _is_zero("RANK") and is_first_on_machine()
     return _is_zero("NODE_RANK") and _is_zero("SLURM_PROCID") and is_first_on_machine()
 
 
 def is_first_on_machine() -> bool:
-    """Return whether this process speaks for its machine."""
+    """Return whether this process has local rank 0."""
     return _is_zero("LOCAL_RANK") if "LOCAL_RANK" in os.environ else _is_zero("SLURM_LOCALID")
 
 
 def was_started_with_others() -> bool:
-    """Return whether a launcher started all processes alike, so that each of them meets the same mistakes."""
+    """Return whether an external launcher started all processes, so that each one raises the same errors."""
     return "SLURM_PROCID" in os.environ or {"RANK", "LOCAL_RANK"} <= os.environ.keys()
 
 
 def check_started_processes(devices: int, num_nodes: int) -> None:
-    """Compare the number of processes that a launcher has started with the number that the run asks for.
+    """Check that a launcher has started as many processes as the run asks for.
 
     Raises:
-        UsageError: They differ: the processes would wait for others that do not exist.
+        UsageError: The numbers differ: the processes would wait for others that do not exist.
     """
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         started = int(os.environ["WORLD_SIZE"])

@@ -1,6 +1,6 @@
 """Teach a model a subject from a few photos: ``python -m sd_lightning.dreambooth [key=value …]``.
 
-The main job with other data: see :mod:`sd_lightning.train`.
+The same job as :mod:`sd_lightning.train`, with other data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROGRAM = replace(
     task="sd_lightning.apps.dreambooth.run",
     hints={
         **train.PROGRAM.hints,
-        # Settings of diffusers' and ColossalAI's DreamBooth scripts, as far as no target gets them.
+        # Settings of diffusers' and ColossalAI's DreamBooth scripts that are not arguments of a Hydra target.
         "instance_data_dir": str,
         "class_data_dir": str,
         "class_prompt": str | None,

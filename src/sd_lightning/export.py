@@ -1,4 +1,4 @@
-"""Give a trained model to other programs: ``python -m sd_lightning.export run=… format=… [key=value …]``."""
+"""Export a trained model for other programs: ``python -m sd_lightning.export run=… format=… [key=value …]``."""
 
 from __future__ import annotations
 

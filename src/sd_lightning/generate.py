@@ -1,4 +1,4 @@
-"""Draw pictures with a trained run or a pretrained pipeline: ``python -m sd_lightning.generate [key=value …]``."""
+"""Generate images with a trained run or a pretrained pipeline: ``python -m sd_lightning.generate [key=value …]``."""
 
 from __future__ import annotations
 

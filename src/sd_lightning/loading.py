@@ -1,4 +1,4 @@
-"""Files <-> :class:`LatentDiffusion`: above the model, adapters and int8, all of which it knows."""
+"""Building, loading and saving of :class:`LatentDiffusion` in the diffusers folder layout."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from sd_lightning.storage.streamed_tensor import write_tensors
 def build(architecture: str | Architecture, *, seed: int = 0, device: str | torch.device = "cpu") -> LatentDiffusion:
     """Build a model from its configuration, with random weights.
 
-    The ``tiny`` model gets the trained VAE that ships with the package. Without downloads there is no CLIP vocabulary,
-    so every architecture gets the shipped byte-level tokenizer.
+    The ``tiny`` model gets the trained VAE that ships with the package. Nothing is downloaded, so there is no CLIP
+    vocabulary: every architecture gets the shipped byte-level tokenizer.
 
     Args:
         architecture: "tiny", "sd15", "sd21", "sdxl" or an :class:`Architecture`.
-        seed: Seed of the random weights; the global generator is left as it was.
-        device: Where the weights are made; "meta" makes none.
+        seed: Seed of the random weights; the global generator is not changed.
+        device: Device of the weights; "meta" allocates none.
 
     Raises:
         UsageError: The name is not known.
@@ -68,7 +68,7 @@ def build(architecture: str | Architecture, *, seed: int = 0, device: str | torc
         )
         for name in family.text_encoders
     }
-    components = dict(copy.deepcopy(architecture.networks))  # the model's record may be changed
+    components = dict(copy.deepcopy(architecture.networks))  # the model may change its own record
     for name in family.text_encoders:
         tokenizer = tokenizers[family.tokenizer_of(name)]
         ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
@@ -98,21 +98,21 @@ def from_pretrained(
     vae: str | Path | None = None,
     deferred: Sequence[str] = (),
 ) -> LatentDiffusion:
-    """Load a pipeline in the diffusers layout: in float32, or in int8 if it was saved so.
+    """Load a pipeline in the diffusers layout, in float32, or in int8 if it was saved in int8.
 
-    Adapters that a run with ``trainable=lora`` has saved in the folder are added to the weights.
+    LoRA adapters that a run with ``trainable=lora`` saved in the folder are merged into the weights.
 
     Args:
         pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
         revision: Branch, tag or commit on the hub.
         variant: File variant, e.g. "fp16".
         vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
-        deferred: Networks to build on the meta device: their weights stay in their files until a trainer is set up,
-            when every process reads what it keeps of them. Until then they cannot compute. Names of networks,
-            "denoiser", "text_encoders" or "all"; names that the pipeline does not have mean nothing.
+        deferred: Networks to build on the meta device. Their weights are read when a trainer is set up; each process
+            then reads only the part that it keeps. Until then these networks cannot compute. Names of networks,
+            "denoiser", "text_encoders" or "all"; names that the pipeline does not have are ignored.
 
     Raises:
-        UsageError: There is no such pipeline, or a part of it is missing or unreadable.
+        UsageError: The pipeline does not exist, or a part of it is missing or unreadable.
     """
     root = find_folder(pretrained_model_name_or_path, revision=revision, variant=variant)
     weights: dict[str, DeferredWeights] = {}
@@ -138,7 +138,7 @@ def from_pretrained(
 def describe(
     pretrained_model_name_or_path: str | Path, *, revision: str | None = None, vae: str | Path | None = None
 ) -> LatentDiffusion:
-    """Build the networks of a pipeline on the meta device, from its configuration files: all sizes, no weights.
+    """Build the networks of a pipeline on the meta device, from its configuration files alone.
 
     Args:
         pretrained_model_name_or_path: A folder with ``model_index.json``, or a repository id of the hub.
@@ -146,7 +146,7 @@ def describe(
         vae: Another VAE (a folder or repository id).
 
     Raises:
-        UsageError: There is no such pipeline, or a part of it is missing or unreadable.
+        UsageError: The pipeline does not exist, or a part of it is missing or unreadable.
     """
     root = find_configs(pretrained_model_name_or_path, revision=revision)
     return _from_folder(
@@ -159,11 +159,11 @@ def save_pretrained(model: LatentDiffusion, folder: str | Path, *, skip: Sequenc
 
     Args:
         model: The model.
-        folder: Written into; made if it does not exist.
-        skip: Networks whose weights are left out (their configuration is written).
+        folder: Folder to write into; created if it does not exist.
+        skip: Networks whose weights are not written (their configuration is).
 
     Raises:
-        UsageError: Weights are still in their files, in shards of a strategy, or in int8 with LoRA on top.
+        UsageError: Weights are deferred, sharded by a strategy, or in int8 with LoRA on top.
     """
     model.check_is_read("save_pretrained", skip=skip)
     _check_can_merge(model)
@@ -198,13 +198,13 @@ def load_model(
     seed: int = 0,
     deferred: Sequence[str] = (),
 ) -> LatentDiffusion:
-    """Load pretrained weights if they are named, otherwise build the architecture with random ones.
+    """Load the ``pretrained`` weights if they are given, otherwise build the architecture with random weights.
 
-    Random weights are made in every process and are then there: ``deferred`` is about files.
+    ``deferred`` applies to pretrained weights only: random weights are made in every process at once.
 
     Raises:
-        UsageError: Options of pretrained weights without ``pretrained``, or what :func:`check_pretrained`,
-            :func:`build` and :func:`from_pretrained` raise.
+        UsageError: Options of pretrained weights are given without ``pretrained``, or :func:`check_pretrained`,
+            :func:`build` or :func:`from_pretrained` raises.
     """
     if pretrained is not None:
         check_pretrained(architecture, pretrained, revision=revision)
@@ -219,10 +219,10 @@ def load_model(
 
 
 def check_pretrained(architecture: str, pretrained: str, *, revision: str | None = None) -> None:
-    """Refuse to train a pipeline that another ``model=`` names, or whose weights are in int8; reads configurations.
+    """Check from its configuration files that a pipeline fits ``model=`` and can be trained.
 
     Raises:
-        UsageError: It is one, or there is no such pipeline.
+        UsageError: It belongs to another ``model=``, its weights are in int8, or it does not exist.
     """
     families.architecture(architecture, who="model")
     root = find_configs(pretrained, revision=revision)
@@ -239,7 +239,7 @@ def check_pretrained(architecture: str, pretrained: str, *, revision: str | None
 
 
 def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.Module, Component]]) -> LatentDiffusion:
-    """Make a model of a pipeline folder; ``load`` makes each network of its name, record and family."""
+    """Build a model from a pipeline folder; ``load`` returns each network, given its name, record and family."""
     index = read_json(root / "model_index.json")
     family = family_of(str(index.get("_class_name")), who=str(root))
     scheduler = read_json(root / "scheduler" / "scheduler_config.json")
@@ -261,13 +261,13 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
 
 
 def _named(names: Iterable[str], family: Family) -> set[str]:
-    """Return the networks that names and roles mean."""
+    """Return the names of the networks that names and roles ("all", "denoiser", "text_encoders") stand for."""
     roles = {"all": family.networks, "denoiser": (family.denoiser,), "text_encoders": family.text_encoders}
     return {network for name in names for network in roles.get(name, (name,))}
 
 
 def _add_adapters(model: LatentDiffusion, folder: Path) -> None:
-    """Add the adapters of ``pytorch_lora_weights.safetensors`` to the weights."""
+    """Merge the adapters of ``pytorch_lora_weights.safetensors`` into the weights."""
     pipeline: Any = model.pipeline()
     try:
         with no_progress_bar():
@@ -283,7 +283,7 @@ def _add_adapters(model: LatentDiffusion, folder: Path) -> None:
 
 
 def _check_can_merge(model: LatentDiffusion) -> None:
-    """Raise if a network is in int8, which has no place for what an adapter adds."""
+    """Raise if a network in int8 has LoRA adapters: they cannot be merged into int8 weights."""
     names = sorted(n for n, network in model.networks.items() if int8_config(network) and adapted_weights(network))
     if names:
         raise UsageError(
@@ -293,7 +293,7 @@ def _check_can_merge(model: LatentDiffusion) -> None:
 
 
 def _check_is_in_memory(network: str, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise if an engine has taken the memory of weights."""
+    """Raise if an engine has freed the memory of weights."""
     for name, tensor in state.items():
         if type(tensor) is torch.Tensor and tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise UsageError(

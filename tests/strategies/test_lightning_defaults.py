@@ -17,7 +17,7 @@ from ranks import run_jobs
 from sd_lightning import UsageError
 from sd_lightning.strategies import restoring
 from sd_lightning.strategies.processes.group import leave_process_group
-from strategy_jobs import strategy_of
+from strategy_table import strategy_of
 from suites import keep, wanted
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini", "gemini_offload")

@@ -12,7 +12,7 @@ from ranks import run_jobs
 from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 from sd_lightning.storage import checkpoint
 from strategy_jobs import OPTIMIZERS
-from strategy_jobs import STRATEGIES as ALL_STRATEGIES
+from strategy_table import STRATEGIES as ALL_STRATEGIES
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
 Case = tuple[str, int]

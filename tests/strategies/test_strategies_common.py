@@ -1,4 +1,4 @@
-"""What every strategy must do alike, on two gloo processes; a new strategy joins by a line in strategy_jobs.py.
+"""What every strategy must do alike, on two gloo processes; a new strategy joins by a line in strategy_table.py.
 
 `make test-slow` holds the parity of all of them, and everything else under one strategy of each engine, in turn; the
 rest is `make test-full PART=matrix`. A run trains what its tests name in ``needs``.
@@ -19,7 +19,7 @@ from comparing import rms
 from ranks import run_jobs
 from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 from sd_lightning.storage.tensor_store import ShardedTensors
-from strategy_jobs import STRATEGIES
+from strategy_table import STRATEGIES
 from suites import keep, wanted
 
 EXACT_OPTIONS = ("ddp_static", "fsdp_grad_op", "gemini_kept")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from lightning.fabric.plugins.environments.lightning import find_free_network_port  # noqa: E402
 
 from small_training import data, fit, module  # noqa: E402
-from strategy_jobs import strategy_of  # noqa: E402
+from strategy_table import strategy_of  # noqa: E402
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "gemini")
 

@@ -20,11 +20,8 @@ import lightning.pytorch as pl  # noqa: E402
 from lightning.fabric.plugins.environments.lightning import find_free_network_port  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 
-from sd_lightning.strategies.ddp import DDPStrategy  # noqa: E402
-from sd_lightning.strategies.deepspeed.strategy import Buckets, DeepSpeedStrategy  # noqa: E402
-from sd_lightning.strategies.fsdp import FSDPStrategy  # noqa: E402
-from sd_lightning.strategies.gemini import GeminiStrategy  # noqa: E402
 from small_training import data, fit, module  # noqa: E402
+from strategy_table import strategy_of  # noqa: E402
 
 TIMEOUT = 10.0  # seconds
 GIVE_UP = 90.0
@@ -63,14 +60,8 @@ def wait_for_nothing() -> None:
 
 def train(strategy: str, fault: Fault) -> None:
     """One rank."""
-    chosen: Any = {
-        "ddp": lambda: DDPStrategy(timeout_seconds=TIMEOUT),
-        "fsdp": lambda: FSDPStrategy(timeout_seconds=TIMEOUT),
-        "gemini": lambda: GeminiStrategy(timeout_seconds=TIMEOUT),
-        "deepspeed_zero1": lambda: DeepSpeedStrategy(stage=1, buckets=Buckets(), timeout_seconds=TIMEOUT),
-        "deepspeed_zero2": lambda: DeepSpeedStrategy(stage=2, buckets=Buckets(), timeout_seconds=TIMEOUT),
-        "deepspeed_zero3": lambda: DeepSpeedStrategy(stage=3, buckets=Buckets(), timeout_seconds=TIMEOUT),
-    }[strategy]()
+    name = {"gemini": "gemini_default"}.get(strategy, strategy.removeprefix("deepspeed_"))
+    chosen = strategy_of(name, timeout_seconds=TIMEOUT)
     pl_module = module()
     if fault.kind == "raise":
         step = pl_module.training_step

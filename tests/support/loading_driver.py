@@ -25,6 +25,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+import strategy_table
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.callbacks.checkpoint.pipeline import frozen_weights_file
@@ -35,9 +36,7 @@ from sd_lightning.storage.streamed_tensor import StreamedTensor, write_streamed
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed.strategy import Buckets, DeepSpeedStrategy, Offload
-from sd_lightning.strategies.fsdp import FSDPStrategy
-from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy
 from sd_lightning.training.precision import precision_options
 from small_training import adamw, data, fit, trainer_of
 
@@ -246,20 +245,13 @@ class SetUpZero3(DeepSpeedStrategy):
 
 
 def strategy_of(name: str) -> Any:
-    threshold = Buckets(stage3_param_persistence_threshold=0)
-    offload = Offload("cpu", "cpu", cpu_adam=False)
-    return {
-        "ddp": SetUpDDP,
-        "fsdp": FSDPStrategy,
-        "fsdp_offload": partial(FSDPStrategy, cpu_offload=True),
-        "fsdp_replicas": partial(FSDPStrategy, replicas=2),
-        "gemini": GeminiStrategy,
-        "gemini_mixed": partial(GeminiStrategy, shard_param_frac=0.5, offload_optim_frac=0.5, offload_param_frac=0.5),
-        "zero1": partial(DeepSpeedStrategy, stage=1),
-        "zero2": partial(DeepSpeedStrategy, stage=2),
-        "zero3": partial(SetUpZero3, stage=3, buckets=threshold),
-        "zero3_offload": partial(SetUpZero3, stage=3, buckets=threshold, offload=offload),
-    }[name]()
+    """Return a strategy; of DDP and ZeRO-3, which need more for a moment, one that notes what there was before."""
+    replaced: dict[type, type] = {DDPStrategy: SetUpDDP}
+    if name.startswith("zero3"):
+        replaced[DeepSpeedStrategy] = SetUpZero3
+    return strategy_table.strategy_of(
+        {"gemini": "gemini_default", "fsdp_replicas": "hsdp"}.get(name, name), replaced=replaced
+    )
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:

@@ -28,14 +28,11 @@ from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.state.shards import LazyTensor, SavedParameter
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
-from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed.strategy import Buckets, DeepSpeedStrategy, Offload
-from sd_lightning.strategies.fsdp import FSDPStrategy
-from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.training.lr_schedules import cosine
 from sd_lightning.training.precision import precision_options
 from sd_lightning.training.speed import Speed
 from small_training import data, fit, module, trainer_of
+from strategy_table import strategy_of
 
 # Adam divides by the root of small second moments, so rounding grows with the learning rate: at 2e-3 the losses of two
 # summation orders differ by 2e-6 within five steps, for DDP as for any other engine.
@@ -47,70 +44,6 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": partial(torch.optim.Adam, lr=LEARNING_RATE, fused=True),
     "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
 }
-GEMINI: dict[str, dict[str, Any]] = {
-    "gemini": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 2**20},
-    "gemini_small_chunks": {"chunk_numel": 5000, "offload_optim_frac": 1.0},
-    "gemini_kept": {"shard_param_frac": 0.0},
-    "gemini_offload": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 0},
-    "gemini_auto": {"placement": "auto", "memory_cap": "12MiB"},
-}
-
-
-FSDP: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "fsdp_offload": {"cpu_offload": True},
-    "fsdp_grad_op": {"reshard_after_forward": False, "forward_prefetch": 1},
-    "hsdp": {"replicas": 2},
-    "fsdp_bf16": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
-}
-DDP: dict[str, dict[str, Any]] = {
-    "ddp_static": {"static_graph": True, "gradient_as_bucket_view": False, "bucket_cap_mb": 1},
-    "ddp_bf16": {"compression": "bf16"},
-    "ddp_fp16": {"compression": "fp16"},
-}
-SHARD_ALL = Buckets(stage3_param_persistence_threshold=0)
-ZERO: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero2_offload": {"stage": 2, "offload": Offload("cpu", cpu_adam=False)},
-    "zero3": {"stage": 3, "buckets": SHARD_ALL},
-    "zero3_default": {"stage": 3},
-    "zero3_offload": {"stage": 3, "buckets": SHARD_ALL, "offload": Offload("cpu", "cpu", cpu_adam=False)},
-}
-"""All but ``zero3_default`` shard even the smallest parameter at stage 3."""
-
-
-STRATEGIES = (
-    "ddp",
-    "fsdp",
-    "fsdp_offload",
-    "zero1",
-    "zero2",
-    "zero2_offload",
-    "zero3",
-    "zero3_default",
-    "zero3_offload",
-    "gemini",
-    "gemini_offload",
-)
-"""What two processes train with; a new strategy joins by a line here."""
-
-
-def strategy_of(name: str) -> Any:
-    """Return a fresh strategy."""
-    if name == "single":
-        return "auto"
-    if name == "ddp":
-        return DDPStrategy()
-    if name == "ddp_unused":
-        return DDPStrategy(find_unused_parameters=True)
-    if name in FSDP:
-        return FSDPStrategy(**FSDP[name])
-    if name in DDP:
-        return DDPStrategy(**DDP[name])
-    if name in GEMINI:
-        return GeminiStrategy(**GEMINI[name])
-    return DeepSpeedStrategy(**ZERO[name])
 
 
 class Losses(Callback):

@@ -9,8 +9,8 @@ class UsageError(ValueError):
     The command line prints the message as one ``error: …`` line, exits with code 2 and shows no stack trace. Bugs of
     the library are never raised as this type.
 
-    The message names the component that raises, what was given, what is expected, and the remedy. Line breaks are
-    replaced by spaces, so that messages quoted from other libraries stay on one line.
+    The message is one line and names the component that raises, what was given, what is expected, and the remedy. Line
+    breaks in messages quoted from other libraries become spaces.
     """
 
     def __init__(self, message: str) -> None:

@@ -12,7 +12,7 @@ from sd_lightning._errors import UsageError
 
 
 def is_first_process() -> bool:
-    """Return whether this is, or will be, rank 0; wrong only on several machines whose launcher sets none of these."""
+    """Return whether this is, or will be, rank 0; wrong only on several machines without any rank variables."""
     if "RANK" in os.environ:  # torchrun inside SLURM: torchrun's rendezvous assigns ranks, not SLURM
         return _is_zero("RANK") and is_first_on_machine()
     return _is_zero("NODE_RANK") and _is_zero("SLURM_PROCID") and is_first_on_machine()

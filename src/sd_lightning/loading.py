@@ -107,9 +107,9 @@ def from_pretrained(
         revision: Branch, tag or commit on the hub.
         variant: File variant, e.g. "fp16".
         vae: Another VAE (a folder or repository id), e.g. "madebyollin/sdxl-vae-fp16-fix".
-        deferred: Networks to build on the meta device. Their weights are read when a trainer is set up; each process
-            then reads only the part that it keeps. Until then these networks cannot compute. Names of networks,
-            "denoiser", "text_encoders" or "all"; names that the pipeline does not have are ignored.
+        deferred: Networks to build on the meta device. They cannot compute until a trainer is set up, when each
+            process reads the weights that it keeps. Names of networks, "denoiser", "text_encoders" or "all"; names
+            that the pipeline does not have are ignored.
 
     Raises:
         UsageError: The pipeline does not exist, or a part of it is missing or unreadable.
@@ -198,9 +198,9 @@ def load_model(
     seed: int = 0,
     deferred: Sequence[str] = (),
 ) -> LatentDiffusion:
-    """Load the ``pretrained`` weights if they are given, otherwise build the architecture with random weights.
+    """Load the ``pretrained`` weights if given, otherwise build the architecture with random weights.
 
-    ``deferred`` applies to pretrained weights only: random weights are made in every process at once.
+    ``deferred`` applies to pretrained weights only.
 
     Raises:
         UsageError: Options of pretrained weights are given without ``pretrained``, or :func:`check_pretrained`,
@@ -239,7 +239,7 @@ def check_pretrained(architecture: str, pretrained: str, *, revision: str | None
 
 
 def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.Module, Component]]) -> LatentDiffusion:
-    """Build a model from a pipeline folder; ``load`` returns each network, given its name, record and family."""
+    """Build a model from a pipeline folder; ``load`` builds each network from name, record and family."""
     index = read_json(root / "model_index.json")
     family = family_of(str(index.get("_class_name")), who=str(root))
     scheduler = read_json(root / "scheduler" / "scheduler_config.json")
@@ -261,7 +261,7 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
 
 
 def _named(names: Iterable[str], family: Family) -> set[str]:
-    """Return the names of the networks that names and roles ("all", "denoiser", "text_encoders") stand for."""
+    """Return the networks that names and roles stand for."""
     roles = {"all": family.networks, "denoiser": (family.denoiser,), "text_encoders": family.text_encoders}
     return {network for name in names for network in roles.get(name, (name,))}
 

@@ -1,4 +1,4 @@
-"""The command line and its configuration: the one place that talks to Hydra on behalf of programs.
+"""The command line and its configuration: the only package that calls Hydra for the programs.
 
 Importing this package is cheap; Hydra and OmegaConf load when a function runs.
 """

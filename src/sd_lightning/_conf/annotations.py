@@ -1,7 +1,6 @@
-"""Does a plain configuration value fit a type annotation? And what would one that does look like?
+"""Checks of plain configuration values against type annotations, and example values for messages.
 
-Only annotations that a YAML value can be judged by are judged; for all others (tensors,
-protocols, third-party classes, …) every value is accepted.
+Annotations that a YAML value cannot be checked against (tensors, protocols, third-party classes, …) accept every value.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _SCALARS: dict[type, Any] = {bool: bool, int: int, float: int | float, str: str}
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Tell whether a plain value (as read from YAML) is acceptable for an annotation.
+    """Return whether a plain value (as read from YAML) fits an annotation.
 
-    An int passes for a float and a str for a path; a bool is no int, and a str that spells a
-    number is no number. Nodes that Hydra still has to build (``_target_``) always pass.
+    An int fits a float and a str fits a path; a bool is no int, and a str that spells a number is no number. Nodes that
+    Hydra still has to build (``_target_``) always fit.
     """
     hint = _unwrap(hint)
     arguments, origin = typing.get_args(hint), typing.get_origin(hint) or hint
@@ -53,7 +52,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """Word an annotation for an error message, e.g. ``"int or null"`` or ``"one of a, b"``."""
+    """Describe an annotation in an error message, e.g. ``"int or null"`` or ``"one of a, b"``."""
     hint = _unwrap(hint)
     arguments, origin = typing.get_args(hint), typing.get_origin(hint) or hint
     if hint in (None, types.NoneType):
@@ -83,11 +82,11 @@ def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
 
     Args:
         hint: The annotation.
-        given: The unacceptable value; a choice that is spelled like it is preferred.
+        given: The rejected value; a choice with similar spelling is preferred.
         known: Candidates in order of preference, such as the default configuration's value.
 
     Returns:
-        The example, or ``MISSING`` if there is none to offer.
+        The example, or ``MISSING`` if none is found.
     """
     choices = [str(each) for each in _choices(hint)]
     near = difflib.get_close_matches(str(given), choices, n=1)
@@ -109,7 +108,7 @@ def example(hint: Any, given: Any, known: Sequence[Any]) -> Any:
 
 
 def as_override(value: Any) -> str:
-    """Spell a value as it is written on the command line, shortened to 80 characters."""
+    """Format a value as on the command line, shortened to 80 characters."""
     if value is None:
         text = "null"
     elif isinstance(value, bool):
@@ -119,14 +118,14 @@ def as_override(value: Any) -> str:
     elif isinstance(value, dict):
         text = "{" + ",".join(f"{key}:{as_override(each)}" for key, each in value.items()) + "}"
     elif isinstance(value, str) and (value in ("null", "true", "false") or _parsed(value) != [value]):
-        text = f"'\"{value}\"'"  # only in quotes is it text for Hydra
+        text = f"'\"{value}\"'"  # Hydra reads it as text only in quotes
     else:
         text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def list_element(text: str) -> str:
-    """Spell a text as an element of a list for Hydra: in quotes, if it has special characters or spells no text."""
+    """Format a text as an element of a Hydra list, quoted if it has special characters or would not stay text."""
     if re.fullmatch(r"[\w.+ -]+", text) and text not in ("null", "true", "false") and _parsed(text) == [text]:
         return text
     bare = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
@@ -147,7 +146,7 @@ def _unwrap(hint: Any) -> Any:
 
 
 def _judged(alternatives: tuple[Any, ...]) -> Sequence[Any]:
-    """Leave out of a union the classes no plain value is of, such as the Tensor in ``float | Tensor``."""
+    """Drop from a union the classes that no plain value can have, such as Tensor in ``float | Tensor``."""
     kept = [each for each in alternatives if not _is_foreign_class(_unwrap(each))]
     return kept if any(each is not types.NoneType for each in kept) else alternatives
 
@@ -176,7 +175,7 @@ def _fits_class(value: Any, expected: type) -> bool:
         return isinstance(value, str | os.PathLike)
     if issubclass(expected, enum.Enum):
         return isinstance(value, expected) or value in [*expected.__members__, *(each.value for each in expected)]
-    if value is None:  # a class that is no protocol never means "or null"
+    if value is None:  # other classes do not accept null
         return expected in (types.NoneType, object) or _is_protocol(expected)
     return expected is not types.NoneType
 
@@ -192,7 +191,7 @@ def _choices(hint: Any) -> list[Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Read a number; a text that spells none stays one, in a list."""
+    """Parse a number; return any other text in a list."""
     for read in (int, float):
         try:
             return read(text)

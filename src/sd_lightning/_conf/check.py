@@ -1,6 +1,6 @@
-"""Validate a configuration tree against the signatures of what it will build.
+"""Validation of a configuration tree against the signatures of its targets.
 
-Runs before anything is built, so that a wrong key or type costs seconds, not a started run.
+It runs before anything is built, so that a wrong key or type costs seconds, not a started run.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ def check(
     hints: Mapping[str, Any] | None = None,
     default_at: Callable[[str], Any] = lambda path: None,
 ) -> None:
-    """Check every ``_target_`` node of a tree: it exists, and its arguments are right.
+    """Check that every ``_target_`` of a tree exists, and that its arguments fit.
 
     Args:
         node: A DictConfig, ListConfig or plain container.
         path: Dotted path of ``node``, for the messages.
-        given: By path of a node, the arguments its target receives from the program and
-            that the configuration therefore must not hold, e.g. ``{"trainer": {"callbacks"}}``.
-        hints: By path of a value, an annotation: of values that belong to no target, or narrower
-            than the target's, e.g. ``{"overwrite": bool}``.
-        default_at: Gives the default configuration's value at a path, used as the example in
-            a message.
+        given: Path of a node -> arguments that the program passes and the configuration must not set, e.g.
+            ``{"trainer": {"callbacks"}}``.
+        hints: Path of a value -> annotation, for values without a target or with a narrower type than the target's,
+            e.g. ``{"overwrite": bool}``.
+        default_at: Returns the default configuration's value at a path, for the example in a message.
 
     Raises:
         UsageError: At the first missing value (``???``), target that cannot be imported,
             unknown or missing argument, or value of a wrong type.
-        OmegaConfBaseException: At a broken interpolation; ``main`` words it for the user.
+        OmegaConfBaseException: At a broken interpolation; ``main`` turns it into a message.
     """
     written, resolved = _plain(node, resolve=False), _plain(node, resolve=True)
     checker = _Checker(given or {}, hints or {}, default_at, dict(leaves(written, path)))
@@ -58,7 +57,7 @@ def nearest_argument(node: Any, key: str) -> str | None:
         return None
     try:
         names = list(inspect.signature(locate(node["_target_"], "")).parameters)
-    except (TypeError, ValueError):  # a UsageError is one, too
+    except (TypeError, ValueError):  # UsageError is a ValueError
         return None
     return next(iter(difflib.get_close_matches(key, names, n=1)), None)
 
@@ -74,7 +73,7 @@ def _plain(node: Any, *, resolve: bool) -> Any:
 
 @dataclass(frozen=True)
 class _Checker:
-    """The arguments of :func:`check`, and the values before resolving, which tell where one is set."""
+    """The arguments of :func:`check`, and the unresolved values, which show where a value is set."""
 
     given: Mapping[str, set[str]]
     hints: Mapping[str, Any]
@@ -82,7 +81,7 @@ class _Checker:
     written: Mapping[str, Any]
 
     def check_node(self, node: Any, path: str, *, lenient: bool) -> None:
-        """Check a node and what is below it; ``lenient`` where arguments may still be added."""
+        """Check a node and its children; ``lenient`` if arguments may still be added."""
         if isinstance(node, list | tuple):
             for position, each in enumerate(node):
                 self.check_node(each, join(path, str(position)), lenient=lenient)
@@ -146,7 +145,7 @@ class _Checker:
         ours = VALUES.get(place, {}).get(str(value))
         instead = example(hint, value, [self.default_at(place), default])
         setting = f"{place}={ours or as_override(instead)}"
-        setting = f"'{setting}'" if "$" in setting else setting  # or the shell would put its own variable there
+        setting = f"'{setting}'" if "$" in setting else setting  # or the shell would expand it
         remedy = "" if instead == MISSING else f"; write {setting}"
         raise UsageError(f"{place}={as_override(value)}: expected {describe(hint)}{user}{remedy}")
 
@@ -161,7 +160,7 @@ class _Checker:
         return f"{join(path, key)}: {name} has no argument {key!r}; {remedy}"
 
     def check_finite(self, node: Any, path: str) -> None:
-        """Refuse NaN and infinity: torch accepts them nearly everywhere, and the run would train to no avail."""
+        """Raise at NaN and infinity: torch accepts them nearly everywhere, and the training would be useless."""
         for where, value in leaves(node, path):
             if isinstance(value, float) and not math.isfinite(value):
                 place = self._written_at(where)
@@ -170,6 +169,6 @@ class _Checker:
                 raise UsageError(f"{place}={value}: expected a finite number{remedy}")
 
     def _written_at(self, where: str) -> str:
-        """Return the path at which a value is set: another one where it is interpolated."""
+        """Return the path at which a value is set: the source's path if it is interpolated."""
         source = re.fullmatch(r"\$\{([\w.]+)\}", str(self.written.get(where)))
         return source[1] if source else where

@@ -1,4 +1,4 @@
-"""Run a task from the command line: Hydra's own CLI, with errors in one line."""
+"""The command line of a program: Hydra's own CLI, with errors in one line."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 USAGE_EXIT_CODE = 2
-INTERRUPTED_EXIT_CODE = 130  # as shells have it for Ctrl-C
-_ASIDE = 3.0  # seconds before a message that is most likely a repetition
+INTERRUPTED_EXIT_CODE = 130  # the shells' code for Ctrl-C
+_ASIDE = 3.0  # seconds to wait before a message that another process probably prints
 
 
 def main(program: Program) -> None:
@@ -32,9 +32,9 @@ def main(program: Program) -> None:
 
     All of Hydra's command line works (``--cfg job``, ``--help``, ``--config-dir``, ``-cn``,
     ``-m``, tab completion). The configuration is resolved and checked against the signatures
-    of its targets before the task is called. What the user did wrong (``UsageError``, errors
-    of composition) becomes one line on stderr and exit code 2, Ctrl-C exit code 130; other
-    exceptions keep their stack trace, as all do under ``HYDRA_FULL_ERROR=1``.
+    of its targets before the task is called. User errors (``UsageError``, composition errors)
+    become one line on stderr and exit code 2, Ctrl-C exit code 130. Other exceptions keep
+    their stack trace; under ``HYDRA_FULL_ERROR=1`` all do.
 
     Raises:
         SystemExit: If the exit code is not 0.
@@ -64,7 +64,7 @@ def main(program: Program) -> None:
 
 
 def _repeats_others() -> bool:
-    """Whether another process on this machine meets the same mistake: launchers end the rest when one has ended."""
+    """Return whether another process here will report the same error; its exit makes the launcher end this one."""
     return was_started_with_others() and not is_first_on_machine() and not _joined_process_group()
 
 
@@ -100,7 +100,7 @@ def _run(program: Program, command_line: CommandLine) -> int:
     failures: list[Exception] = []
 
     def job(cfg: Any) -> None:
-        # Exceptions wait here: raised inside a job, Hydra would print about them itself.
+        # Collect exceptions: Hydra prints its own text for those raised inside a job.
         if not failures:
             try:
                 task = _prepare(cfg, program, command_line)
@@ -109,7 +109,7 @@ def _run(program: Program, command_line: CommandLine) -> int:
             except Exception as error:
                 failures.append(error)
 
-    job.__module__ = f"sd_lightning.{program.name}"  # after which Hydra names the job
+    job.__module__ = f"sd_lightning.{program.name}"  # Hydra names the job after it
     users_setting = os.environ.get(FULL_ERROR)
     with _full_error("1"):  # or Hydra prints and exits instead of raising
         if command_line.is_plain:
@@ -122,7 +122,7 @@ def _run(program: Program, command_line: CommandLine) -> int:
 
 
 def _run_once(program: Program, command_line: CommandLine, job: Task) -> None:
-    """Run a job as ``hydra.main`` does, which would compose the configuration once more to find out that it is one."""
+    """Run a single job like ``hydra.main``, but without its extra composition that finds the run mode."""
     from hydra import version
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
@@ -137,7 +137,7 @@ def _run_once(program: Program, command_line: CommandLine, job: Task) -> None:
 
 
 def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:
-    """Check the configuration, resolve it in place, and return what is to run with it."""
+    """Check the configuration, resolve it in place, and return the task to run with it."""
     from omegaconf import OmegaConf
 
     from sd_lightning._conf.messages import check_additions
@@ -149,16 +149,16 @@ def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:
         log.info("_target_ names have moved, and the old ones keep working: %s", told)
     check_additions(command_line)
     check(cfg, given=program.given, hints=program.hints, default_at=command_line.default_at)
-    OmegaConf.resolve(cfg)  # ${hydra:…} cannot be looked up any more once the task runs
+    OmegaConf.resolve(cfg)  # ${hydra:…} is not available once the task runs
     return program.task if callable(program.task) else locate(program.task, program.name)
 
 
 @contextmanager
 def _outside_hydra() -> Iterator[None]:
-    """Hide Hydra's traces from the task and from the processes it starts.
+    """Hide Hydra from the task and from the processes it starts.
 
-    Lightning's launcher starts the other ranks with this process's arguments and, where it
-    sees Hydra, with its own run folder; in a multirun each rank would run all jobs again.
+    Lightning's launcher starts the other ranks with this process's arguments and, if it
+    sees Hydra, with its own run folder. In a multirun each rank would run all jobs again.
     """
     from hydra._internal.utils import get_args
     from hydra.core.hydra_config import HydraConfig
@@ -177,7 +177,7 @@ def _outside_hydra() -> Iterator[None]:
     finally:
         sys.argv = arguments
         HydraConfig.instance().cfg = config
-        if job.mode == RunMode.MULTIRUN:  # or the next job would take itself for a started rank
+        if job.mode == RunMode.MULTIRUN:  # or the next job would see this job's rank variables
             os.environ.clear()
             os.environ.update(environment)
             if _joined_process_group():
@@ -186,7 +186,7 @@ def _outside_hydra() -> Iterator[None]:
 
 @contextmanager
 def _full_error(value: str | None) -> Iterator[None]:
-    """Set or, with None, remove Hydra's variable for a while."""
+    """Set ``HYDRA_FULL_ERROR`` inside the block; None removes it."""
     before = os.environ.pop(FULL_ERROR, None)
     os.environ.update({} if value is None else {FULL_ERROR: value})
     try:
@@ -197,7 +197,7 @@ def _full_error(value: str | None) -> Iterator[None]:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what ``sys.stderr`` is at the time: progress bars and tests replace it."""
+    """Log handler that looks up ``sys.stderr`` at each record: progress bars and tests replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"{self.format(record)}\n")

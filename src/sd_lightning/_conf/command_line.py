@@ -1,4 +1,4 @@
-"""What the user asked Hydra for, and the configuration that it starts from."""
+"""The parsed command line, and the default configuration that it starts from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sd_lightning._conf.programs import groups_of
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the user asked Hydra for."""
+    """Parsed command line of a program."""
 
     config_name: str
     """The primary config."""
@@ -26,9 +26,9 @@ class CommandLine:
     """Config folders: the primary one and, if given, the user's ``--config-dir``."""
     overrides: tuple[str, ...]
     is_plain: bool = False
-    """Whether it asks for one run with our own configs, and for nothing else of Hydra."""
+    """Whether it asks for one run with the package's configs, and for no other feature of Hydra."""
     problem: str | None = None
-    """What argparse cannot read; the other attributes are then those of an empty command line."""
+    """Argparse's error, if any; the other attributes are then those of an empty command line."""
 
     @classmethod
     def parse(cls, config_name: str, arguments: Sequence[str]) -> CommandLine:
@@ -51,21 +51,21 @@ class CommandLine:
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
-        """The composed configuration with the user's choice of options, but none of his values."""
+        """Composed configuration with the user's group choices, but without the user's values."""
         choices = [each for each in self.overrides if self._is_choice(each)]
         for overrides in (choices, []) if choices else ([],):
             try:
                 return self._compose(overrides)
-            except Exception:  # this serves a message about another error
+            except Exception:  # only needed for a message about another error
                 continue
         return {}
 
     def is_group(self, name: str) -> bool:
-        """Tell whether a config group of that name exists."""
+        """Return whether a config group of that name exists."""
         return any(Path(folder, name).is_dir() for folder in self.folders)
 
     def option_with(self, key: str) -> str | None:
-        """Return the choice of a group's option, such as ``trainable=lora``, that would bring a key."""
+        """Return the group choice, such as ``trainable=lora``, that would add a key."""
         import yaml
 
         for path in sorted(path for folder in self.folders for path in Path(folder).glob("*/*.yaml")):
@@ -75,7 +75,7 @@ class CommandLine:
                 or group not in self.groups
                 or not (key == group or key.rpartition(".")[2] in text)
             ):
-                continue  # parsing takes longer than searching
+                continue  # a text search is faster than parsing
             node = yaml.safe_load(text)
             if key in paths(node if text.startswith("# @package _global_") else {group: node}):
                 return f"{group}={path.stem}"
@@ -83,7 +83,7 @@ class CommandLine:
 
     @functools.cached_property
     def groups(self) -> set[str]:
-        """The config groups that the primary config has a choice of."""
+        """Config groups in the primary config's defaults list."""
         return {group for folder in self.folders for group in groups_of(self.config_name, folder)}
 
     def _is_choice(self, override: str) -> bool:
@@ -148,13 +148,13 @@ def _refuse(message: str) -> NoReturn:
 
 
 def given_keys() -> list[str]:
-    """Return the dotted keys of this program's command line as they are written, but for ``+``."""
+    """Return the dotted keys of this program's command line as written, without ``+``."""
     overrides = CommandLine.parse("", sys.argv[1:]).overrides
     return [each.lstrip("+").partition("=")[0] for each in overrides]
 
 
 def paths(node: Any, path: str = "") -> list[str]:
-    """Return the dotted keys of a tree, of sections and values."""
+    """Return the dotted keys of all sections and values of a tree."""
     if not isinstance(node, dict):
         return [path]
     items = [(key, value) for key, value in node.items() if key not in SPECIAL_KEYS]

@@ -1,4 +1,4 @@
-"""Where the configuration files are."""
+"""Location of the configuration files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build objects from configuration nodes with errors that say what is wrong with the node."""
+"""Building of objects from configuration nodes, with errors that explain what is wrong with the node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
-"""What a constructor raises when it dislikes its arguments; others raise anything then, from assertions to KeyError."""
+"""Exceptions with which this package's constructors refuse arguments; those of others may raise any, e.g. KeyError."""
 
 
 def instantiate(node: Any, **kwargs: Any) -> Any:
@@ -25,17 +25,16 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
 
     Args:
         node: A config node with ``_target_``, a container of such nodes, or None.
-        **kwargs: Further arguments of the target, which win over the node's. They reach it as
-            they are: Hydra would turn dataclass instances and containers among them into
+        **kwargs: Further arguments of the target, which override the node's. They are passed
+            unchanged: Hydra would turn dataclass instances and containers among them into
             configs and back into dictionaries.
 
     Returns:
         The object; with ``_partial_: true`` a ``functools.partial``; None for None.
 
     Raises:
-        UsageError: Raised unchanged if the target raised one; otherwise if the target refused
-            its arguments, with whatever exception. Only those that this package's own code raises, and that
-            are none of ``USER_ERRORS``, are taken for mistakes of its own: they keep type and stack trace.
+        UsageError: The target raised one, or any other exception. Exceptions that this package's own code raises
+            and that are not ``USER_ERRORS`` count as bugs: they keep type and stack trace.
     """
     from hydra.utils import instantiate as hydra_instantiate
     from omegaconf import OmegaConf
@@ -75,12 +74,12 @@ def _deferred(node: DictConfig, replaced: set[str]) -> Callable[..., Any]:
 
 
 def _refuse(error: Exception, node: DictConfig | ListConfig) -> NoReturn:
-    """Raise a UsageError for what a target raised; mistakes of this package are raised as they are."""
+    """Raise a UsageError for a target's exception; re-raise bugs of this package unchanged."""
     from hydra.errors import InstantiationException
 
     path = own_path = node._get_full_key(None)
     cause = error
-    if isinstance(error, InstantiationException):  # hides the target's, and ends with the path of its node
+    if isinstance(error, InstantiationException):  # wraps the target's; its text ends with the node's path
         causes: list[Exception] = [error]
         while isinstance(hidden := causes[-1].__cause__, Exception):
             causes.append(hidden)
@@ -103,12 +102,12 @@ def _refuse(error: Exception, node: DictConfig | ListConfig) -> NoReturn:
 
 
 def leave_out(path: str, names: Iterable[str]) -> str | None:
-    """Return the remedy that undoes what the command line says of a node: of these arguments, or of others."""
+    """Return a remedy that names the command line's overrides of these arguments of a node, or else of others."""
     below = [key for key in given_keys() if path and key.startswith(f"{path}.")]
     meant = [key for key in below if key.removeprefix(f"{path}.").partition(".")[0] in set(names)]
     return f"change or leave out {' and '.join(dict.fromkeys(meant or below))}" if below else None
 
 
 def _is_our_bug(error: Exception) -> bool:
-    """Whether an exception is no refusal of arguments, but a mistake of this package."""
+    """Return whether an exception is a bug of this package, not a refusal of arguments."""
     return raised_by(error) == "sd_lightning" and not isinstance(error, USER_ERRORS)

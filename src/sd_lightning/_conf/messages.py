@@ -1,4 +1,4 @@
-"""Turn what Hydra, OmegaConf and YAML raise into one line that says how to mend it."""
+"""One-line messages with a remedy for exceptions of Hydra, OmegaConf and YAML."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sd_lightning._errors import UsageError
 
 
 def check_additions(command_line: CommandLine) -> None:
-    """Refuse ``+key=…`` whose top-level key no part of the program reads.
+    """Check that the program reads the top-level key of every ``+key=…``.
 
     Additions below a node with ``_target_`` are checked against the target's signature.
 
     Raises:
-        UsageError: Naming the addition and the nearest key.
+        UsageError: It does not; the message names the addition and the nearest key.
     """
     for each in command_line.overrides:
         key = re.match(r"^\++([\w]+)(\.[\w.]+)?=", each)
@@ -32,10 +32,10 @@ def check_additions(command_line: CommandLine) -> None:
 
 
 def explain(error: Exception, command_line: CommandLine) -> str | None:
-    """Word an exception that ended a program as one line for the user.
+    """Return a one-line message for an exception that ended a program.
 
     Returns:
-        The line, without ``error: ``; None if the exception is not the user's doing.
+        The line, without ``error: ``; None if it is not a user error.
     """
     import yaml
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -56,21 +56,21 @@ def explain(error: Exception, command_line: CommandLine) -> str | None:
         text = f"a config file is no valid YAML: {error}"
     elif isinstance(error, ValueError | OSError) and package == "hydra":
         text = _bad_choice(command_line) or f"command line: {error}; see --help"
-    # What Lightning finds out about its arguments only when it starts.
+    # Arguments that Lightning checks only when it starts.
     elif package == "lightning" and (isinstance(error, ValueError) or "Misconfiguration" in type(error).__name__):
         text = f"trainer: {error} (change trainer.*, or see where with HYDRA_FULL_ERROR=1)"
     return text and " ".join(text.split())
 
 
 def unreadable(arguments: Sequence[str], command_line: CommandLine) -> str:
-    """Word what argparse says of a command line, with the setting that an unknown option most likely means."""
+    """Return a message for argparse's error, with the setting that an unknown option most likely means."""
     setting = _option_as_setting(str(command_line.problem), arguments, command_line)
     remedy = f"write {setting}" if setting else "write settings as key=value"
     return f"command line: {command_line.problem}; {remedy}, put options such as --cfg job before them, and see --help"
 
 
 def _bad_choice(command_line: CommandLine) -> str | None:
-    """Word an option of a config group that is no name, such as ``logger=null``."""
+    """Return a message for a group choice that is no name, such as ``logger=null``."""
     for override in command_line.overrides:
         group, _, value = override.lstrip("+").partition("=")
         if command_line.is_group(group) and re.fullmatch(r"(?i)null|true|false|[\d.eE+-]+", value):
@@ -105,7 +105,7 @@ def _unreadable_override(override: str, message: str, command_line: CommandLine)
 
 
 def _option_as_setting(message: str, arguments: Sequence[str], command_line: CommandLine) -> str | None:
-    """Return the setting that an option which argparse does not know most likely means, such as ``--strategy ddp``."""
+    """Return the setting that an unknown option, such as ``--strategy ddp``, most likely means."""
     unknown = re.search(r"unrecognized arguments: --([\w.-]+)(=\S*)?", message)
     if not unknown:
         return None
@@ -218,7 +218,7 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
 
 
 def _by_another_name(key: str, value: str, command_line: CommandLine) -> str | None:
-    """Return what to write for a setting that is known by another name elsewhere."""
+    """Return our override for a setting that is given by another tool's name."""
     known = paths(command_line.defaults)
     candidates = in_our_words(key, value)
     for ours, meant in candidates:
@@ -231,7 +231,7 @@ def _by_another_name(key: str, value: str, command_line: CommandLine) -> str | N
 
 
 def _of_another_option(key: str, value: str, command_line: CommandLine) -> str | None:
-    """Return what to write for a key that an option which was not chosen would bring."""
+    """Return the override that sets a key together with the group choice that adds it."""
     option = command_line.option_with(key)
     return f"{option} {key}={value}" if option else None
 
@@ -244,7 +244,7 @@ def _bad_value(error: Any, command_line: CommandLine) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key or reason} has no value and no default; give one: {key}=<value>"
     missing = re.search(r"Missing mandatory value: (\S+)", reason)
-    if missing:  # found on the way to another key's value
+    if missing:  # found while resolving another key
         return f"{missing[1]} has no value and no default; give one: {missing[1]}=<value>"
     absent = re.search(r"Interpolation key '(.+?)' not found", reason)
     if isinstance(error, InterpolationKeyError) and absent:

@@ -1,4 +1,4 @@
-"""Settings by the names they have elsewhere: in diffusers' and kohya's scripts, in Lightning, and by habit."""
+"""Other names of settings: from diffusers' and kohya's scripts, from Lightning, and by habit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHER_NAMES = (
     ("network_dim", "lora.rank"),
     ("network_alpha", "lora.alpha"),
 )
-"""Theirs and ours; of several of ours, the first that the program has. ``=<n>``: their value means something else."""
+"""Their name and ours; the first of ours that the program has is used. ``=<n>``: their value has another meaning."""
 VALUES = {
     "trainer.precision": {
         **dict.fromkeys(("fp16", "float16", "16"), "16-mixed"),
@@ -52,18 +52,18 @@ VALUES = {
         **{f"deepspeed_stage_{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)},
     },
 }
-"""Of ours, also of groups: their values -> ours."""
+"""Our setting or group -> {their value: our value}."""
 _MODELS = {"sdxl": r"xl", "sd21": r"(diffusion|sd)[-_]?v?2", "sd15": r"(diffusion|sd)[-_]?v?1"}
 
 
 def in_our_words(key: str, value: str) -> list[tuple[str, str]]:
-    """Return our names of a setting, each with its value; none if it has no other name."""
+    """Return our names for another tool's setting, each with its value; none if it is unknown."""
     found = (ours.partition("=")[::2] for theirs, ours in OTHER_NAMES if theirs == key)
     return [(ours, other or our_value(ours, value)) for ours, other in found]
 
 
 def our_value(key: str, value: Any) -> str:
-    """Return what a value of one of our settings is called here."""
+    """Return our spelling of a value of one of our settings."""
     return VALUES.get(key, {}).get(str(value), str(value))
 
 

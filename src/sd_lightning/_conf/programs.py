@@ -1,4 +1,4 @@
-"""What a program tells the command line about itself, and which groups and experiments of ``conf/`` are whose."""
+"""Description of a program for the command line, and its groups and experiments in ``conf/``."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Program:
     """A program with a primary config in ``conf/``."""
 
     name: str
-    """Of its primary config, and of the module that runs it: ``python -m sd_lightning.<name>``."""
+    """Name of its primary config and of its module: ``python -m sd_lightning.<name>``."""
     task: Task | str
     """Receives the configuration and returns the exit code (None is 0). A dotted name is imported when the
     configuration has been checked."""
     among: tuple[str, ...] = ()
     """Names of the programs that share ``conf/``."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """By group of another program: what to write in its place."""
+    """Group of another program -> what to write instead."""
     given: Mapping[str, set[str]] = field(default_factory=dict)
-    """By section: arguments that the program passes itself; see :func:`sd_lightning._conf.check`."""
+    """Section -> arguments that the program passes itself; see :func:`sd_lightning._conf.check`."""
     hints: Mapping[str, Any] = field(default_factory=dict)
-    """By key: types of what belongs to no target's signature, or is narrower here."""
+    """Key -> type, for keys that no target's signature covers or that have a narrower type here."""
 
 
 def groups_of(config_name: str, folder: str | Path) -> dict[str, str | None]:
-    """Return the config groups that a primary config has a choice of, with its own choices."""
+    """Return the config groups in a primary config's defaults list, with its own choices."""
     import yaml
 
     path = Path(folder, f"{config_name}.yaml")
@@ -51,7 +51,7 @@ def groups_of(config_name: str, folder: str | Path) -> dict[str, str | None]:
 def owner_of(experiment: Path, folder: str, programs: tuple[str, ...]) -> str | None:
     """Return the program that an experiment is for; None if it may be for any.
 
-    It stands in the command of the file's comment, or in its name, if it is one of ``folder`` (``dreambooth_8gb``).
+    The command in the file's comment names it, or the prefix of a file in ``folder`` (``dreambooth_8gb``).
     """
     text = experiment.read_text(encoding="utf-8")
     command = re.search(rf"^#.*python -m sd_lightning\.(\w+) experiment={experiment.stem}\b", text, re.MULTILINE)
@@ -60,10 +60,10 @@ def owner_of(experiment: Path, folder: str, programs: tuple[str, ...]) -> str | 
 
 
 def check_choices(program: Program, command_line: CommandLine) -> None:
-    """Refuse groups and experiments of another program, which Hydra would take, or refuse without naming it.
+    """Check that groups and experiments are not another program's: Hydra would accept them, or not name the program.
 
     Raises:
-        UsageError: Naming the program that takes the choice.
+        UsageError: One is; the message names the program that it belongs to.
     """
     folder = command_line.folders[0]  # has the primary configs of all programs
     groups = {name: groups_of(name, folder) for name in program.among}
@@ -87,7 +87,7 @@ def check_choices(program: Program, command_line: CommandLine) -> None:
 
 
 def help_of(program: Program, folder: str) -> str:
-    """Return what ``--help`` lists: a program's groups with their options, its own settings with their comments."""
+    """Return the text of ``--help``: a program's groups with their options, its own settings with their comments."""
     lines = []
     for group, chosen in groups_of(program.name, folder).items():
         files = sorted(Path(folder, group).glob("*.yaml"))
@@ -102,4 +102,4 @@ def help_of(program: Program, folder: str) -> str:
     own = re.sub(r"^ *_target_:.*\n", "", own, flags=re.M).strip()
     lines += ["", "Settings of its own, written key=value:", textwrap.indent(own, "  "), ""]
     lines += ["--cfg job shows all settings as the command line sets them; --hydra-help shows other options."]
-    return "\n".join(lines).strip().replace("$", "$$")  # Hydra puts its own texts in the places of $NAME
+    return "\n".join(lines).strip().replace("$", "$$")  # Hydra substitutes $NAME

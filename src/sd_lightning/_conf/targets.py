@@ -1,4 +1,4 @@
-"""What a ``_target_`` names: the callable, its parameters and their annotations; and names that have moved."""
+"""Lookup of what a ``_target_`` names: the callable, its annotations, and names that have moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from sd_lightning._errors import UsageError
 
 EXTRA_OF_PACKAGE = {"datasets": "datasets", "deepspeed": "deepspeed", "ray": "ray", "wandb": "loggers"}
-"""Which extra of this package installs an optional package that a ``_target_`` may name."""
+"""Optional package that a ``_target_`` may name -> extra of this package that installs it."""
 MOVED = {
     "sd_lightning.data.digits": "sd_lightning.data.sources.digits",
     "sd_lightning.data.images.HuggingFaceImages": "sd_lightning.data.sources.huggingface.HuggingFaceImages",
@@ -34,11 +34,11 @@ MOVED = {
     "sd_lightning.objective": "sd_lightning.diffusion.objective",
     "sd_lightning.speed": "sd_lightning.training.speed",
 }
-"""Modules and names that ``_target_`` may name by where they stood before, and where they stand now."""
+"""Old module or name that a ``_target_`` may still use -> its current one."""
 
 
 def current_name(target: str) -> str:
-    """Return a dotted name as it is now: an entry of :data:`MOVED`, or a name below one, is replaced."""
+    """Return the current dotted name: an entry of :data:`MOVED`, or the entry above a name, is replaced."""
     head = target
     while head and head not in MOVED:
         head = head.rpartition(".")[0]
@@ -49,7 +49,7 @@ def update_moved(node: Any) -> dict[str, str]:
     """Replace moved ``_target_`` names of a DictConfig or ListConfig in place.
 
     Returns:
-        The names that were replaced -> what they are now.
+        Replaced names -> current names.
     """
     from omegaconf import OmegaConf
 
@@ -76,11 +76,11 @@ def join(path: str, key: str) -> str:
 
 
 def locate(target: Any, path: str) -> Callable[..., Any]:
-    """Import what a ``_target_`` names.
+    """Import the class or function that a ``_target_`` names.
 
     Args:
         target: The dotted name.
-        path: Where its node stands in the configuration, for messages.
+        path: Path of its node in the configuration, for messages.
 
     Raises:
         UsageError: There is no such class or function.
@@ -127,7 +127,7 @@ def _import(module: str, where: str) -> ModuleType:
 
 
 def type_hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Read a callable's annotations, without those that cannot be evaluated.
+    """Return a callable's annotations, without those that cannot be evaluated.
 
     They are evaluated one by one: a single name imported under TYPE_CHECKING makes
     ``typing.get_type_hints`` of the whole function fail.

@@ -1,4 +1,4 @@
-"""What each program does, callable without Hydra's command line."""
+"""The programs, callable without Hydra's command line."""
 
 PROGRAMS = ("train", "dreambooth", "generate", "export")
 """Names of the programs: each is a module in the package's root, a module here and a primary config in ``conf/``."""

@@ -1,7 +1,7 @@
-"""Pictures of a subject's class, drawn by the model itself before it is taught the subject: DreamBooth's prior.
+"""DreamBooth's class images: pictures of the subject's class, drawn by the model itself before training.
 
-They are kept and topped up: a run draws only what is missing. Each is complete or absent, and says in its metadata
-what it was drawn with.
+They are kept, and a run draws only those that are missing. Each is complete or absent; its metadata holds the model,
+prompt and seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sd_lightning.storage import atomic
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 1800.0
-"""How long other processes wait for a picture: loading a model, or some pictures on a CPU, takes minutes."""
+"""Seconds that other processes wait for a picture: loading a model or drawing on a CPU takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Missing:
 
 
 def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, seed: int) -> list[Missing]:
-    """Return what is missing of ``count`` pictures of the class, divided among the prompts.
+    """Return the missing pictures of ``count`` class images, divided among the prompts.
 
     Args:
         folder: ``class_data_dir``.
         prompts: Class prompts.
         count: ``num_class_images``.
-        seed: Seed of the first picture of each prompt; the following count up, past those of pictures that are there.
+        seed: Seed of the first picture of each prompt; the next ones count up and skip those of existing pictures.
 
     Raises:
-        UsageError: Pictures that are there were drawn for another prompt.
+        UsageError: Existing pictures were drawn for another prompt.
     """
     missing = []
     for prompt, wanted in num_per_prompt(prompts, count).items():
@@ -75,7 +75,7 @@ def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, 
 
 
 def warn_of_other_models(folder: str | Path, prompts: Sequence[str], count: int, *, source: str) -> None:
-    """Warn of pictures that are used, and say themselves that another model than ``source`` has drawn them."""
+    """Warn of pictures in use whose metadata names another model than ``source``."""
     pictures = find_class_pictures(folder, prompts, count)
     drawn_by = Counter(settings_of(Path(picture.path)).get("model") for picture in pictures)
     for name, number in drawn_by.items():
@@ -93,11 +93,11 @@ def draw(
     """Draw pictures, in batches, behind a progress bar.
 
     Args:
-        model: Draws them.
-        missing: What to draw.
-        options: How; ``batch_size`` pictures at a time.
-        device: Where.
-        source: What the pictures say of the model that drew them.
+        model: The model to draw with.
+        missing: Pictures to draw.
+        options: Sampling options; ``batch_size`` pictures are drawn at a time.
+        device: Device to draw on.
+        source: Name of the model, for the metadata.
 
     Raises:
         UsageError: A folder cannot be written.
@@ -114,14 +114,14 @@ def draw(
 
 
 def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
-    """Wait until another process has drawn what was missing.
+    """Wait until rank 0 has drawn the missing pictures.
 
     Raises:
-        UsageError: It has drawn nothing for ``PATIENCE_SECONDS``, or pictures were drawn for another prompt.
+        UsageError: Rank 0 has drawn nothing for ``PATIENCE_SECONDS``, or pictures were drawn for another prompt.
     """
     told = came = time.monotonic()
     last = None
-    missing_pictures(folder, prompts, count, seed=0)  # refuses those of another prompt
+    missing_pictures(folder, prompts, count, seed=0)  # raises if there are some of another prompt
     while missing := _num_missing(folder, prompts, count):
         now = time.monotonic()
         if missing != last:
@@ -144,7 +144,7 @@ def _num_missing(folder: str | Path, prompts: Sequence[str], count: int) -> int:
 
 
 def _check_prompt(picture: Path, prompt: str, folder: str | Path) -> None:
-    """Refuse a picture that says itself that it was drawn for another prompt."""
+    """Raise if a picture's metadata names another prompt."""
     drawn_for = settings_of(picture).get("prompt")
     if drawn_for not in (None, prompt):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Teach a model a subject from a few photos: check photos and prompts, draw the class images, and train."""
+"""The DreamBooth program: check photos and prompts, draw class images, and train."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ADAMW_8BIT = "bitsandbytes.optim.AdamW8bit"
 
 
 def run(cfg: DictConfig) -> int:
-    """Check the photos and prompts, draw the class images that are missing, and train.
+    """Check the photos and prompts, draw missing class images, and train.
 
     Returns:
         Exit code of :func:`sd_lightning.apps.train.train`.
@@ -62,7 +62,7 @@ def run(cfg: DictConfig) -> int:
 
 
 def prepare(cfg: DictConfig, strategy: Strategy, parts: Parts) -> None:
-    """Say what memory the run will take, and complete the class images."""
+    """Print the predicted peak memory, and draw missing class images."""
     checks.check_base(cfg)
     if is_first_process():
         checks.check_drawing(cfg)
@@ -73,9 +73,9 @@ def prepare(cfg: DictConfig, strategy: Strategy, parts: Parts) -> None:
 
 
 def predict_memory(cfg: DictConfig, strategy: Strategy, parts: Parts) -> Forecast | None:
-    """Return the memory that a run with ``strategy=gemini`` in bf16-true will take; None for other settings.
+    """Return the memory forecast for ``strategy=gemini`` in bf16-true; None for other settings.
 
-    The sizes are those of the pipeline that is loaded, on one process for each device.
+    It is computed from the sizes of the loaded pipeline, with one process per device.
     """
     from sd_lightning.planner import memory_forecast
     from sd_lightning.strategies.gemini import GeminiStrategy
@@ -89,7 +89,7 @@ def predict_memory(cfg: DictConfig, strategy: Strategy, parts: Parts) -> Forecas
         model = LatentDiffusion.build(cfg.model.architecture, device="meta")
     else:
         model = LatentDiffusion.describe(pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
-    has_files = pretrained is not None and not Path(pretrained, LORA_NAME).is_file()  # adapters are added to the whole
+    has_files = pretrained is not None and not Path(pretrained, LORA_NAME).is_file()  # adapters need loaded weights
     ema, samples = cfg.callbacks.get("ema"), cfg.callbacks.get("samples")
     num_samples = 0 if samples is None else len(samples.prompts or ()) or 2 * samples.columns
     training = memory_forecast.Training(
@@ -117,7 +117,7 @@ def predict_memory(cfg: DictConfig, strategy: Strategy, parts: Parts) -> Forecas
 
 
 def strip_slash(cfg: DictConfig) -> None:
-    """Let ``output_dir=runs/dog/`` mean ``runs/dog``, also where it is part of the default of ``class_data_dir``."""
+    """Strip a trailing slash from ``output_dir``, also where the default ``class_data_dir`` contains it."""
     stripped = cfg.output_dir.rstrip("/") or cfg.output_dir
     for node in (cfg, cfg.data):
         if node.class_data_dir == f"{cfg.output_dir}-class-images":
@@ -126,10 +126,10 @@ def strip_slash(cfg: DictConfig) -> None:
 
 
 def learn_token(cfg: DictConfig, captions: Sequence[str]) -> None:
-    """Let the module learn a new word, which every caption has to contain.
+    """Configure the module to learn a new word, which every caption must contain.
 
     Raises:
-        UsageError: One does not, or it is no word.
+        UsageError: A caption does not contain it, or it is not a valid word.
     """
     from omegaconf import OmegaConf
 
@@ -140,7 +140,7 @@ def learn_token(cfg: DictConfig, captions: Sequence[str]) -> None:
 
 
 def use_8bit_adam(cfg: DictConfig) -> None:
-    """Put ``optimizer=adamw8bit`` in the place of AdamW, with its settings.
+    """Replace AdamW by ``optimizer=adamw8bit``, with the same settings except ``fused``.
 
     Raises:
         UsageError: Another optimizer was chosen.
@@ -157,7 +157,7 @@ def use_8bit_adam(cfg: DictConfig) -> None:
 
 
 def complete_class_images(cfg: DictConfig, parts: Parts) -> None:
-    """Draw the class images that are missing, on the first process; the others wait for them."""
+    """Draw missing class images on the first process; the others wait for them."""
     prompts: Sequence[str] = list(cfg.data.class_prompts)
     folder, count = cfg.class_data_dir, cfg.num_class_images
     if not prompts:
@@ -190,16 +190,16 @@ def complete_class_images(cfg: DictConfig, parts: Parts) -> None:
 
 
 def load_base(cfg: DictConfig, parts: Parts) -> LatentDiffusion:
-    """Load the model that a run starts from, with weights still in their files where that is possible.
+    """Load the model that a run starts from, with deferred weights where possible.
 
     Raises:
-        UsageError: What is to be trained does not fit into it.
+        UsageError: The parts to train do not fit the model.
     """
-    if is_lightning_checkpoint(cfg.init_from):  # its weights have the names of what is trained
+    if is_lightning_checkpoint(cfg.init_from):  # its weights have the names of the training module
         return train.build_module(cfg, parts).latent_diffusion
     model: LatentDiffusion = _conf.instantiate(cfg.model, **train.deferral(cfg, ["all"]))
     twin = type(model)(
-        model.meta_networks(tuple(model.networks)),  # takes neither time nor memory
+        model.meta_networks(tuple(model.networks)),  # on the meta device: no time, no memory
         tokenizers=copy.deepcopy(model.tokenizers),
         components=copy.deepcopy(model.components),
         pipeline_class=model.pipeline_class,
@@ -209,7 +209,7 @@ def load_base(cfg: DictConfig, parts: Parts) -> LatentDiffusion:
 
 
 def cast(model: LatentDiffusion, dtype: torch.dtype) -> None:
-    """Let a model compute in half precision, but for a VAE that overflows in float16."""
+    """Cast a model to half precision, except a VAE that overflows in float16."""
     for name, network in model.networks.items():
         if not (name == "vae" and dtype == torch.float16 and model.vae.config.get("force_upcast", False)):
             torch.nn.Module.to(network, dtype=dtype)  # diffusers' own method warns

@@ -1,4 +1,4 @@
-"""Which model DreamBooth starts from, and which settings it refuses before time or memory is spent on them."""
+"""DreamBooth's base model, and checks of its settings before time or memory is spent."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COMMON_WORDS = set("a an the of in on at with photo photos picture image portrait drawing painting".split())
-"""What captions say beside the subject."""
+"""Words in captions that do not name the subject."""
 _SAME = {
     "max_train_steps": "trainer.max_steps",
     "learning_rate": "optimizer.lr",
     "resolution": "data.resolution",
     "gradient_checkpointing": "speed.gradient_checkpointing",
 }
-"""Settings that the main job's configuration has under another name."""
+"""DreamBooth's settings -> their names in the main configuration."""
 _SWITCHES = {
     "learn_token": ("placeholder_token", "initializer_token"),
     "with_prior_preservation": (
@@ -38,14 +38,14 @@ _SWITCHES = {
         *("prior_loss_weight", "prior_generation_precision"),
     ),
 }
-"""Settings that nothing reads without the one they stand behind."""
+"""Switches -> settings that are unused unless the switch is on."""
 
 
 def check_used(cfg: DictConfig) -> None:
-    """Refuse settings of the command line that nothing reads, as their switch was forgotten.
+    """Check that the command line gives no settings whose switch is off.
 
     Raises:
-        UsageError: There are some.
+        UsageError: It gives some, and does not give their switch.
     """
     from omegaconf import OmegaConf
 
@@ -53,7 +53,7 @@ def check_used(cfg: DictConfig) -> None:
     assert isinstance(values, dict)
     for switch, names in _SWITCHES.items():
         unused = [name for name in names if name in given and values[name]]
-        if unused and not cfg[switch] and switch not in given:  # switched off by hand, they are meant to rest
+        if unused and not cfg[switch] and switch not in given:  # an explicit switch=false is meant
             shown = " ".join(f"{name}={as_override(values[name])}" for name in unused)
             raise UsageError(
                 f"dreambooth got {shown}, which nothing uses without {switch}; add {switch}=true, or leave "
@@ -62,7 +62,7 @@ def check_used(cfg: DictConfig) -> None:
 
 
 def check_once(cfg: DictConfig) -> None:
-    """Refuse two values for the same setting, of which the command line gives each by another name.
+    """Check that the command line does not set the two names of one setting to different values.
 
     Raises:
         UsageError: It does.
@@ -80,10 +80,10 @@ def check_once(cfg: DictConfig) -> None:
 
 
 def check_folders(cfg: DictConfig) -> None:
-    """Refuse to let class images lie among the photos of the subject, or in no folder of their own.
+    """Check that the class images have a folder apart from the photos of the subject.
 
     Raises:
-        UsageError: They would.
+        UsageError: They have no folder, or one folder contains the other.
     """
     if cfg.with_prior_preservation and not cfg.class_data_dir:
         raise UsageError(
@@ -101,10 +101,10 @@ def check_folders(cfg: DictConfig) -> None:
 
 
 def check_base(cfg: DictConfig) -> None:
-    """Refuse to teach a subject to random weights.
+    """Check that the run does not start from random weights.
 
     Raises:
-        UsageError: No model was given to start from, and there is no run to continue.
+        UsageError: No base model is given, and there is no run to resume.
     """
     if base_of(cfg) is None and cfg.init_from is None and not is_resumed(cfg):
         raise UsageError(
@@ -115,10 +115,10 @@ def check_base(cfg: DictConfig) -> None:
 
 
 def check_drawing(cfg: DictConfig) -> None:
-    """Refuse what would show only when class images have been drawn.
+    """Check early what would otherwise fail only after class images have been drawn.
 
     Raises:
-        UsageError: Settings of the data cannot work, or no pictures can be written.
+        UsageError: The data settings are invalid, or the class images cannot be written.
     """
     if not cfg.with_prior_preservation:
         return
@@ -148,13 +148,13 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
 
     Args:
         cfg: The configuration.
-        captions: What the photos are captioned with.
+        captions: Captions of the photos.
 
     Returns:
         The class prompts; none without prior preservation.
 
     Raises:
-        UsageError: They contradict each other, or a caption does not tell the subject from its class.
+        UsageError: They contradict each other, or a caption has no word that tells the subject from its class.
     """
     if not cfg.with_prior_preservation:
         return []
@@ -175,7 +175,7 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
             f"expected one for each of class_prompts; write num_class_images={len(prompts)}"
         )
     for caption, prompt in ((c, p) for c in captions for p in prompts):
-        is_told = cfg.learn_token and not _has_word(prompt, cfg.placeholder_token)  # every caption has it
+        is_told = cfg.learn_token and not _has_word(prompt, cfg.placeholder_token)  # every caption has the token
         if not is_told and not _words([caption]) - _words([prompt]):
             raise UsageError(
                 f"dreambooth got instance_prompt={caption!r}, which has no word that tells the subject from its class "
@@ -186,12 +186,12 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
 
 
 def check_token(token: str, captions: Sequence[str]) -> None:
-    """Refuse a new word that is none, or is not in every caption.
+    """Check that a new word is valid and in every caption.
 
     Raises:
-        UsageError: It is so.
+        UsageError: It is not.
     """
-    LearnedToken(token)  # which says what is no word
+    LearnedToken(token)  # raises if it is not a valid word
     for caption in captions:
         if not _has_word(caption, token):
             raise UsageError(
@@ -201,7 +201,7 @@ def check_token(token: str, captions: Sequence[str]) -> None:
 
 
 def warn_of_validation(cfg: DictConfig, captions: Sequence[str]) -> None:
-    """Warn of a ``validation_prompt`` without a word for the subject: its pictures would not show it."""
+    """Warn of a ``validation_prompt`` without a word for the subject: its pictures would show the class."""
     subject = _words(captions) - _words(cfg.data.class_prompts) - _COMMON_WORDS
     if cfg.data.class_prompts and subject and is_first_process() and not subject & _words([cfg.validation_prompt]):
         log.warning(
@@ -217,7 +217,7 @@ def _words(prompts: Iterable[str]) -> set[str]:
 
 
 def _has_word(prompt: str, word: str) -> bool:
-    """Return whether a word, which may begin and end with other signs than letters, stands in a prompt."""
+    """Return whether a prompt contains a word, which may begin or end with non-letters."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", prompt) is not None
 
 

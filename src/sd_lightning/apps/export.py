@@ -1,7 +1,7 @@
-"""Give a trained model to other programs, as a pipeline folder or as one file.
+"""Export of a trained model, as a pipeline folder or as one file.
 
-Works on files alone: it needs neither the strategy nor the number of processes of the run, builds no network, and
-holds no more than a few slices of a tensor in memory.
+It works on files only: it needs neither the strategy nor the world size of the run, builds no network, and holds at
+most a few slices of a tensor in memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WEIGHTS = (".safetensors", ".bin", ".index.json", ".msgpack")
 
 @dataclass(frozen=True)
 class Request:
-    """What to export and where to; ``conf/export.yaml`` explains the keys."""
+    """Settings of the export; ``conf/export.yaml`` explains the keys."""
 
     run: str
     format: Format = "diffusers"
@@ -63,12 +63,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model lies."""
+    """Location of a model to export."""
 
     pipeline: Path
     """Folder in the diffusers layout; a checkpoint's has the averaged weights if there is an EMA."""
     checkpoint: Path | None = None
-    """The checkpoint around it; None for a pipeline folder on its own."""
+    """The checkpoint that contains it; None for a separate pipeline folder."""
 
 
 @dataclass(frozen=True)
@@ -76,34 +76,34 @@ class Network:
     """One network of a model."""
 
     component: Component
-    """What it is, with the configuration as its file has it."""
+    """Its component, with the configuration from its file."""
     tensors: dict[str, StreamedTensor]
-    """By the keys of its weight file."""
+    """Tensors by the keys of the weight file."""
     is_source: bool = True
-    """Whether these are the weights that lie in the source's pipeline."""
+    """Whether the tensors are those of the source's pipeline."""
 
     def stays(self, dtype: torch.dtype | None) -> bool:
-        """Return whether the weight file can be used as it is."""
+        """Return whether the weight file can be used unchanged."""
         return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
 
     def changed(self, tensors: Mapping[str, StreamedTensor]) -> Network:
-        """Return the network with other values in the place of some, or itself."""
+        """Return the network with some tensors replaced; itself if there are none."""
         return replace(self, tensors=self.tensors | dict(tensors), is_source=False) if tensors else self
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is exported."""
+    """Model to export."""
 
     networks: dict[str, Network]
     adapters: LoraFile | None = None
-    """Of a LoRA run, unless they are added to the weights of the networks."""
+    """Adapters of a LoRA run, unless they are merged into the networks."""
     word: Path | None = None
-    """File of what a learned word means, unless the text encoders hold another meaning than it."""
+    """File of a learned word's embedding, unless the text encoders hold another one."""
 
 
 def run(cfg: DictConfig) -> int:
-    """Write the export into a temporary folder, which gets its name when it is complete."""
+    """Export a model; the output folder is written under a temporary name and renamed when complete."""
     quiet_libraries()
     request: Request = _conf.instantiate(cfg)
     output_dir = check_new_folder(request.output_dir, key="output_dir")
@@ -147,12 +147,12 @@ def find_source(path: str | os.PathLike[str]) -> Source:
 
 
 def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
-    """Describe a model with the weights that the format asks for.
+    """Return the model with the weights that ``request.format`` selects.
 
     ``opened`` keeps the checkpoint's tensor store open until the weights have been read.
 
     Raises:
-        UsageError: The weights asked for are not there, or files are missing or damaged.
+        UsageError: The selected weights do not exist, or files are missing or damaged.
     """
     index = read_json(source.pipeline / "model_index.json")
     family = family_of(str(index.get("_class_name")), who=f"run={request.run}")
@@ -190,7 +190,7 @@ def _read_network(name: str, index: Mapping[str, Any], family: Family, source: S
 
 
 def _chosen(model: Model, source: Source, request: Request, opened: ExitStack) -> Model:
-    """Return a model with the trained weights, or their average, as the format says."""
+    """Return the model with the trained weights or their average, as ``request.format`` selects."""
     if source.checkpoint is None:
         raise UsageError(
             f"run={request.run}: a pipeline folder holds one set of weights, so format={request.format} has no choice; "
@@ -216,7 +216,7 @@ def _chosen(model: Model, source: Source, request: Request, opened: ExitStack) -
 
 
 def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
-    """Return a network with the trained weights in the place of their average."""
+    """Return the network with the trained weights instead of their average."""
     prefix = f"master/{name}."
     stored = plain_names(key.removeprefix(prefix) for key in store.keys() if key.startswith(prefix))
     keys = pipeline_folder.file_keys(network.component, stored)
@@ -224,7 +224,7 @@ def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
 
 
 def write_pipeline(source: Source, model: Model, folder: Path, request: Request) -> None:
-    """Write a folder in the diffusers layout; weights that stay as they are share their bytes with the source."""
+    """Write a folder in the diffusers layout; unchanged weights are hard-linked from the source."""
     dtype = request.torch_dtype
     changed = {name: network for name, network in model.networks.items() if not network.stays(dtype)}
     _check_space((tensor for network in changed.values() for tensor in network.tensors.values()), request)
@@ -245,9 +245,9 @@ def write_pipeline(source: Source, model: Model, folder: Path, request: Request)
 
 
 def write_single_file(source: Source, model: Model, folder: Path, request: Request) -> None:
-    """Write all networks as one file with the original names, and ``config/``: what such a file cannot hold.
+    """Write all networks into one file with the original names, and the other parts into ``config/``.
 
-    The file is what other programs read; diffusers needs both unless the model is one of the published ones.
+    Other programs read the file only; diffusers needs both unless the model is one of the published ones.
     """
     index, networks = read_json(source.pipeline / "model_index.json"), model.networks
     who = f"run={request.run} format=single_file"
@@ -270,14 +270,14 @@ def write_single_file(source: Source, model: Model, folder: Path, request: Reque
 
 
 def _with_defaults(component: Component) -> Component:
-    """Complete a diffusers configuration: its class fills gaps when it is built, the converter of one file does not."""
+    """Return the component with its class's defaults, which diffusers' single-file converter does not fill in."""
     parameters = inspect.signature(pipeline_folder.class_of(component).__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return replace(component, config=defaults | component.config)
 
 
 def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]) -> None:
-    """Put the files of a pipeline into another folder: weights as hard links, what people may edit as copies."""
+    """Place a pipeline's files in another folder: weights as hard links, files that users may edit as copies."""
     folder.mkdir(exist_ok=True)
     shutil.copy2(pipeline / "model_index.json", folder)
     index = read_json(pipeline / "model_index.json")

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 _GRID = "a grid of pictures"
-"""What a grid says of itself in its metadata."""
+"""Mark of grids in their metadata."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pipeline of the hub or on disk."""
+    """A pipeline from the hub or from disk."""
 
     pretrained: str | None = None
     revision: str | None = None
@@ -48,7 +48,7 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class Request(SamplingOptions):
-    """What to draw, with what, how, and where to put it; ``conf/generate.yaml`` explains the keys."""
+    """Settings of the generation; ``conf/generate.yaml`` explains the keys."""
 
     run: str | None = None
     model: Pretrained = field(default_factory=Pretrained)
@@ -93,7 +93,7 @@ class Request(SamplingOptions):
 
 
 def run(cfg: DictConfig) -> int:
-    """Draw the pictures, write each with its settings in its metadata, and a grid of all."""
+    """Draw the pictures, and write each with its settings in the metadata, and a grid of all."""
     quiet_libraries()
     request: Request = _conf.instantiate(cfg)
     only_save = request.save_to is not None and not request.prompts
@@ -104,7 +104,7 @@ def run(cfg: DictConfig) -> int:
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
     schedule = folder / "scheduler" / "scheduler_config.json"
-    if schedule.is_file():  # or else loading says what is missing
+    if schedule.is_file():  # if it is missing, loading reports it
         request.check_steps(read_json(schedule))  # before weights are read
     model = _load(request, device)
     request.check(model)
@@ -137,7 +137,7 @@ def run(cfg: DictConfig) -> int:
 
 
 def _less_usual(request: Request) -> dict[str, Any]:
-    """Return the settings that a picture depends on, too, as far as they are not the defaults."""
+    """Return the less common settings that a picture depends on, without those at their defaults."""
     given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling")}
     given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
     given["quantization"] = request.quantization and asdict(request.quantization)
@@ -146,7 +146,7 @@ def _less_usual(request: Request) -> dict[str, Any]:
 
 def _load(request: Request, device: torch.device) -> LatentDiffusion:
     where, config = request.model, request.quantization
-    # Left in their files, quantize_ reads a few rows at a time.
+    # quantize_ reads deferred weights a few rows at a time.
     deferred = [] if config is None else ["all"]
     model = LatentDiffusion.from_pretrained(
         request.source, revision=where.revision, variant=where.variant, vae=where.vae, deferred=deferred
@@ -157,7 +157,7 @@ def _load(request: Request, device: torch.device) -> LatentDiffusion:
 
 
 def print_memory(model: LatentDiffusion, options: SamplingOptions, num_pictures: int, device: torch.device) -> None:
-    """Say what the model takes in int8, and what it would take in half and in full precision."""
+    """Print the memory that the model takes in int8, and would take in half and full precision."""
     height, width = (getattr(options, side) or model.resolution for side in ("height", "width"))
     batch_size = min(options.batch_size, num_pictures)
     with model.family.decoding_in_tiles(model.vae, options.vae_tiling):
@@ -204,13 +204,13 @@ def read_prompts(prompts: Any) -> list[str]:
 
 
 def file_name(prompt: str, seed: int) -> str:
-    """Return "a-handwritten-three-seed-0.png"."""
+    """Return a file name such as "a-handwritten-three-seed-0.png"."""
     slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
     return f"{slug}-seed-{seed}.png"
 
 
 def picture_path(folder: Path, settings: Mapping[str, Any]) -> Path:
-    """Return where to write a picture: its :func:`file_name`, or with a hash if a picture of other settings has it."""
+    """Return a picture's path: :func:`file_name`, plus a hash if a picture with other settings has that name."""
     path, text = folder / file_name(settings["prompt"], settings["seed"]), json.dumps(settings)
     if not path.exists() or mark_of(path) == text:
         return path
@@ -218,7 +218,7 @@ def picture_path(folder: Path, settings: Mapping[str, Any]) -> Path:
 
 
 def _write_grid(images: Sequence[Image.Image], prompts: Sequence[str], folder: Path, columns: int | None) -> Path:
-    """Write all pictures as one, in the place of the last such grid but of no other picture."""
+    """Write a grid of all pictures; replace the last grid but no other picture."""
     from sd_lightning.report import image_grid
 
     names = itertools.chain(["grid.png"], (f"grid-{number}.png" for number in itertools.count(2)))
@@ -249,7 +249,7 @@ def _seeds(first: int, count: int) -> range:
 
 
 def _output_dir(name: str) -> Path:
-    """Check that pictures can be written there, without making the folder yet."""
+    """Return the output folder after a check that it is writable; do not create it yet."""
     check_place(name, key="output_dir")
     path = Path(name)
     try:

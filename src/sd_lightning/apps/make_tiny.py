@@ -1,4 +1,4 @@
-"""Make the files of the ``tiny`` model again: a tokenizer for its captions and a VAE trained on the digits.
+"""Rebuild the files of the ``tiny`` model: a tokenizer for its captions and a VAE trained on the digits.
 
     python -m sd_lightning.apps.make_tiny FOLDER
 

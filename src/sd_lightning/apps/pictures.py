@@ -1,4 +1,4 @@
-"""PNG files that say themselves what they were drawn with."""
+"""PNG files with the settings of their generation as metadata."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _KEY = "sd_lightning"
 
 
 def write_png(image: Image.Image, path: Path, settings: Mapping[str, Any]) -> None:
-    """Write a PNG with its settings as text chunks: one JSON under "sd_lightning", and "prompt" and "seed" alone."""
+    """Write a PNG with text chunks: all settings as JSON in "sd_lightning", and "prompt" and "seed" separately."""
     write_marked(image, path, json.dumps(settings), prompt=settings["prompt"], seed=settings["seed"])
 
 
 def write_marked(image: Image.Image, path: Path, text: str, **more: Any) -> None:
-    """Write a PNG with a text chunk "sd_lightning", and others by their names."""
+    """Write a PNG with a text chunk "sd_lightning", and one for each keyword argument."""
     info = PngInfo()
     for key, value in {_KEY: text, **more}.items():
         info.add_text(key, str(value))
@@ -27,7 +27,7 @@ def write_marked(image: Image.Image, path: Path, text: str, **more: Any) -> None
 
 
 def mark_of(path: Path) -> str | None:
-    """Return the text chunk "sd_lightning" of a picture; None of another's, or of a file that is broken or none."""
+    """Return the text chunk "sd_lightning" of a picture; None if it has none or cannot be read."""
     try:
         with Image.open(path) as image:
             return image.info.get(_KEY)
@@ -36,7 +36,7 @@ def mark_of(path: Path) -> str | None:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Return what a picture of this package says that it was drawn with; nothing of another, or a broken one."""
+    """Return the settings in a picture's metadata; an empty dict if it has none or cannot be read."""
     try:
         settings = json.loads(mark_of(path) or "null")
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a run refuses before data, processes or the output folder are touched."""
+"""Checks of a run before data, processes or the output folder are touched."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _SECTIONS = (
     *("model", "module", "objective", "optimizer", "lr_scheduler", "strategy", "trainer", "data", "speed", "sampling"),
     "callbacks.checkpoint",
 )
-"""What a run cannot do without."""
+"""Sections that every run needs."""
 LOAD_MODEL = "sd_lightning.loading.load_model"
-"""What a program of one's own may put in its place need not know of deferred weights, nor of architectures."""
+"""Default target of ``model``. Users' own targets need not support deferred weights or ``architecture``."""
 _OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What needs neither model nor data: built once, before anything that takes time."""
+    """Parts that need neither model nor data: built once, before anything slow."""
 
     objective: Objective
     optimizer: OptimizerFactory
@@ -55,12 +55,12 @@ class Parts:
         """Build the parts, and try the optimizer and the schedule on a small parameter.
 
         Raises:
-            UsageError: Their settings cannot work.
+            UsageError: Their settings are invalid.
         """
         names = ("objective", "speed", "optimizer", "lr_scheduler", "lora", "learned_token")
         parts = cls(**{name: _conf.instantiate(cfg.get(name)) for name in names})
         if str(cfg.optimizer["_target_"]).startswith(("torch.optim.", "bitsandbytes.optim.")):
-            import torch  # another optimizer may want parameters of other shapes
+            import torch  # other optimizers may need other parameter shapes
 
             optimizer = parts.optimizer([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
             _check_step(cfg, optimizer)
@@ -70,7 +70,7 @@ class Parts:
 
 
 def _check_step(cfg: DictConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that will run on the CPU take a step: some settings are refused only there."""
+    """Take a trial step with an optimizer that will run on the CPU: some settings fail only there."""
     import torch
 
     if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
@@ -88,7 +88,7 @@ def _check_step(cfg: DictConfig, optimizer: torch.optim.Optimizer) -> None:
 
 
 def preflight(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, Parts]:
-    """Refuse what cannot work before data, processes or the output folder are touched.
+    """Check the configuration before data, processes or the output folder are touched.
 
     Returns:
         The checkpoint to resume, if any, and the parts that need neither model nor data.
@@ -113,28 +113,28 @@ def preflight(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, Parts]:
     if cfg.resume is not None:
         resume = runs.find_checkpoint(cfg.resume, run_dir, thorough=is_first_process())
     parts = Parts.build(cfg)
-    if resume is not None:  # as when the module is there, before time is spent on that or on class images
+    if resume is not None:  # repeated when the module is built; here before slow work such as class images
         from sd_lightning.callbacks.checkpoint.trainer_state import check_same_parts, read_trainer_state, trained_parts
 
         check_same_parts(read_trainer_state(resume), trained_parts(parts.lora, parts.learned_token), resume)
-    is_continued = resume is not None and runs.holds(run_dir, resume)  # elsewhere it is a new run
+    is_continued = resume is not None and runs.holds(run_dir, resume)  # in another folder it is a new run
     resuming = cfg.resume == "auto" or is_continued
     if is_first_process():
         reads = _reads(cfg, resumed=is_continued)
         _check_scanned(cfg, run_dir)
         runs.check_output_dir(run_dir, resuming=resuming, overwrite=cfg.overwrite, reads=reads)
     elif not resuming and not cfg.overwrite:
-        runs.check_unused(run_dir)  # this run has no checkpoint before all its processes are in it
+        runs.check_unused(run_dir)  # this run saves no checkpoint before all its processes have joined
     return resume, parts
 
 
 def adopt_base(cfg: DictConfig) -> bool:
-    """Let a resumed run have the model that stands in its own ``config.yaml``, whether it is given again or not.
+    """Set the model of a resumed run from the run's own ``config.yaml``, whether it is given again or not.
 
-    So the command that has started a run continues it with ``resume=auto``; where there is no run yet, it starts one.
+    So the command that started a run continues it with ``resume=auto``; if there is no run yet, it starts one.
 
     Returns:
-        Whether ``init_from`` is given, and is what the run that is resumed was started from.
+        Whether ``init_from`` is given, and the resumed run was started from it.
     """
     from omegaconf import OmegaConf
 
@@ -168,7 +168,7 @@ def adopt_base(cfg: DictConfig) -> bool:
 
 
 def is_resumed(cfg: DictConfig) -> bool:
-    """Whether there is something to continue; the first checkpoint of a run waits for all of its processes."""
+    """Return whether there is a run to resume; its first checkpoint is written after all processes have joined."""
     if cfg.resume != "auto":
         return cfg.resume is not None
     return run_folder.is_run(Path(cfg.output_dir)) and bool(checkpoint.all_checkpoints(cfg.output_dir))
@@ -177,19 +177,19 @@ def is_resumed(cfg: DictConfig) -> bool:
 def _reads(cfg: DictConfig, *, resumed: bool) -> dict[str, str]:
     """Return the settings that name a file or folder which the run reads, with their values.
 
-    The model of a run that is resumed may be the run's own.
+    The model of a resumed run is left out: it may lie in the run's own folder.
     """
     given = {key: value for key, value in cfg.data.items() if isinstance(value, str)}
     reads = {key if key in cfg else f"data.{key}": value for key, value in given.items() if key.endswith("_dir")}
     reads |= {f"data.{key}": value for key, value in given.items() if not key.endswith("_dir")}
     if not resumed:
         reads |= {"init_from": cfg.init_from} | {f"model.{key}": cfg.model.get(key) for key in ("pretrained", "vae")}
-    # What is not there is no path: the name of a column, a hub id. Folders of class images may be still to come.
+    # Values that do not exist are no paths (column names, hub ids), except folders of class images to be drawn.
     return {k: v for k, v in reads.items() if v and (k.endswith("_dir") or os.path.exists(v))}
 
 
 def _check_scanned(cfg: DictConfig, run_dir: Path) -> None:
-    """Refuse a run inside a folder that ``datasets`` scans as a whole: its pictures would become data."""
+    """Raise if the run is inside a folder that ``datasets`` scans: its pictures would become data."""
     from sd_lightning.data.sources.huggingface import is_saved_dataset
 
     name = cfg.data.get("dataset_name")
@@ -203,7 +203,7 @@ def _check_scanned(cfg: DictConfig, run_dir: Path) -> None:
 
 
 def _check_keys(cfg: DictConfig) -> None:
-    """Check what no target's signature tells: the top-level values, and that no section was removed."""
+    """Check what no target's signature covers: the top-level values, and that no section was removed."""
     from omegaconf import OmegaConf
 
     for name in _SECTIONS:
@@ -229,7 +229,7 @@ def _check_keys(cfg: DictConfig) -> None:
 
 
 def adopt_engine_file(cfg: DictConfig) -> None:
-    """Let explicit values of a user's DeepSpeed file replace defaults that the command line has left alone."""
+    """Replace defaults that the command line leaves unset by the explicit values of a user's DeepSpeed file."""
     from omegaconf import OmegaConf
 
     source: Any = OmegaConf.to_container(cfg.strategy).get("config")  # type: ignore[union-attr]
@@ -253,15 +253,15 @@ def adopt_engine_file(cfg: DictConfig) -> None:
 
 
 def is_lightning_checkpoint(path: str | None) -> bool:
-    """Return whether ``init_from`` names weights that Lightning has saved."""
+    """Return whether ``init_from`` names a Lightning checkpoint."""
     return path is not None and path.endswith(runs.LIGHTNING_SUFFIX)
 
 
 def check_model(cfg: DictConfig) -> None:
-    """Refuse a pipeline that ``model=`` does not name, before time is spent on the data or on class images.
+    """Check that a pretrained pipeline has the architecture of ``model=``, before slow work on data or class images.
 
     Raises:
-        UsageError: ``model=`` names another one, or it cannot be trained.
+        UsageError: The pipeline has another architecture, or cannot be trained.
     """
     if cfg.model["_target_"] == LOAD_MODEL and cfg.model.pretrained is not None:
         from sd_lightning.loading import check_pretrained

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the pipeline, ``summary.json``, the report, and some lines on the console."""
+"""Results of a run: the pipeline, ``summary.json``, the report, and a summary on the console."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CallbackT = TypeVar("CallbackT", bound="pl.Callback")
 
 
 def callback_of(trainer: pl.Trainer, kind: type[CallbackT]) -> CallbackT | None:
-    """Return the trainer's callback of a kind, if it has one."""
+    """Return the trainer's callback of a class, if it has one."""
     return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
 
 
@@ -38,10 +38,10 @@ def checkpoints_of(trainer: pl.Trainer) -> PortableCheckpoint:
 
 @contextmanager
 def locked(trainer: pl.Trainer, folder: RunFolder) -> Iterator[None]:
-    """Keep other processes out of a run's directory, as ``fit`` did, while its results are made."""
+    """Lock a run's directory while its results are written, as ``fit`` did before."""
     if trainer.is_global_zero:
         folder.lock()
-        runs.go_back(folder.path, trainer.global_step)  # fit does, too, where there is something to train
+        runs.go_back(folder.path, trainer.global_step)  # fit does this too, if it has steps to train
     try:
         yield
     finally:
@@ -49,7 +49,7 @@ def locked(trainer: pl.Trainer, folder: RunFolder) -> Iterator[None]:
 
 
 def catch_up(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataModule) -> None:
-    """Validate and draw for a run that was killed between its last checkpoint and its results."""
+    """Validate and draw samples for a run that was killed between its last checkpoint and its results."""
     from sd_lightning.callbacks import SampleGrid
 
     if datamodule.source_val is not None and trainer.limit_val_batches:
@@ -62,7 +62,7 @@ def catch_up(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataM
 
 
 def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
-    """Publish the pipeline, write summary and report, and tell where everything is.
+    """Publish the pipeline, write summary and report, and print their paths.
 
     Returns:
         Exit code: 0, or 75 if a signal stopped the run.
@@ -96,7 +96,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
 def _summary(
     trainer: pl.Trainer, checkpoints: PortableCheckpoint, why_no_gap: str | None, bad_samples: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what ``summary.json`` holds besides paths; None stands for what was not measured."""
+    """Return the content of ``summary.json`` except paths; None marks values that were not measured."""
     from sd_lightning.callbacks import SampleGrid, Throughput
 
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -120,7 +120,7 @@ def _summary(
 
 
 def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Return what the console shows of a run."""
+    """Return the summary's lines for the console."""
     rate, gap, bad = (summary[name] for name in ("images_per_second", "caption_gap", "bad_samples"))
     accuracy, num_drawn = (summary[name] for name in ("prompted_accuracy", "prompted_accuracy_samples"))
     pipeline = summary["pipeline"]

@@ -1,4 +1,4 @@
-"""Train a latent-diffusion model: build, fit, and write what a person looks at afterwards."""
+"""The training program: build the parts, fit, and write the results."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 
 def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
-    """Run the main job.
+    """Train a latent-diffusion model.
 
     Args:
         cfg: The configuration.
-        prepare: Called with the strategy and the small parts when all has been checked that can be without data and
-            model, before these are built.
+        prepare: Called with ``cfg``, the strategy and the parts after all checks that need neither data nor model,
+            before these are built.
 
     Returns:
         Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
@@ -68,7 +68,7 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
 
 
 def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
-    """Build Lightning's trainer with our callbacks, loggers and strategy."""
+    """Build the trainer with the configured callbacks, loggers and strategy."""
     chosen = {name: node for name, node in cfg.callbacks.items() if node is not None}
     given = {"checkpoint": {"resume": resume}}
     callbacks = [_conf.instantiate(node, **given.get(name, {})) for name, node in chosen.items()]
@@ -101,8 +101,8 @@ def build_module(cfg: DictConfig, parts: Parts) -> SDLightningModule:
 
 
 def wrap(cfg: DictConfig, latent_diffusion: LatentDiffusion, parts: Parts) -> SDLightningModule:
-    """Wrap a model for training, with what is trained beside, or in the place of, its own weights."""
-    optional = {"lora": parts.lora, "learned_token": parts.learned_token}  # which a module of one's own need not know
+    """Wrap a model for training, with LoRA adapters and a learned token if configured."""
+    optional = {"lora": parts.lora, "learned_token": parts.learned_token}  # users' own modules need not accept these
     return _conf.instantiate(
         cfg.module,
         latent_diffusion=latent_diffusion,
@@ -114,23 +114,23 @@ def wrap(cfg: DictConfig, latent_diffusion: LatentDiffusion, parts: Parts) -> SD
 
 
 def _trained_networks(cfg: DictConfig) -> tuple[str, ...]:
-    """Name the networks that are trained as they are in their files."""
+    """Return the networks whose trained weights have the same shapes as in their files."""
     grows = cfg.get("learned_token") is not None  # a row is added to the text encoder's weights
     return ("denoiser", "text_encoders") if cfg.module.train_text_encoder and not grows else ("denoiser",)
 
 
 def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
-    """Return the argument of the model that leaves the weights of networks in their files, where that is possible."""
+    """Return the model argument that defers loading the weights of networks, or nothing where it is impossible."""
     if cfg.model["_target_"] != LOAD_MODEL or is_lightning_checkpoint(cfg.init_from):
-        return {}  # a Lightning checkpoint is loaded before there is a trainer
+        return {}  # a Lightning checkpoint is loaded into whole weights
     return {"deferred": tuple(names)}
 
 
 def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataModule) -> None:
-    """Refuse what shows only when all parts are there, but must not wait until they are at work.
+    """Check before training that trainer, module, data and the checkpoint to resume fit together.
 
     Raises:
-        UsageError: They do not fit together, or not with the checkpoint to resume.
+        UsageError: They do not.
     """
     from sd_lightning.callbacks import EngineMemory, SampleGrid
     from sd_lightning.strategies import engine_of
@@ -141,7 +141,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
     saving = checkpoints_of(trainer)
     saving.check_resume(module, datamodule)
-    if is_first_process():  # it looks at files; the others hear of it before the first step
+    if is_first_process():  # it reads files; the other ranks get the result before the first step
         saving.check_data(datamodule)
     engine_of(trainer.strategy).check(trainer, module)
     samples = callback_of(trainer, SampleGrid)
@@ -157,7 +157,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
 
 
 def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
-    """Make the run's directory, write the configuration into it, and start the loggers."""
+    """Create the run's directory, write the configuration into it, and start the loggers."""
     from omegaconf import OmegaConf
 
     if not trainer.is_global_zero:

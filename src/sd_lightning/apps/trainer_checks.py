@@ -1,4 +1,4 @@
-"""Trainer settings that Lightning would accept, or refuse only when processes have started."""
+"""Checks of trainer settings that Lightning accepts, or refuses only after processes have started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_LEAST = (
     ("check_val_every_n_epoch", 1, "at least 1", f"1, {_NO_VALIDATION}"),
     ("gradient_clip_val", 0, "a norm of at least 0", "1, or null for no clipping"),
 )
-"""Settings of the trainer, the least value of each, how that is worded, and what to write."""
+"""Trainer settings, each with its minimum, the wording of the minimum, and the remedy."""
 
 
 def check_trainer(cfg: DictConfig) -> None:
@@ -55,7 +55,7 @@ def check_trainer(cfg: DictConfig) -> None:
 
 
 def refuse(setting: str, value: Any, expected: str, remedy: str) -> None:
-    """Refuse a value.
+    """Raise an error for a value.
 
     Raises:
         UsageError: Always.
@@ -64,7 +64,7 @@ def refuse(setting: str, value: Any, expected: str, remedy: str) -> None:
 
 
 def _check_length(trainer: DictConfig, *, steps_key: str) -> None:
-    """Check how long a run is, and what it does how often."""
+    """Check the length of a run and its intervals."""
     for name, least, expected, remedy in _AT_LEAST:
         value = trainer.get(name)
         if value is not None and value < least:
@@ -82,7 +82,7 @@ def _check_length(trainer: DictConfig, *, steps_key: str) -> None:
 
 
 def _check_speed(cfg: DictConfig, precision: str, *, on_cuda: bool) -> None:
-    """Check switches against each other that libraries would refuse, or undo, at the first step."""
+    """Check combinations of speed settings that libraries would refuse, or undo, at the first step."""
     if on_cuda and cfg.speed.attention in ("flash", "cudnn") and not precision.endswith("-mixed"):
         raise UsageError(
             f"speed.attention={cfg.speed.attention} computes in 16 bits, but trainer.precision={precision}; write "
@@ -96,7 +96,7 @@ def _check_speed(cfg: DictConfig, precision: str, *, on_cuda: bool) -> None:
 
 
 def _check_devices(trainer: DictConfig, cuda: int) -> None:
-    """Compare the number of devices with those of this machine."""
+    """Check that this machine has the requested number of devices."""
     devices, cores = _num_devices(trainer.devices, cuda), os.cpu_count() or 1
     if devices > (cuda or cores):
         there = f"{cuda} CUDA device(s)" if cuda else f"no CUDA device and {cores} CPU core(s)"

@@ -24,22 +24,22 @@ from sd_lightning.strategies.whole_tensors import whole
 log = logging.getLogger(__name__)
 
 _holding_average: weakref.WeakKeyDictionary[pl.LightningModule, EMA] = weakref.WeakKeyDictionary()
-"""Modules that hold an average since their last ``fit`` ended, and who keeps their trained weights."""
+"""Module that holds its average since its last ``fit`` -> the callback that keeps its trained weights."""
 
 
 class EMA(Callback):
-    """Average the weights: ``ema = decay * ema + (1 - decay) * weights`` after an optimizer step, in float32.
+    """Exponential moving average of the weights: ``ema = decay * ema + (1 - decay) * weights``, in float32.
 
-    One fused update over all local shards, without communication; the numbers are the same under every strategy. On
-    CUDA it runs beside the next forward and backward pass, on a stream of its own.
-    Sampling, validation and exported pipelines use the average. When ``fit`` ends the module holds it, and the next
-    ``fit`` continues from the trained weights, which checkpoints keep as well. Weights that are loaded in between are
-    what the next ``fit`` trains, with an average that starts at them.
+    One fused update after an optimizer step covers all local shards, without communication. The numbers are the same
+    under every strategy. On CUDA the update overlaps the next forward and backward pass on its own stream.
+    Sampling, validation and exported pipelines use the average. After ``fit`` the module holds the average; the next
+    ``fit`` continues from the trained weights, which checkpoints store too. If other weights are loaded in between,
+    the next ``fit`` trains those and starts the average from them.
 
     Args:
-        decay: The limit; with ``n`` updates before it, an update has the decay ``min(decay, (1 + n) / (10 + n))``, and
-            the first one 0, as in diffusers' ``EMAModel``: the average forgets its start.
-        update_after_step: Optimizer steps before averaging starts; until then it follows the weights.
+        decay: Upper limit. After ``n`` updates the next decay is ``min(decay, (1 + n) / (10 + n))``, the first is 0,
+            as in diffusers' ``EMAModel``: the average forgets the initial weights.
+        update_after_step: Optimizer steps before averaging starts; until then the average is a copy of the weights.
         update_every: Optimizer steps between updates.
         offload: Keep the average in host memory.
     """
@@ -66,7 +66,7 @@ class EMA(Callback):
         self._live: list[LazyTensor] = []
         self._average: list[Tensor] = []
         self._owned: set[tuple[str, int]] = set()
-        """Ranges that no other rank gives, when the average is put together."""
+        """Keys of the shards that only this rank contributes when the average is gathered."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._moves = False
         self._last_step = 0
@@ -82,7 +82,7 @@ class EMA(Callback):
         return self._shadow
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the module its trained weights back before Lightning loads others, or leave those loaded since."""
+        """Restore the trained weights before Lightning loads a checkpoint; keep weights loaded since the last fit."""
         if stage != "fit":
             return
         is_other = self._module is not None and self._module is not pl_module
@@ -97,10 +97,10 @@ class EMA(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         holder = _holding_average.pop(pl_module, None)
         if holder is not None:
-            holder._swap_out()  # engines that shard weights take none between two fits
+            holder._swap_out()  # sharded weights cannot be replaced between two fits
         self._updates_before = self._given_back = None
         if (self._module is not None and self._module is not pl_module) or trainer.ckpt_path is not None:
-            self._shadow, self._swapped = {}, False  # of another module, or of weights that have been replaced
+            self._shadow, self._swapped = {}, False  # belongs to another module or to replaced weights
         state = training_state(trainer)
         self._module, self._state = pl_module, state
         shards = state.parameter_shards()
@@ -115,7 +115,7 @@ class EMA(Callback):
         self._last_step = trainer.global_step  # by now a checkpoint has been restored
 
     def restart(self) -> None:
-        """Let the average begin at the present weights (a checkpoint without an average was loaded)."""
+        """Restart the average from the current weights, after a checkpoint without an average was loaded."""
         self.num_updates = 0
         self._follow(1.0)
 
@@ -143,12 +143,12 @@ class EMA(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._join()  # the weights that it reads are about to change
+        self._join()  # the optimizer changes the weights that the update reads
 
     def _follow(self, weight: float) -> None:
-        """Move the average to the weights by a fraction of the way."""
+        """Move the average towards the weights by the fraction ``weight``."""
         assert self._state is not None and not isinstance(self._state, PlainState)
-        if self._moves:  # nothing reads weights, or keeps their memory, when the next pass moves them
+        if self._moves:  # the next pass moves the weights: read them now, and keep no reference
             self._live = [shard.master for shard in self._state.parameter_shards()]
             self._move(weight)
             self._live = []
@@ -164,13 +164,13 @@ class EMA(Callback):
             self._move(weight)
 
     def _join(self) -> None:
-        """Let what the current stream does next come after the last update."""
+        """Make the current CUDA stream wait for the last update."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _move(self, weight: float) -> None:
         live = [tensor for tensor in self._live if isinstance(tensor, Tensor)]
-        if len(live) < len(self._live):  # swapped to a disk: one at a time in memory
+        if len(live) < len(self._live):  # swapped to disk: hold one at a time in memory
             for average, read in zip(self._average, self._live, strict=True):
                 average.lerp_((read if isinstance(read, Tensor) else read()).to(average.device), weight)
         elif weight == 1.0:
@@ -185,16 +185,16 @@ class EMA(Callback):
         return [tensor.to(average.device, torch.float32) for tensor, average in zip(live, self._average)]
 
     def _average_of(self, shard: ParameterShard) -> Tensor:
-        """Return the average of an earlier fit, or a copy of the weights to begin with."""
+        """Return the shard's average from an earlier fit, or a float32 copy of its weights."""
         master = shard.master if isinstance(shard.master, Tensor) else shard.master()
         device = torch.device("cpu") if self.offload else master.device
         average = self._shadow.get(shard.key)
         if average is not None:
-            return average.to(device).reshape(master.shape)  # of flat shards, if another engine kept it
+            return average.to(device).reshape(master.shape)  # flat, if another engine kept it
         return torch.empty_like(master, dtype=torch.float32, device=device).copy_(master)
 
     def _divide_anew(self, trainer: pl.Trainer, shards: list[ParameterShard]) -> None:
-        """Divide the average of an earlier fit as this strategy divides weights; a collective call."""
+        """Reshard the average of an earlier fit for this strategy; a collective call."""
         sizes = {key: average.numel() for key, average in self._shadow.items()}
         same = not sizes or sizes == {shard.key: shard.end - shard.begin for shard in shards}
         if trainer.strategy.reduce_boolean_decision(same, all=True):
@@ -209,12 +209,12 @@ class EMA(Callback):
 
     @property
     def _replicated(self) -> ReplicatedState | PlainState | None:
-        """The state of a module with whole weights, where anyone may load others."""
+        """The state if the module has whole weights, which users may replace; otherwise None."""
         state = self._state
         return state if isinstance(state, PlainState) or type(state) is ReplicatedState else None
 
     def _give_back(self, pl_module: pl.LightningModule) -> bool:
-        """Let a module that holds the average have the trained weights, unless others were loaded into it since."""
+        """Swap the trained weights back in, unless others were loaded since; return whether it did."""
         if self._module is not pl_module or self._replicated is None:
             return False
         if self._replicated.holds(self.shadow):
@@ -240,8 +240,8 @@ class EMA(Callback):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Compute with the average inside the block."""
-        if self._swapped:  # in a validation, or after fit
+        """Use the averaged weights inside the block."""
+        if self._swapped:  # during validation, or after fit
             yield
             return
         self._swap_in()
@@ -264,18 +264,18 @@ class EMA(Callback):
             if self._given_back is not None:
                 self._given_back._hold(pl_module)
         elif self._module is pl_module and pl_module not in _holding_average:
-            self._swap_out()  # interrupted in a validation
+            self._swap_out()  # interrupted during validation
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._live = []
-        self._state = training_state(trainer)  # by now an engine has given the module back
+        self._state = training_state(trainer)  # the engine has restored the plain module by now
         self._hold(pl_module)
 
     def _hold(self, pl_module: pl.LightningModule) -> None:
         self._swap_in()
         if self._replicated is not None:
             self._shapes = {name: tuple(p.shape) for name, p in pl_module.named_parameters() if p.requires_grad}
-            self._replicated.unshare(self.shadow)  # what is loaded into the module must not change the average
+            self._replicated.unshare(self.shadow)  # loading weights into the module must not change the average
         _holding_average[pl_module] = self
 
 
@@ -285,6 +285,6 @@ def ema_of(trainer: pl.Trainer) -> EMA | None:
 
 
 def inference_weights(trainer: pl.Trainer) -> contextlib.AbstractContextManager[None]:
-    """Compute with the weights that are exported: the average if there is one."""
+    """Return a context that uses the exported weights: the average if there is one."""
     ema = ema_of(trainer)
     return ema.averaged() if ema is not None else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Where an engine's bytes are: logged by step, and drawn for one step in the report."""
+"""Memory of the Gemini engine: logged counters, and a timeline of one step for the report."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sd_lightning.report.memory import TIMELINE_NAME
 
 
 class EngineMemory(Callback):
-    """Log the Gemini engine's counters and record the memory of one step, unit by unit.
+    """Callback that logs the Gemini engine's counters and records the memory of one step, unit by unit.
 
     Args:
         run_dir: Directory of the run; the timeline goes to ``memory_timeline.json`` there, which the report draws.
         every_n_steps: Optimizer steps between logged values.
-        trace_step: The step whose timeline is kept, from 1; by the third the order of units is known.
+        trace_step: Step to record, counted from 1; the order of units is known by step 3.
     """
 
     def __init__(self, run_dir: str | Path, *, every_n_steps: int = 10, trace_step: int = 3) -> None:
@@ -34,10 +34,10 @@ class EngineMemory(Callback):
         self._engine: Any = None
 
     def check(self, strategy: Strategy) -> None:
-        """Refuse a strategy whose bytes nobody counts.
+        """Raise unless the strategy is Gemini, which counts its bytes.
 
         Raises:
-            UsageError: It is not Gemini.
+            UsageError: The strategy is not Gemini.
         """
         from sd_lightning.strategies.gemini import GeminiStrategy
 

@@ -1,4 +1,4 @@
-"""Callbacks that end a run in good order: signals, and losses that are no longer numbers."""
+"""Callbacks that stop a run cleanly on signals and on non-finite losses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ EXIT_INTERRUPTED = 75
 
 
 class StopOnSignal(Callback):
-    """On SIGTERM or SIGINT, stop after the present optimizer step; the checkpoint callback then saves.
+    """Callback that stops after the current optimizer step on SIGTERM or SIGINT; the checkpoint callback then saves.
 
-    A second SIGINT interrupts at once. With several processes all stop at the same step, whichever got the signal.
+    A second SIGINT interrupts at once. All ranks stop at the same step, whichever rank received the signal.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class StopOnSignal(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # After Lightning has put its own handler in place: that one broadcasts inside the signal handler.
+        # Replaces the handler that Lightning has installed by now: it broadcasts inside the signal handler.
         self._last_step = trainer.global_step
         self.received, self.stopped = None, False  # an earlier fit may have been stopped
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
         connector = trainer._signal_connector
-        if connector.received_sigterm:  # while data was prepared; Lightning would leave without a checkpoint
+        if connector.received_sigterm:  # during data preparation; Lightning would exit without a checkpoint
             connector.received_sigterm = False
             self.received = signal.SIGTERM
 
@@ -79,7 +79,7 @@ class StopOnSignal(Callback):
 
 
 def stopped_by_signal(trainer: pl.Trainer) -> bool:
-    """Whether a signal has ended the fit: other ends, as of EarlyStopping, leave a run that is complete."""
+    """Return whether a signal stopped the fit. After other stops, such as EarlyStopping, the run is complete."""
     return any(isinstance(c, StopOnSignal) and c.stopped for c in trainer.callbacks)  # type: ignore[attr-defined]
 
 
@@ -92,11 +92,11 @@ class ReportsLoss(Protocol):
 
 
 class NonFiniteLossGuard(Callback):
-    """Skip the update of a step whose loss is NaN or infinite; stop the run after several in a row.
+    """Callback that skips updates with a NaN or infinite loss, and stops the run after several in a row.
 
     Args:
-        patience: Bad steps in a row that stop the run.
-        run_dir: Where to look for the last good checkpoint, for the message.
+        patience: Number of bad steps in a row that stops the run.
+        run_dir: Directory of the run, whose last good checkpoint the error message names.
     """
 
     def __init__(self, patience: int = 10, *, run_dir: str | Path | None = None) -> None:
@@ -136,19 +136,19 @@ class NonFiniteLossGuard(Callback):
 
 
 REMEDY = "resume with a lower optimizer.lr, a gradient clip (trainer.gradient_clip_val=1) or trainer.precision=32"
-"""What helps against losses and weights that are no longer numbers."""
+"""Remedy for non-finite losses and weights, for error messages."""
 
 
 def num_bad_steps(trainer: pl.Trainer) -> int:
-    """Return how many steps in a row had a loss that is not finite, the same on all ranks; 0 without a guard."""
+    """Return the number of latest steps in a row with a non-finite loss, equal on all ranks; 0 without a guard."""
     guards = [c for c in trainer.callbacks if isinstance(c, NonFiniteLossGuard)]  # type: ignore[attr-defined]
     return max((guard.bad_steps for guard in guards), default=0)
 
 
 def last_good(trainer: pl.Trainer, run_dir: str | Path | None) -> str:
-    """Name the newest valid checkpoint of a run, in a clause; a collective call.
+    """Return a clause that names the newest valid checkpoint of a run; a collective call.
 
-    ``PortableCheckpoint`` saves neither amid losses that are not finite nor weights that are not.
+    It is good: ``PortableCheckpoint`` saves nothing while the loss or the weights are not finite.
     """
     good = checkpoint.newest_valid(run_dir) if run_dir is not None and trainer.is_global_zero else None
     good = trainer.strategy.broadcast(good)

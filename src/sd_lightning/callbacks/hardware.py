@@ -1,4 +1,4 @@
-"""What the hardware can do and has been asked for: peak FLOP/s, peak memory."""
+"""Peak FLOP/s of a device, and peak memory use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from sd_lightning.gemini.probe import peak_allocated
 
 _DENSE_16BIT_FLOPS = {"h100 nvl": 835.5e12, "h200": 989.5e12}
-"""Dense bf16/fp16 tensor-core peaks (NVIDIA datasheets, half of the "with sparsity" figure) of the chips for which
-Lightning's table holds the sparse figure or no entry under the name that the driver reports."""
+"""Dense bf16/fp16 tensor-core FLOP/s (NVIDIA datasheets: half of the "with sparsity" figure). Only chips for which
+Lightning's table has the sparse figure, or no entry under the driver's name."""
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
@@ -31,11 +31,11 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of one device: the vendor's dense figure, or where unknown the best of a few products.
+    """Return the peak FLOP/s of one device: the vendor's dense figure, else the best of a few matrix products.
 
     Args:
         device: The device that computes; a CPU means this process's threads.
-        dtype: What the matrix products are computed in.
+        dtype: Dtype of the matrix products.
     """
     from lightning.fabric.utilities.throughput import get_available_flops
 

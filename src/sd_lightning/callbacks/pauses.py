@@ -1,4 +1,4 @@
-"""Stretches of a run that are not training: who makes them, who is told, and the clock that leaves them out."""
+"""Pauses of training, such as validation: marking them, listening to them, and a clock without them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from lightning.pytorch.callbacks import Callback
 
 
 class PauseListener:
-    """A callback that is told when training stands still for something else."""
+    """Interface of callbacks that are notified when training pauses and resumes."""
 
     def on_pause(self, activity: str) -> None:
-        """Training stops for ``activity``, for example ``"sampling"``."""
+        """Handle a pause of training for ``activity``, e.g. ``"sampling"``."""
 
     def on_resume(self) -> None:
-        """Training goes on."""
+        """Handle the end of a pause."""
 
 
 @contextmanager
 def paused(trainer: Trainer, activity: str) -> Iterator[None]:
-    """Mark a stretch of time that is not training, so that it counts neither as speed nor as data wait.
+    """Mark the block as a pause, so that it counts neither as training time nor as data wait.
 
-    For callbacks that do something long in a training hook::
+    For callbacks that do slow work in a training hook::
 
         with paused(trainer, "sampling"):
             images = pl_module.sample(prompts)
 
-    Validation and ``trainer.save_checkpoint`` are marked without it. May be nested.
+    Validation and ``trainer.save_checkpoint`` are pauses without it. May be nested.
 
     Args:
         trainer: The trainer whose callbacks listen.
@@ -46,7 +46,7 @@ def paused(trainer: Trainer, activity: str) -> Iterator[None]:
 
 
 class TrainingClock:
-    """Seconds since the start without those between ``pause`` and ``resume``, which nest."""
+    """Clock of the seconds since its start, without those between ``pause`` and ``resume``, which nest."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

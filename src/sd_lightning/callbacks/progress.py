@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _REDRAW_SECONDS = 0.5
-"""Reading a metric waits for the GPU, so the bar's text is renewed no more often than this."""
+"""Minimum seconds between updates of the bar's text: reading a metric waits for the GPU."""
 
 
 class TrainingProgress(ProgressBar, PauseListener):
-    """Show how far the run is: optimizer steps done of all, loss, images per second, time used and time left.
+    """Progress bar with optimizer steps, loss, images per second, elapsed time and time left.
 
-    In a terminal this is one bar that also says what else is going on (validating, sampling, saving). Elsewhere (a
-    file, a pipe, a notebook) it is a plain line now and then. Metrics logged with ``prog_bar=True`` are shown; the
-    speed comes from the :class:`~sd_lightning.callbacks.throughput.Throughput` callback if the trainer has one,
-    otherwise steps per second are shown. Only rank 0 prints.
+    In a terminal it is one bar, which also names the current activity (validating, sampling, saving). In a file, a
+    pipe or a notebook it is a plain line every ``refresh_seconds``. Metrics logged with ``prog_bar=True`` are shown.
+    The speed comes from the :class:`~sd_lightning.callbacks.throughput.Throughput` callback; without one, steps per
+    second are shown. Only rank 0 prints.
 
     Args:
         refresh_seconds: Seconds between two plain lines; 0 prints every step.
@@ -157,7 +157,7 @@ class TrainingProgress(ProgressBar, PauseListener):
         left = self._seconds_left(trainer.global_step, total, now)
         times = [] if left is None else [f"left {clock_time(left)}"]
         times.append(f"elapsed {clock_time(now - self._begin)}")
-        # The most wanted first: a narrow terminal cuts the end.
+        # Most important first: a narrow terminal cuts the end.
         parts = [*loss, *self._speed(trainer, now), *times, *others]
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=trainer.global_step, text="  ".join(parts))
@@ -182,19 +182,19 @@ class TrainingProgress(ProgressBar, PauseListener):
         return [] if seconds is None else [f"{_three_digits(1 / seconds)} steps/s"]
 
     def _seconds_per_step(self, step: int, now: float) -> float | None:
-        """Mean over this process's steps after the first, which holds the warm-up."""
+        """Return the mean over this process's steps after the first, which includes warm-up."""
         if self._warm is None or step <= self._warm[0]:
             return None
         return max(now - self._warm[1], 1e-9) / (step - self._warm[0])
 
     def _seconds_left(self, step: int, total: int | None, now: float) -> float | None:
         seconds = self._seconds_per_step(step, now)
-        # Validation, sampling and saving come again, so their time is part of the estimate.
+        # Validation, sampling and saving recur, so the estimate includes their time.
         return None if total is None or seconds is None else (total - step) * seconds
 
 
 def clock_time(seconds: float) -> str:
-    """Write a duration as ``m:ss`` or ``h:mm:ss``."""
+    """Format a duration as ``m:ss`` or ``h:mm:ss``."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
@@ -211,7 +211,7 @@ def _loss(outputs: Any) -> torch.Tensor | None:
 
 
 def _num_parts(trainer: Trainer) -> int:
-    """By what Lightning has divided a batch's loss before callbacks see it."""
+    """Return the number by which Lightning divides a batch's loss before callbacks see it."""
     return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
 
 

@@ -1,4 +1,4 @@
-"""Pictures drawn while the model trains, and how often they show what was asked for."""
+"""Sample grids drawn during training, and the share of pictures that show their prompt."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ log = logging.getLogger(__name__)
 
 
 class SampleGrid(Callback):
-    """Draw a grid of pictures at an interval and when training ends, with the weights that are exported.
+    """Callback that draws a grid of pictures with the exported weights, at an interval and when training ends.
 
-    Grids go to ``<run_dir>/samples/step-<n>.png`` and to loggers that take images. Where the data can be judged (the
-    digits), the last pictures are read by an independent classifier: the *prompted accuracy* is the share that shows
-    what the prompt asked for. Drawing is collective: every rank draws its share of the prompts.
+    Grids go to ``<run_dir>/samples/step-<n>.png`` and to loggers that take images. If the data has a judge (the
+    digits), an independent classifier reads pictures drawn at the end: the *prompted accuracy* is the share that
+    shows its prompt. Drawing is collective: every rank draws its share of the prompts.
 
     Args:
         run_dir: Directory of the run.
-        prompts: Captions to draw; by default those that the data suggests (held-out captions).
+        prompts: Captions to draw; by default taken from the data (held-out captions).
         every_n_steps: Optimizer steps between grids; 0 draws only when training ends.
         columns: Pictures per row.
-        accuracy_samples: Pictures that the prompted accuracy is measured on; 0 turns it off.
+        accuracy_samples: Number of pictures for the prompted accuracy; 0 turns it off.
         options: Steps, guidance, scheduler, …
         seed: The first picture's seed.
     """
@@ -78,7 +78,7 @@ class SampleGrid(Callback):
         self._drawn_step = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Find out before the first step that a model cannot be sampled with these options."""
+        """Check before the first step that the model can be sampled with these options."""
         self.options.check(pl_module.latent_diffusion)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -98,7 +98,7 @@ class SampleGrid(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if stopped_by_signal(trainer):
-            return  # save and leave
+            return  # save and exit
         if self._drawn_step != trainer.global_step:
             self.draw(trainer, pl_module)
         judge = _judge(trainer)
@@ -106,7 +106,7 @@ class SampleGrid(Callback):
             self.prompted_accuracy = self._measure(trainer, pl_module, judge)
 
     def draw(self, trainer: pl.Trainer, pl_module: Any) -> Path:
-        """Draw the grid of the present step; a collective call."""
+        """Draw the grid of the current step and return its path; a collective call."""
         prompts = self.prompts or _suggested_prompts(trainer, 2 * self.columns)
         images = self._sample(trainer, pl_module, prompts)
         path = self.folder / f"step-{trainer.global_step:08d}.png"
@@ -135,7 +135,7 @@ class SampleGrid(Callback):
 def sample_collectively(
     trainer: pl.Trainer, pl_module: Any, prompts: Sequence[str], *, options: SamplingOptions, seed: int
 ) -> list[Image.Image]:
-    """Draw one picture per prompt, each rank its share; every rank makes the same number of network calls.
+    """Draw one picture per prompt, split over the ranks; all ranks make the same number of network calls.
 
     Returns:
         All pictures, in the order of the prompts, on every rank.
@@ -152,13 +152,13 @@ def sample_collectively(
 
 
 def _judge(trainer: pl.Trainer) -> Judge | None:
-    """Return what can tell whether a picture shows its prompt, if the data has it."""
+    """Return the data's judge, which tells whether a picture shows its prompt, if there is one."""
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
     return as_source(data.source_train).judge
 
 
 def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:
-    """Return the first captions that are held out, or trained on if none can be read."""
+    """Return prompts of the judge, else the first held-out captions, else the first training captions."""
     judge = _judge(trainer)
     if judge is not None:
         return judge.prompts(count)[0]
@@ -175,7 +175,7 @@ def _captions(source: Source) -> Iterator[str]:
 
 
 def _log_image(logger: Any, grid: Image.Image, step: int) -> None:
-    # By what loggers of several packages have in common: importing these to compare classes takes seconds.
+    # By method, not by class: importing the packages of these loggers takes seconds.
     if hasattr(logger, "log_image"):  # Weights & Biases
         logger.log_image("samples", [grid], step=step)
     elif hasattr(logger.experiment, "add_image"):  # TensorBoard

@@ -29,10 +29,10 @@ _GIB = 2**30
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """A module that knows its floating-point operations, for ``perf/mfu``."""
+    """A module that counts its floating-point operations, for ``perf/mfu``."""
 
     def flops_per_sample(self, batch: Any) -> int:
-        """Return the operations of one training step for one sample of ``batch``, forward and backward."""
+        """Return the FLOPs of one training step per sample of ``batch``, forward and backward."""
         ...
 
 
@@ -45,10 +45,9 @@ class _Mark(NamedTuple):
 
 
 class _ProfilerTap(Profiler):
-    """Hands every action on to the trainer's own profiler and reports when the loader is asked and a save begins.
+    """Profiler that wraps the trainer's own and reports batch fetches and checkpoint saves.
 
-    Lightning has no hook between the end of one batch's callbacks and the request for the next batch, but it does
-    announce that request to its profiler.
+    Lightning has no hook between one batch's callbacks and the fetch of the next batch, but it profiles the fetch.
     """
 
     def __init__(self, inner: Profiler, on_action: Callable[[str, bool], None]) -> None:
@@ -60,7 +59,7 @@ class _ProfilerTap(Profiler):
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
         if action_name in (_FETCH, _SAVE):
             return super().profile(action_name)
-        return self.inner.profile(action_name)  # some fifty of every step
+        return self.inner.profile(action_name)  # about fifty per step
 
     @override
     def start(self, action_name: str) -> None:
@@ -78,19 +77,19 @@ class _ProfilerTap(Profiler):
 
 
 class Throughput(Callback, PauseListener):
-    """Log speed and use of the hardware at every ``trainer.log_every_n_steps``-th step.
+    """Callback that logs speed and hardware use every ``trainer.log_every_n_steps`` steps.
 
     Logged from rank 0, over the last ``window`` optimizer steps:
 
-    - ``perf/images_per_second``: images of all ranks by seconds of training,
+    - ``perf/images_per_second``: images of all ranks per second of training,
     - ``perf/data_wait``: share of that time spent waiting for the data loader, in [0, 1],
     - ``perf/peak_memory_gib``: largest allocated CUDA memory of rank 0's device, else largest resident size of its
       process (not on Windows),
-    - ``perf/mfu``: model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), in [0, 1]: achieved by peak FLOP/s,
-      if the module is :class:`CountsFlops`.
+    - ``perf/mfu``: model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), in [0, 1]: achieved / peak
+      FLOP/s, if the module is :class:`CountsFlops`.
 
-    Validation, checkpoints and what other callbacks mark with :func:`paused` count neither as speed nor as wait. The
-    first step of a run is left out: it holds warm-up, compilation and the start of the workers.
+    Validation, checkpoints and blocks marked with :func:`paused` count neither as training time nor as data wait. The
+    first step of a run is left out: it includes warm-up, compilation and the start of the workers.
 
     Args:
         window: Optimizer steps to average over, at least 1.
@@ -116,13 +115,13 @@ class Throughput(Callback, PauseListener):
 
     @property
     def images_per_second(self) -> float | None:
-        """Images of all ranks by second over the window; None before the second step."""
+        """Images of all ranks per second over the window; None before the second step."""
         return _rate(self._marks[0], self._marks[-1]) if len(self._marks) > 1 else None
 
     def summary(self) -> dict[str, float]:
-        """Mean values over the whole run: ``images_per_second``, ``data_wait``, ``peak_memory_gib``, ``mfu``.
+        """Return means of the whole run, ``images_per_second``, ``data_wait`` and ``mfu``, and ``peak_memory_gib``.
 
-        What was not measured (a run of one step, a module without ``flops_per_sample``) is left out.
+        Values that were not measured (a run of one step, a module without ``flops_per_sample``) are left out.
         """
         return self._values(self._warm, self._marks[-1] if self._marks else None)
 
@@ -203,7 +202,7 @@ class Throughput(Callback, PauseListener):
             self.on_resume()
 
     def _synchronize(self) -> None:
-        # Kernels that are still queued belong to what came before the clock is read.
+        # Queued kernels belong to the time before the clock is read.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -227,7 +226,7 @@ class Throughput(Callback, PauseListener):
         return values
 
     def _note_peak(self) -> None:
-        """Keep the largest peak: whoever else measures may reset torch's figure."""
+        """Keep the largest peak: other code may reset torch's counter."""
         peak = peak_memory_bytes(self._device)
         self._peak = peak if self._peak is None or peak is None else max(self._peak, peak)
 
@@ -242,7 +241,7 @@ def _global_batch_size(trainer: Trainer, batch: Any) -> int:
 
 
 def _num_samples(batch: Any) -> int:
-    """Length of the first tensor in a batch of tensors, mappings and sequences."""
+    """Return the length of the first tensor in a batch of tensors, mappings and sequences."""
     if isinstance(batch, torch.Tensor):
         return len(batch)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()

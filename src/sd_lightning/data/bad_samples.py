@@ -1,4 +1,4 @@
-"""The samples that cannot be used: each is named once, and too many of them stop the run."""
+"""Bad (unusable) samples: each is logged once, and too many stop the run."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from sd_lightning._errors import UsageError
 log = logging.getLogger(__name__)
 
 _NAMED = 20
-"""Bad samples that warnings and errors name."""
+"""Number of bad samples that warnings and errors list by name."""
 
 
 class BadSamples:
-    """The samples that cannot be used.
+    """The bad samples of a run, with a limit on their number.
 
     Attributes:
-        found: Their names, and why.
-        limit: So many are tolerated.
+        found: Name of each bad sample -> reason.
+        limit: Number of bad samples tolerated.
     """
 
     def __init__(self, max_fraction: float, num_samples: int) -> None:
-        """Start without any.
+        """Start with no bad samples.
 
         Args:
             max_fraction: Fraction of the samples that may be bad.
-            num_samples: All samples, usable or not.
+            num_samples: Number of all samples, usable or not.
         """
         self.found: dict[str, str] = {}
         self.max_fraction = max_fraction
         self.limit = int(max_fraction * num_samples)
 
     def count(self, bad: Mapping[str, str]) -> None:
-        """Add bad samples; warn of each once, the first twenty by name.
+        """Add bad samples; log each new one, only the first twenty by name.
 
         Raises:
-            UsageError: They are too many.
+            UsageError: More than ``limit`` samples are bad.
         """
         for name, reason in bad.items():
             if name in self.found:
@@ -51,7 +51,7 @@ class BadSamples:
         self.check()
 
     def gather(self) -> None:
-        """Add the bad samples of all ranks; a collective call."""
+        """All-gather the bad samples of all ranks; a collective call."""
         if dist.is_available() and dist.is_initialized():
             parts = [self.found] * dist.get_world_size()
             dist.all_gather_object(parts, self.found)
@@ -59,19 +59,19 @@ class BadSamples:
                 self.found |= part
 
     def check_all_ranks(self) -> None:
-        """Stop all ranks when what each of them tolerates is too much together; a collective call.
+        """Gather the bad samples of all ranks, then :meth:`check` their total; a collective call.
 
         Raises:
-            UsageError: They are more than ``limit``.
+            UsageError: More than ``limit`` samples are bad.
         """
         self.gather()
         self.check()
 
     def check(self) -> None:
-        """Refuse too many.
+        """Raise if too many samples are bad.
 
         Raises:
-            UsageError: They are more than ``limit``.
+            UsageError: More than ``limit`` samples are bad.
         """
         if len(self.found) > self.limit:
             raise UsageError(
@@ -80,7 +80,7 @@ class BadSamples:
             )
 
     def listed(self) -> str:
-        """Return the first twenty with their reasons, for a message."""
+        """Return the first twenty bad samples with their reasons, for a message."""
         shown = [f"{name} ({reason})" for name, reason in list(self.found.items())[:_NAMED]]
         more = len(self.found) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more else "")

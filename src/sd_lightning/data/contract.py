@@ -1,8 +1,8 @@
-"""What the datamodule, the callbacks and the trained module ask of each other.
+"""Protocols between the datamodule, the callbacks and the trained module.
 
-``SDDataModule`` satisfies all three protocols of data. Our callbacks work with other datamodules, too:
-``PortableCheckpoint`` needs ``ResumableData``; without ``ComparableData`` it does not look for changed samples on
-resume, without ``CountedData`` it saves no bad samples. The other callbacks need none.
+``SDDataModule`` implements all three data protocols. Our callbacks also work with other datamodules:
+``PortableCheckpoint`` needs ``ResumableData``. Without ``ComparableData`` it does not look for changed samples on
+resume; without ``CountedData`` it saves no bad samples. The other callbacks need none.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ResumableData(Protocol):
-    """Data that say where a run stands, and go on from there."""
+    """Data that can resume at a position within an epoch."""
 
     batch_size: int
     """Samples per optimizer step, over all processes."""
     train_sampler: GlobalBatchSampler | None
-    """The sampler of the training loader, once there is one."""
+    """Sampler of the training loader; None before the loader is built."""
 
     def resume(self, epoch: int, batches_done: int) -> None:
         """Continue ``epoch`` after its first ``batches_done`` global batches; called before the first batch."""
 
 
 def global_batch_size(trainer: pl.Trainer) -> int | None:
-    """Return samples per optimizer step over all processes, if the trainer's data tell.
+    """Return the samples per optimizer step over all processes; None if the data are not ``ResumableData``.
 
-    A ``batch_size`` of other datamodules is not read: in most of them it is that of one process.
+    The ``batch_size`` of other datamodules is not read: in most of them it counts one process.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     return data.batch_size if isinstance(data, ResumableData) else None
@@ -43,35 +43,35 @@ def global_batch_size(trainer: pl.Trainer) -> int | None:
 
 @runtime_checkable
 class ComparableData(Protocol):
-    """Data that tell whether they have changed between a checkpoint and its resume."""
+    """Data that detect changes between a checkpoint and its resume."""
 
     changed: str
-    """"accept": a run may be resumed in the middle of an epoch that holds other samples by now."""
+    """Whether a run may resume within an epoch whose samples have changed: "accept" or "refuse"."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return what the training set is, for a checkpoint."""
+        """Return the fingerprint of the training set, for a checkpoint."""
 
     def change_since(self, saved: Mapping[str, Any]) -> Change | None:
-        """Return how the training set has changed since a fingerprint was taken, if it has."""
+        """Return the change of the training set since the ``saved`` fingerprint; None if unchanged."""
 
 
 @runtime_checkable
 class CountedData(Protocol):
-    """Data that count the samples which cannot be used."""
+    """Data that count their bad samples."""
 
     def gather_bad_samples(self) -> dict[str, str]:
-        """Return the bad samples that any rank has met, and why they are bad; a collective call."""
+        """Return the bad samples of all ranks with their reasons; a collective call."""
 
     def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
-        """Return which bad samples of an earlier start are still there and cannot be used yet."""
+        """Return the bad samples of an earlier start that still exist and are still bad."""
 
     def recall_bad(self, bad: Mapping[str, str]) -> None:
-        """Count bad samples of earlier starts; raise ``UsageError`` if they are too many with those of this start."""
+        """Add bad samples of earlier starts; raise ``UsageError`` if the total is too large."""
 
 
 @runtime_checkable
 class TrainedModule(Protocol):
-    """What ``SDDataModule`` asks of the module that is trained on its batches."""
+    """Attributes that ``SDDataModule`` needs of the module trained on its batches."""
 
     seed: int
     """Seed of all randomness in the data."""

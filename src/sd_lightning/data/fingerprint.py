@@ -1,10 +1,10 @@
-"""What a training set was when a checkpoint was written, and what has changed since.
+"""Fingerprints of training sets, saved in checkpoints and compared on resume.
 
-Each sample counts by three hashes: of its identity (its path within the folder, or its row), of its image and of its
-captions. Up to ``THOROUGH`` samples, an image counts by its size and three small pieces of the file, which another
-picture does not share: it is noticed under the same name and of the same size, while a file that was only touched or
-copied is the same. Beyond, opening all files at each start would take minutes on a network disk, so size and date of
-a file stand for its content. Data sets of Hugging Face bring a fingerprint of their own.
+Each sample has three hashes: of its identity (path within the folder, or row), its image and its captions. Up to
+``THOROUGH`` samples, an image is hashed by its file size and three small pieces of the file. This detects another
+picture of the same name and size; a file that was only touched or copied stays the same. With more samples, opening
+all files at each start would take minutes on a network disk, so an image is hashed by its file size and date. Hugging
+Face datasets have their own fingerprint.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch import Tensor
 from sd_lightning.data.source import Source, as_source
 
 Fingerprint = dict[str, Any]
-"""What a checkpoint says of the training set; see :func:`fingerprint`."""
+"""Fingerprint of a training set; see :func:`fingerprint`."""
 THOROUGH = 10_000
-"""Samples up to which a little of every file is read."""
+"""Largest number of samples for which pieces of every file are read."""
 COUNTED = 100_000
-"""Samples up to which a checkpoint holds the hashes of each (24 bytes), so that changes can be counted."""
+"""Largest number of samples whose hashes (24 bytes each) a checkpoint holds, so that changes can be counted."""
 _PIECE = 4096
 _NAMED = 3
 _ASPECTS = ("identities", "images", "captions")
 
 
 def fingerprint(source: Source) -> Fingerprint:
-    """Return what tells whether a source is still the same; for a checkpoint.
+    """Return the fingerprint of a source, for a checkpoint.
 
     Returns:
-        ``num_samples``; a digest of the samples' identities, images and captions each, in their order; ``own``, the
-        source's own fingerprint if it has one; and ``samples`` (N, 3) int64, the hashes, unless they are too many.
+        ``num_samples``; one digest each of all identities, images and captions, in order; ``own``, the source's own
+        fingerprint or None; and ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples.
     """
     samples = _hashes(source)
     digests = {
@@ -54,23 +54,23 @@ class Change:
     """How a training set has changed."""
 
     told: str
-    """In words, for a message."""
+    """Description for a message."""
     moves: bool
-    """Whether other samples, or the same ones in another order, are at the positions of an epoch."""
+    """Whether the samples or their order have changed."""
     is_resized: bool
     """Whether the number of samples has changed, and with it the order of every epoch."""
 
 
 def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Change | None:
-    """Compare two fingerprints; None if the samples are the same.
+    """Compare two fingerprints; return None if they agree.
 
     Args:
-        saved: The checkpoint's.
-        ours: That of ``source``.
-        source: Names the samples.
+        saved: Fingerprint in the checkpoint.
+        ours: Fingerprint of ``source``.
+        source: Gives the samples' names.
     """
     moves = saved["identities"] != ours["identities"]
-    # How closely files are looked at depends on the number of samples alone.
+    # Above THOROUGH samples, images and captions are hashed from other evidence.
     is_comparable = (saved["num_samples"] <= THOROUGH) == (ours["num_samples"] <= THOROUGH)
     others = [aspect for aspect in ("images", "captions") if is_comparable and saved[aspect] != ours[aspect]]
     if not moves and not others and saved["own"] == ours["own"]:
@@ -92,7 +92,7 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
 
 
 def file_evidence(path: str, *, thorough: bool) -> str:
-    """Return what changes with the content of a file: its size and pieces of it, or its size and date."""
+    """Return a hash of a file's size and three pieces if ``thorough``, else its size and date; "" if unreadable."""
     try:
         if not thorough:
             status = os.stat(path)
@@ -109,14 +109,14 @@ def file_evidence(path: str, *, thorough: bool) -> str:
 
 
 def _hashes(source: Source) -> Tensor:
-    """Return (N, 3) int64, the hashes of every sample; samples that share a file are looked at once."""
+    """Return the hashes of every sample, (N, 3) int64; a file shared by several samples is read once."""
     source = as_source(source)
     distinct, thorough = as_source(source.distinct), len(source) <= THOROUGH
     found = []
     seen: Counter[str] = Counter()
     for index in range(len(distinct)):
         identity, image, captions = distinct.evidence(index, thorough=thorough)
-        seen[identity] += 1  # photos and pictures of a class may have files of the same name
+        seen[identity] += 1  # a photo and a class picture may have the same file name
         found.append([_hash(f"{identity} {seen[identity]}"), _hash(image), _hash(captions)])
     hashes = torch.tensor(found, dtype=torch.int64).view(-1, len(_ASPECTS))
     return hashes if source.rows is None else hashes[source.rows]
@@ -127,7 +127,7 @@ def _hash(text: str) -> int:
 
 
 def _counted(saved: Tensor, ours: Tensor, source: Source, is_comparable: bool) -> list[str]:
-    """Count what was added, removed, replaced or captioned otherwise, and name some of it."""
+    """Count the samples added, removed, replaced or recaptioned, and name some of them."""
     before = {identity: tuple(rest) for identity, *rest in saved.tolist()}
     now: dict[int, tuple[int, tuple[int, ...]]] = {}
     for index, (identity, *rest) in enumerate(ours.tolist()):

@@ -1,7 +1,7 @@
-"""All images of a source, encoded once: what ``cache_latents`` trains on.
+"""Latents of all images of a source, encoded once (``cache_latents``).
 
-The images are encoded in fixed blocks that the ranks share out, so the table has the same bits at
-every world size. It holds the moments of the VAE's posterior, from which every epoch draws anew.
+The images are encoded in fixed blocks that are distributed over the ranks, so the table is bitwise equal at every
+world size. It holds the moments of the VAE's posterior; every epoch samples latents from them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sd_lightning.data.transform import MAX_IMAGE_PIXELS, read_placed, to_model_
 log = logging.getLogger(__name__)
 
 _BLOCK = 32
-"""Images that a rank encodes between two exchanges, independent of the number of ranks."""
+"""Images that a rank encodes between two all-gathers, independent of the world size."""
 
 
 @dataclass(frozen=True)
 class LatentTable:
-    """Latents of N images, all on the host."""
+    """Latents of N images, in host memory."""
 
     moments: Tensor
     """(N, 2C, h, w) float32: mean and log-variance."""
@@ -37,14 +37,14 @@ class LatentTable:
     crop_top_left: Tensor
     """(N, 2) int64, (top, left) in pixels."""
     substitute: Tensor
-    """(N,) int64: the sample to use for each, another one where it is broken."""
+    """(N,) int64: the sample to use for each sample; another one if its image is broken."""
     bad: list[Bad]
-    """The broken ones."""
+    """Index and reason of each broken sample."""
     rows: Tensor | None = None
-    """(M,) int64: the image of each sample, where samples share images; None if every image is one sample."""
+    """(M,) int64: image index of each sample where samples share images; None if each image is one sample."""
 
     def of_samples(self, rows: Tensor) -> LatentTable:
-        """Return the table of samples that share images: (M,) int64, the image of each."""
+        """Return the table for M samples that share images; ``rows`` (M,) int64 is the image index of each."""
         samples = rows.tolist()
         reasons = dict(self.bad)
         substitute = _substitutes(len(samples), {i for i, row in enumerate(samples) if row in reasons})
@@ -52,7 +52,7 @@ class LatentTable:
         return replace(self, rows=rows, substitute=substitute, bad=bad)
 
     def batch(self, index: Sequence[int]) -> dict[str, Tensor]:
-        """Return the part of a batch that replaces its pixels."""
+        """Return the batch entries that replace the pixels."""
         rows = torch.as_tensor(index)
         rows = rows if self.rows is None else self.rows[rows]
         return {
@@ -63,7 +63,7 @@ class LatentTable:
 
 
 class _Blocks(Dataset[Batch]):
-    """The readable ones among some samples, as pixels."""
+    """Dataset of blocks of pixels; unreadable images are left out and listed as ``bad``."""
 
     def __init__(self, source: Source, resolution: int, max_pixels: int) -> None:
         self.source, self.resolution, self.max_pixels = source, resolution, max_pixels
@@ -94,11 +94,11 @@ def encode_source(
 
     Args:
         source: The images; centre-cropped, not flipped.
-        encode_moments: Pixels (B, 3, H, W) in [-1, 1] on ``device`` to moments (B, 2C, h, w).
+        encode_moments: Maps pixels (B, 3, H, W) in [-1, 1] on ``device`` to moments (B, 2C, h, w).
         resolution: Side of the images, in pixels.
         device: Where to encode.
         num_workers: Processes that read images.
-        max_pixels: Pixels that an image may have, as it is and after resizing.
+        max_pixels: Limit on an image's pixels, before and after resizing.
 
     Returns:
         The table, the same on every rank.
@@ -109,7 +109,7 @@ def encode_source(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     total = len(source)
     blocks = [list(range(i, min(i + _BLOCK, total))) for i in range(0, total, _BLOCK)]
-    # Every rank gets the same number of blocks (some of them empty): encoding is followed by a collective.
+    # Every rank gets the same number of blocks (some are empty): a collective follows each block.
     mine = [blocks[i] if i < len(blocks) else [] for i in range(rank, -(-len(blocks) // world) * world, world)]
     dataset = _Blocks(source, resolution, max_pixels)
     moments: Tensor | None = None
@@ -138,7 +138,7 @@ def encode_source(
 
 
 def _substitutes(num_samples: int, bad: set[int]) -> Tensor:
-    """Map every sample to itself, or to the next good one."""
+    """Map every good sample to itself, every bad one to the next good one."""
     substitute = torch.arange(num_samples)
     good = next(i for i in range(num_samples) if i not in bad)
     for i in range(num_samples - 1, -1, -1):

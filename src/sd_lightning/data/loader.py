@@ -1,4 +1,4 @@
-"""The loader that Lightning iterates: a torch DataLoader whose epoch starts at the first batch."""
+"""The loaders that Lightning iterates: wrappers around torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sd_lightning.data.sampler import GlobalBatchSampler, Key
 
 T = TypeVar("T")
 Batch = dict[str, Any]
-"""A batch by the names of its parts; see ``CaptionedImages``."""
+"""Entries of a batch by name; see ``CaptionedImages``."""
 BatchKeys = Iterable[list[Key]]
 """The keys of each batch."""
 
@@ -32,7 +32,7 @@ class LoaderOptions:
     pin_memory: bool | None = None
     """Copy batches to page-locked memory; ``None`` does so when training on CUDA."""
     persistent_workers: bool = False
-    """Keep the worker processes from epoch to epoch."""
+    """Keep the worker processes between epochs."""
     prefetch_factor: int | None = None
     """Batches each worker keeps ready; ``None`` is torch's default of 2."""
     val_batch_size: int | None = None
@@ -58,7 +58,7 @@ class LoaderOptions:
     def build(self, dataset: Dataset[Batch], batch_sampler: BatchKeys, *, on_cuda: bool) -> DataLoader[Batch]:
         """Build the DataLoader of a dataset that returns whole batches."""
         if self.num_workers:
-            # Fast tokenizers warn, and turn single-threaded, in every forked worker unless told before.
+            # Otherwise fast tokenizers warn, and turn single-threaded, in every forked worker.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return DataLoader(
             dataset,
@@ -72,15 +72,14 @@ class LoaderOptions:
 
 
 def as_is(batch: T) -> T:
-    """Return the batch: the dataset has built it already (a named function, so that workers can be spawned)."""
+    """Return the batch unchanged (as ``collate_fn``: spawned workers could not pickle a lambda)."""
     return batch
 
 
 class WholeBatchLoader:
-    """Iterable over a DataLoader that Lightning leaves as it is: our samplers divide the data themselves.
+    """Iterable that hides a DataLoader from Lightning: our samplers shard the data themselves.
 
-    In a ``DataLoader`` with a batch sampler of its own, Lightning would try to replace it with a
-    ``DistributedSampler``, and fail.
+    Lightning would try to replace the DataLoader's batch sampler by a ``DistributedSampler``, and fail.
     """
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
@@ -89,7 +88,7 @@ class WholeBatchLoader:
         self.num_workers = loader.num_workers
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """Return the number of batches of this rank."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -98,7 +97,7 @@ class WholeBatchLoader:
 
     @property
     def _iterator(self) -> Any:
-        """The DataLoader's iterator, by the name under which Lightning looks for it to shut down worker processes."""
+        """The DataLoader's iterator; Lightning uses this name to shut down worker processes."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -109,9 +108,9 @@ class WholeBatchLoader:
 class EpochLoader(WholeBatchLoader):
     """Loader of the rest of the sampler's epoch, with a position that is the same on every rank.
 
-    Lightning creates the iterator of the first epoch before it calls ``set_epoch``, and worker
-    processes take their first indices at once; here the iterator of the DataLoader is created when
-    the first batch is asked for, so that ``set_epoch`` and ``resume`` up to that moment count.
+    Lightning creates the first epoch's iterator before it calls ``set_epoch``, and worker processes take their first
+    indices at once. So the DataLoader's iterator is only created when the first batch is requested; ``set_epoch`` and
+    ``resume`` take effect until then.
 
     ``state_dict``/``load_state_dict`` make Lightning's own checkpoints resume exactly, too.
     """
@@ -126,9 +125,9 @@ class EpochLoader(WholeBatchLoader):
         """Wrap a DataLoader.
 
         Args:
-            loader: The DataLoader, which uses the sampler.
+            loader: A DataLoader that uses ``batch_sampler``.
             batch_sampler: The sampler.
-            on_start: Called on every rank when an epoch's first batch is asked for.
+            on_start: Called on every rank when an epoch's first batch is requested.
         """
         super().__init__(loader)
         self._on_start = on_start
@@ -145,7 +144,7 @@ class EpochLoader(WholeBatchLoader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch and its global batches already handed out."""
+        """Return the position: the epoch and the number of its global batches already yielded."""
         sampler = self.batch_sampler
         epoch, given = self._given
         done = given // sampler.accumulate if epoch == sampler.epoch else 0

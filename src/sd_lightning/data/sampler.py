@@ -1,6 +1,6 @@
-"""Which samples each rank sees, in which order: a pure function of (seed, epoch, global batch).
+"""Batch samplers: each rank's samples are a pure function of (seed, epoch, global batch).
 
-The unit is the *global batch*: what one optimizer step consumes on all ranks together. Global
+The unit is the *global batch*: the samples of one optimizer step over all ranks. Global
 batch ``g`` of an epoch is positions ``[g*B, (g+1)*B)`` of the epoch's permutation; micro-batch
 ``m`` of rank ``r`` is its slice number ``m*W + r`` of length ``B/(W*A)``. A step therefore sees
 the same samples at every world size ``W`` and gradient accumulation ``A``.
@@ -21,7 +21,7 @@ Key = tuple[int, int]
 
 
 def micro_batch_size(batch_size: int, world_size: int = 1, accumulate: int = 1) -> int:
-    """Derive the batch of one rank and forward pass from the global batch.
+    """Return the batch size of one rank and forward pass.
 
     Args:
         batch_size: Samples per optimizer step, over all ranks.
@@ -47,16 +47,16 @@ def micro_batch_size(batch_size: int, world_size: int = 1, accumulate: int = 1) 
 
 
 class GlobalBatchSampler(Sampler[list[Key]]):
-    """Batch sampler over global indices that can continue an epoch where it was left.
+    """Batch sampler over global indices that can resume within an epoch.
 
     Yields lists of ``(epoch, index)``, one list per micro-batch of this rank. Every epoch uses a
-    new permutation; the samples that do not fill a last global batch are left out of the epoch.
+    new permutation; an incomplete last global batch is dropped.
 
     Attributes:
         batch_size: Samples per yielded list (torch's meaning; the constructor takes the global one).
         global_batch_size: Samples per optimizer step, over all ranks.
         epoch: The epoch that the next iteration yields.
-        batches_done: Global batches of that epoch which the next iteration leaves out.
+        batches_done: Global batches of that epoch that the next iteration skips.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         shuffle: bool = True,
         together: int = 1,
     ) -> None:
-        """Divide the samples among ranks.
+        """Shard the samples over the ranks.
 
         Args:
             num_samples: Length of the dataset.
@@ -81,7 +81,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             accumulate: Micro-batches per optimizer step.
             seed: Seed of the run; the permutation is ``randomness.permutation(seed, epoch, n)``.
             shuffle: Yield in index order if false.
-            together: Samples in a row that stay neighbours when shuffled; divides ``num_samples``.
+            together: Consecutive samples kept together when shuffled; divides ``num_samples``.
 
         Raises:
             UsageError: The batch cannot be divided, or is larger than the dataset.
@@ -113,7 +113,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
 
     @property
     def sampler(self) -> GlobalBatchSampler:
-        """This object: Lightning calls ``set_epoch`` on ``loader.batch_sampler.sampler``."""
+        """Return this object: Lightning calls ``set_epoch`` on ``loader.batch_sampler.sampler``."""
         return self
 
     @property
@@ -127,19 +127,19 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         return self.batches_per_epoch * self.global_batch_size
 
     def __len__(self) -> int:
-        """Micro-batches of a *whole* epoch on one rank.
+        """Return the number of micro-batches of a *whole* epoch on one rank.
 
-        Not what remains after ``resume``: Lightning adds the batches done to its own counter, and
-        would end the epoch early.
+        ``resume`` does not reduce it: Lightning adds the batches done to its own counter, and would end the epoch
+        early.
         """
         return self.batches_per_epoch * self.accumulate
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; another epoch than the present one starts at 0.
+        """Set the epoch of the next iteration; a new epoch starts at batch 0.
 
-        After ``resume`` the caller's count may differ from ours: a run that Lightning ended at
-        ``max_steps`` in the middle of an epoch has counted that epoch as done. The first call then
-        means the resumed epoch, and later calls count on from it.
+        After ``resume``, Lightning's epoch count may differ from ours: if Lightning ended a run at ``max_steps`` within
+        an epoch, it counted that epoch as done. The first call after ``resume`` means the resumed epoch, and later
+        calls count from it.
         """
         if self._resumed:
             self._resumed, self._shift = False, self.epoch - epoch
@@ -148,7 +148,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             self.batches_done = 0
 
     def resume(self, epoch: int, batches_done: int) -> None:
-        """Let iterations of ``epoch`` start after its first ``batches_done`` global batches.
+        """Resume ``epoch`` after its first ``batches_done`` global batches.
 
         Args:
             epoch: Epoch to continue.
@@ -184,7 +184,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
 
 
 def validation_batches(num_samples: int, batch_size: int, world_size: int = 1, rank: int = 0) -> list[list[Key]]:
-    """Return this rank's batches of validation keys (epoch 0): its contiguous, equally large share."""
+    """Return this rank's batches of validation keys (epoch 0): a contiguous shard, equally large on all ranks."""
     share = max(1, num_samples // world_size)
     keys = [(0, (rank * share + i) % num_samples) for i in range(share)]
     return [keys[i : i + batch_size] for i in range(0, share, batch_size)]

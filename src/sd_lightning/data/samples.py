@@ -1,9 +1,8 @@
-"""From keys to ready batches: images, captions and sizes of ``(epoch, index)`` pairs.
+"""Dataset that builds whole batches of images, captions and sizes from ``(epoch, index)`` keys.
 
-A batch is built as a whole (torch calls ``__getitems__`` with all its keys), so the random
-numbers of all its samples are drawn in one vectorised call. A sample that cannot be read is
-replaced by the next one that can and reported in the batch; its place, its randomness and
-everybody else's samples stay as they were.
+Torch calls ``__getitems__`` with all keys of a batch, so the random numbers of its samples are drawn in one vectorised
+call. An unreadable sample is replaced by the next readable one and reported in the batch. Its position and random
+numbers stay the same, and so do all other samples.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from sd_lightning.diffusion.randomness import Purpose
 log = logging.getLogger(__name__)
 
 _LOOKED_AT = 1000
-"""Samples whose captions tell how many the tokenizer cuts."""
+"""Number of samples whose captions are checked for truncation."""
 Tokenize = Callable[[list[str]], dict[str, Tensor]]
-"""Captions to token ids by text encoder, (B, L) int64."""
+"""Captions -> token ids (B, L) int64, by text encoder."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class ImageOptions:
     resolution: int = 512
     """Side of the square training images, in pixels."""
     center_crop: bool = False
-    """Cut the centre of images that are not square instead of a random position."""
+    """Crop the centre of non-square images instead of a random position."""
     random_flip: bool = False
     """Mirror half of the images."""
     proportion_empty_prompts: float = 0.0
     """Fraction of captions replaced by "" so that the model learns the unconditional prediction."""
     max_image_pixels: int = MAX_IMAGE_PIXELS
-    """Pixels that an image may have, as it is and after resizing; others are bad samples."""
+    """Limit on an image's pixels, before and after resizing; larger ones are bad samples."""
 
     def __post_init__(self) -> None:
         if self.resolution < 8 or self.resolution % 8:
@@ -73,12 +72,12 @@ class ImageOptions:
             )
 
     def evaluation(self) -> ImageOptions:
-        """Return the options for validation: nothing random."""
+        """Return the options for validation, without randomness."""
         return replace(self, center_crop=True, random_flip=False, proportion_empty_prompts=0.0)
 
 
 class CaptionedImages(Dataset[Batch]):
-    """Dataset of ready batches; index it with lists of ``(epoch, index)`` through ``__getitems__``.
+    """Dataset of whole batches, read with lists of ``(epoch, index)`` through ``__getitems__``.
 
     A batch holds
 
@@ -88,7 +87,7 @@ class CaptionedImages(Dataset[Batch]):
       the same ids
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
-    - ``loss_weight`` (B,) float32 where the source weighs its samples (``loss_weights``)
+    - ``loss_weight`` (B,) float32 if the source has ``loss_weights``
     - ``captions`` list of B strings
     - ``bad`` list of ``(index, reason)``
     """
@@ -107,15 +106,15 @@ class CaptionedImages(Dataset[Batch]):
         """Combine images, captions and randomness.
 
         Args:
-            source: Where images and captions come from.
+            source: Source of images and captions.
             tokenize: Turns captions into token ids.
             options: Size, augmentation and caption dropout.
             seed: Seed of the run.
             wrong_captions: Add ``wrong_input_ids``, the first caption of the next sample whose first
                 caption has other token ids, and use first captions only (validation).
-            latents: Encoded images to give instead of pixels.
-            max_bad: Give up replacing samples once this many are bad in one batch; such a batch
-                holds ``bad`` only.
+            latents: Encoded images to return instead of pixels.
+            max_bad: Stop replacing samples once more than this many are bad in one batch; such a batch holds only
+                ``bad``.
         """
         self.source = as_source(source)
         self.tokenize = tokenize
@@ -134,13 +133,13 @@ class CaptionedImages(Dataset[Batch]):
         return self.__getitems__([key])
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        """Build the batch of some keys.
+        """Build one batch.
 
         Args:
             keys: ``(epoch, index)`` of each sample.
 
         Returns:
-            The batch (see the class), or only ``bad`` if more than ``max_bad`` samples are.
+            The batch (see the class), or only ``bad`` if more than ``max_bad`` samples are bad.
         """
         epoch, index = torch.tensor(keys, dtype=torch.int64).unbind(1)
         bad: dict[int, str] = {}
@@ -169,13 +168,13 @@ class CaptionedImages(Dataset[Batch]):
 
     @cached_property
     def has_wrong_captions(self) -> bool:
-        """Whether two samples have first captions that the tokenizer tells apart; read until there are two."""
+        """Whether any two first captions differ in their token ids; captions are read until two differ."""
         readable = (ids for ids in map(self._first_ids, range(len(self))) if ids is not None)
         first = next(readable, None)
         return first is not None and any(not torch.equal(ids, first) for ids in readable)
 
     def _wrong_caption(self, index: int) -> str:
-        """Return the first caption of the next sample with another one, which the tokenizer tells apart."""
+        """Return the first caption of the next sample whose first caption has other token ids."""
         right = self._first_ids(index)
         for i in (*range(index + 1, len(self)), *range(index)):
             ids = self._first_ids(i)
@@ -184,7 +183,7 @@ class CaptionedImages(Dataset[Batch]):
         raise RuntimeError(f"sample {index} has no wrong caption")
 
     def _first_ids(self, index: int) -> Tensor | None:
-        """Return the token ids of a sample's first caption, of all text encoders; None if it cannot be read."""
+        """Return the token ids of a sample's first caption for all text encoders; None if it cannot be read."""
         try:
             return torch.cat([*self.tokenize([self.source.captions(index)[0]]).values()], dim=1)
         except BadSample:
@@ -193,7 +192,7 @@ class CaptionedImages(Dataset[Batch]):
     def _read_images(
         self, epoch: Tensor, index: Tensor, bad: dict[int, str]
     ) -> tuple[dict[str, Tensor], list[int]] | None:
-        """Read, crop and flip the images; return them with the samples they really are, None if too many are bad."""
+        """Read, crop and flip images; return them with the indices actually read, or None if too many are bad."""
         crops: list[tuple[float, float] | None] = [None] * len(index)
         flips = [False] * len(index)
         if not self.options.center_crop:
@@ -217,7 +216,7 @@ class CaptionedImages(Dataset[Batch]):
     def _readable(
         self, index: int, crop: tuple[float, float] | None, flip: bool, bad: dict[int, str]
     ) -> tuple[Placed, int] | None:
-        """Return the first sample from ``index`` on that can be read, placed, and where it is."""
+        """Return the first readable image from ``index`` on, placed, and its index; None if too many are bad."""
         resolution, max_pixels = self.options.resolution, self.options.max_image_pixels
         for i in (*range(index, len(self)), *range(index)):
             try:
@@ -229,7 +228,7 @@ class CaptionedImages(Dataset[Batch]):
         return None
 
     def _captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> list[str]:
-        """Choose one caption of each sample, and drop some."""
+        """Choose one caption of each sample, and replace some by "" (caption dropout)."""
         choices = [self.source.captions(i) for i in used]
         if self.wrong_captions:
             return [choice[0] for choice in choices]
@@ -239,11 +238,11 @@ class CaptionedImages(Dataset[Batch]):
 
 
 def tell_of_long_captions(source: Source, truncated: Callable[[list[str]], list[bool]]) -> None:
-    """Log which share of a source's captions the tokenizer cuts, as far as a look at some tells.
+    """Log the share of captions that the tokenizer truncates, measured on at most 1000 samples.
 
     Args:
-        source: Where the captions come from.
-        truncated: Tells of each caption whether it is cut.
+        source: Source of the captions.
+        truncated: Returns for each caption whether the tokenizer truncates it.
     """
     total = len(source)
     captions: list[str] = []

@@ -1,4 +1,4 @@
-"""What a collection of captioned images offers, whatever it is stored in."""
+"""Interface of a source of captioned images, independent of the storage format."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class BadSample(Exception):
 
 
 class Judge(Protocol):
-    """Reads what generated pictures show; the prompted accuracy is measured with it."""
+    """Classifier of generated pictures, which measures the prompted accuracy."""
 
     def prompts(self, num_samples: int, /) -> tuple[list[str], list[int]]:
-        """Return prompts, and the label that each asks for."""
+        """Return prompts and the label of each."""
 
     def accuracy(self, images: Sequence[Image.Image], labels: Sequence[int]) -> float:
         """Return the fraction of images that show their label."""
@@ -33,20 +33,20 @@ class Judge(Protocol):
 class Source(ABC):
     """Captioned images, addressed by index.
 
-    To train on data of your own, inherit from this class, write ``__len__``, ``image``, ``captions`` and ``name``, and
+    To train on your own data, inherit from this class, implement ``__len__``, ``image``, ``captions`` and ``name``, and
     pass an instance to ``SDDataModule``. Everything else has a default. Instances are pickled for worker processes.
     """
 
     dropped: Mapping[str, str] = {}
-    """Names and reasons of the entries found unusable when the source was opened; not in its length."""
+    """Name -> reason of the entries found unusable when the source was opened; not counted in its length."""
     loss_weights: Tensor | None = None
-    """(N,) float32, the weight of each sample's loss; None weighs all the same."""
+    """(N,) float32, loss weight of each sample; None for equal weights."""
     together: int = 1
-    """Consecutive samples that stay neighbours when the order is shuffled; divides the number of samples."""
+    """Consecutive samples kept together when shuffled; divides the number of samples."""
     fingerprint: str | None = None
-    """A fingerprint that comes with the data and stands for their images, as a Hugging Face dataset's does."""
+    """Fingerprint that comes with the data and replaces hashes of images, as in a Hugging Face dataset."""
     rows: Tensor | None = None
-    """(N,) int64, the image of each sample in ``distinct``, where samples share images."""
+    """(N,) int64, index in ``distinct`` of each sample's image, where samples share images."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -62,27 +62,27 @@ class Source(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return what a person finds the sample by, e.g. its path."""
+        """Return a name by which a person finds the sample, e.g. its path."""
 
     @property
     def distinct(self) -> Source:
-        """Every image once: the source that ``rows`` refers to."""
+        """The source that holds each image once; ``rows`` indexes it."""
         return self
 
     @property
     def judge(self) -> Judge | None:
-        """Reads what pictures generated from these captions show, if anything can."""
+        """Classifier of pictures generated from these captions; None if there is none."""
         return None
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        """Return what tells whether a sample is still the same when a run is resumed (``data/fingerprint.py``).
+        """Return the texts that a sample's fingerprint hashes (``data/fingerprint.py``).
 
         Args:
-            index: Of the sample.
-            thorough: Whether content may be read; with many samples, only what costs nothing.
+            index: Index of the sample.
+            thorough: Whether contents may be read; False with many samples, where reading is too slow.
 
         Returns:
-            What its identity, image and captions are hashed from; "" for what is not looked at.
+            Texts for its identity, image and captions; "" for a part that is not checked.
         """
         return self.name(index), "", self.caption_evidence(index) if thorough else ""
 
@@ -98,7 +98,7 @@ _WITH_DEFAULT = frozenset(name for name in vars(Source) if name[0] != "_") - Sou
 
 
 class _Undeclared(Source):
-    """An object with the four methods of a source that does not inherit the rest; what it has goes before defaults."""
+    """Adapter of an object with a source's four methods only; its own attributes override the defaults."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -122,12 +122,12 @@ class _Undeclared(Source):
 
 
 def as_source(source: Source) -> Source:
-    """Return a source that has every member of ``Source``, also of an object that does not inherit from it."""
+    """Return a source with every member of ``Source``; wrap an object that does not inherit from it."""
     return source if isinstance(source, Source) else _Undeclared(source)
 
 
 class SourceSubset(Source):
-    """Some of a source's samples, as a source of its own."""
+    """Source of some samples of another source."""
 
     def __init__(self, source: Source, indices: Sequence[int]) -> None:
         """Choose the samples of ``source`` at ``indices``."""
@@ -153,7 +153,7 @@ class SourceSubset(Source):
 
 
 def hold_out(source: Source, num_val_samples: int | None) -> tuple[Source, Source | None]:
-    """Split evenly spaced samples off for validation.
+    """Split off evenly spaced samples for validation.
 
     Args:
         source: All samples.

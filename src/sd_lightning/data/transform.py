@@ -1,7 +1,7 @@
-"""From a decoded image to a square of pixels: orientation, colour, size, crop and flip, all by PIL.
+"""Image transforms with PIL: orientation, colour, resize, crop and flip.
 
-The random numbers come from the caller, so that an image's crop belongs to the sample and the
-epoch, not to a worker process. How many pixels an image has is checked before they are allocated.
+The caller passes the random numbers, so that a crop depends on the sample and the epoch, not on the worker process.
+An image's number of pixels is checked before they are allocated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.source import BadSample, Source
 
 MAX_IMAGE_PIXELS = 128_000_000
-"""Pixels that an image may have, as it is and after resizing: half a gigabyte, and more than cameras have."""
+"""Default limit on an image's pixels, before and after resizing: half a gigabyte, and more than cameras have."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         The image in mode ``RGB``.
 
     Raises:
-        ValueError: Its pixels are floating-point numbers: nothing says which one is white.
+        ValueError: Its pixels are floating-point numbers, whose range is unknown.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of an unknown range; save it with 8 or 16 bits")
@@ -61,7 +61,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def check_size(size: tuple[int, int], max_pixels: int) -> None:
-    """Check the size of an image, (width, height), as its header has it.
+    """Check an image's size, (width, height), from its header.
 
     Raises:
         BadSample: It has no pixels, or more than ``max_pixels``.
@@ -77,10 +77,10 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def resized(size: tuple[int, int], resolution: int, max_pixels: int) -> tuple[int, int]:
-    """Return the size, (width, height), whose shorter side is ``resolution``.
+    """Return the size, (width, height), after resizing the shorter side to ``resolution``.
 
     Raises:
-        BadSample: It has more than ``max_pixels``, as that of a very long image has.
+        BadSample: It has more than ``max_pixels`` (a very long image).
     """
     shorter = min(size)
     width, height = (max(resolution, round(side * resolution / shorter)) for side in size)
@@ -102,10 +102,10 @@ def read_placed(
     crop: tuple[float, float] | None = None,
     flip: bool = False,
 ) -> Placed:
-    """Read a sample and :func:`place` its image; whatever fails on the way makes it a bad sample.
+    """Read a sample and :func:`place` its image.
 
     Raises:
-        BadSample: It cannot be read, or not be placed.
+        BadSample: It cannot be read or placed, whatever the error, except ``UsageError`` and ``MemoryError``.
     """
     try:
         source.captions(index)
@@ -124,13 +124,13 @@ def place(
     crop: tuple[float, float] | None = None,
     flip: bool = False,
 ) -> Placed:
-    """Resize the shorter side to ``resolution`` and cut a square (flip first, as in diffusers).
+    """Resize the shorter side to ``resolution`` and crop a square (flip first, as in diffusers).
 
     Args:
         image: RGB image.
         resolution: Side of the square, in pixels.
-        max_pixels: Pixels that the image may have, also after resizing.
-        crop: Vertical and horizontal position of the square as fractions in [0, 1); ``None`` cuts
+        max_pixels: Limit on the image's pixels, before and after resizing.
+        crop: Vertical and horizontal position of the square as fractions in [0, 1); ``None`` crops
             the centre.
         flip: Mirror left and right.
 

@@ -1,7 +1,7 @@
-"""Functions of float32 that give the same bits on every device, CPU type and build of torch.
+"""Float32 functions that give the same bits on every device, CPU type and build of torch.
 
-They are made of exactly rounded operations only (``+``, ``*``, ``/`` and integer to float conversion, each its own
-kernel): the logarithm, sine and even square root of maths libraries differ in the last bit.
+They use only exactly rounded operations (``+``, ``*``, ``/`` and integer to float conversion, each its own kernel): the
+logarithm, sine and even square root of maths libraries differ in the last bit.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _sqrt_minus_two_log(word: Array) -> Array:
 def _square_root(x: Array) -> Array:
     """Return sqrt(x) to one unit in the last place, for float32 x >= +0 (not -0) below 45.
 
-    Three steps of Heron's method from a guess made of the bits: ``torch.sqrt`` on the CPU is
+    Three steps of Heron's method from a guess based on the bits. ``torch.sqrt`` on the CPU is
     MKL's, which is not exactly rounded and so differs from other builds and devices.
     """
     root = _as_float32((_as_int32(x) >> 1) + 0x1FBD1DF5)

@@ -50,7 +50,7 @@ class NoiseSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> NoiseSchedule:
-        """Make the schedule that a diffusers scheduler with this config has.
+        """Make the noise schedule of a diffusers scheduler config.
 
         Args:
             config: A diffusers scheduler config; keys that are missing have the defaults of
@@ -97,14 +97,14 @@ def _betas(config: Mapping[str, Any]) -> Tensor:
 
 
 def _cosine_betas(num_train_timesteps: int, max_beta: float = 0.999) -> Tensor:
-    """Nichol & Dhariwal 2021 (2102.09672) eq. 17: the cosine schedule, betas capped at 0.999."""
+    """Return the betas of the cosine schedule, capped at 0.999 (Nichol & Dhariwal 2021, 2102.09672, eq. 17)."""
     time = torch.arange(num_train_timesteps + 1, dtype=torch.float64) / num_train_timesteps
     alphas_cumprod = torch.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
     return (1.0 - alphas_cumprod[1:] / alphas_cumprod[:-1]).clamp(max=max_beta)
 
 
 def rescale_zero_terminal_snr(alphas_cumprod: Tensor) -> Tensor:
-    """Lin et al. 2023 (2305.08891) algorithm 1: shift and scale so that the last SNR is zero.
+    """Shift and scale so that the last SNR is zero (Lin et al. 2023, 2305.08891, algorithm 1).
 
     Args:
         alphas_cumprod: (T,), float64 for accuracy.

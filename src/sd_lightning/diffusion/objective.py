@@ -1,4 +1,4 @@
-"""The training objective: a prediction, the law of its timesteps, and how its error is weighted.
+"""The training objective: prediction type, distribution of timesteps and loss weights.
 
 Field names are those of diffusers' training scripts. Notation: ``alphas_cumprod`` is the DDPM paper's alpha-bar; a
 noisy latent is ``sqrt(alphas_cumprod) * latents + sqrt(1 - alphas_cumprod) * noise``. For flow matching it is
@@ -25,7 +25,7 @@ TimestepSampling = Literal["uniform", "logit_normal"]
 
 
 def offset_noise(noise: Tensor, channel_noise: Tensor, strength: float) -> Tensor:
-    """Guttenberg 2023 (crosslabs.org, "Diffusion with Offset Noise"): shift each channel's mean.
+    """Shift the noise of each channel (Guttenberg 2023, crosslabs.org, "Diffusion with Offset Noise").
 
     Args:
         noise: Standard normal, (B, C, H, W).
@@ -36,7 +36,7 @@ def offset_noise(noise: Tensor, channel_noise: Tensor, strength: float) -> Tenso
 
 
 def input_perturbation(noise: Tensor, extra_noise: Tensor, strength: float) -> Tensor:
-    """Ning et al. 2023 (2301.11706) algorithm 1: noise for the input only, not for the target.
+    """Perturb the noise of the input, not of the target (Ning et al. 2023, 2301.11706, algorithm 1).
 
     Args:
         noise: Standard normal, (B, C, H, W).
@@ -47,7 +47,7 @@ def input_perturbation(noise: Tensor, extra_noise: Tensor, strength: float) -> T
 
 
 def logit_normal(normals: Tensor, mean: float, std: float) -> Tensor:
-    """Esser et al. 2024, SD3 (2403.03206) eq. 19: sigmoid of a normal, in [0, 1].
+    """Return the sigmoid of a normal, in [0, 1] (Esser et al. 2024, SD3, 2403.03206, eq. 19).
 
     Args:
         normals: Standard normal draws (B,).
@@ -63,29 +63,29 @@ def logit_normal(normals: Tensor, mean: float, std: float) -> Tensor:
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """What the denoising network sees and what it should answer."""
+    """Inputs and targets of the denoising network."""
 
     noisy_latents: Tensor
     """(B, C, H, W) in the dtype of the clean latents."""
     timesteps: Tensor
-    """(B,): int64, or float32 where the network is told real numbers."""
+    """(B,): int64, or float32 if the network takes real numbers."""
     target: Tensor
     """float32 (B, C, H, W)."""
     weights: Tensor
-    """float32 (B,), one factor per sample of the loss."""
+    """float32 (B,), loss weight of each sample."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What the network predicts and how its error is weighted.
+    """What the network predicts, from which noisy latents, and the loss weights.
 
     Raises:
-        UsageError: For values out of range and combinations without a meaning.
+        UsageError: A value is out of range, or a combination has no meaning.
     """
 
     prediction_type: PredictionType | None = None
     """The target: the noise, the velocity, the clean latents, or the flow noise - latents; None
-    for what the model predicts already, which :meth:`resolve` looks up."""
+    for the model's own type, which :meth:`resolve` looks up."""
     snr_gamma: float | None = None
     """Min-SNR weighting with this gamma (the paper uses 5); None for equal weights."""
     noise_offset: float = 0.0
@@ -146,8 +146,7 @@ class Objective:
             scheduler_config: The model's diffusers scheduler config.
 
         Raises:
-            UsageError: If the model predicts something unknown, or something that the other
-                fields do not go with.
+            UsageError: If the model's prediction type is unknown or does not fit the other fields.
         """
         if self.prediction_type is not None:
             return self
@@ -156,7 +155,7 @@ class Objective:
 
     @property
     def prediction(self) -> Prediction:
-        """What the network predicts, as an object."""
+        """The :class:`Prediction` of ``prediction_type``."""
         if self.prediction_type is None:
             raise ValueError("this Objective has no prediction_type; expected one from resolve(scheduler_config)")
         return PREDICTIONS[self.prediction_type]
@@ -184,10 +183,10 @@ class Objective:
         schedule: Schedule,
         min_timestep: int = 0,
     ) -> NoisyBatch:
-        """Add noise to clean latents and compute what the network should predict.
+        """Add noise to clean latents and compute the network's target.
 
-        All randomness belongs to the sample: see :mod:`sd_lightning.diffusion.randomness`. The arithmetic
-        is done in float32; all of it is elementwise, so autocast leaves it so.
+        All random numbers depend on the sample: see :mod:`sd_lightning.diffusion.randomness`. The arithmetic is in
+        float32 and elementwise, which autocast does not change.
 
         Args:
             latents: Clean, scaled latents (B, C, H, W), float.
@@ -264,11 +263,11 @@ class Objective:
         return error.flatten(1).mean(dim=1) * batch.weights
 
     def scheduler_overrides(self, scheduler_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the exported sampling scheduler's config must say.
+        """Return the required config entries of the exported sampling scheduler.
 
-        Where ``_class_name`` is among the keys, the scheduler must be of that diffusers class: not every scheduler can
-        sample such a model (PNDM, the usual one of SD 1.5, knows neither sample prediction nor zero terminal SNR, and
-        ignores the keys silently).
+        If ``_class_name`` is among the keys, the scheduler must be of that diffusers class: not every scheduler can
+        sample such a model (PNDM, the usual one of SD 1.5, supports neither sample prediction nor zero terminal SNR,
+        and silently ignores the keys).
 
         Args:
             scheduler_config: The model's diffusers scheduler config.

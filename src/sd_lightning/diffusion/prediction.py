@@ -1,4 +1,4 @@
-"""What a network can predict of noisy latents: one class each, with its noising, target, weights and sampler."""
+"""Prediction types: one class each, with its noising, target, loss weights and sampler config."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def add_noise(latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Ho et al. 2020 (2006.11239) eq. 4: sample q(x_t | x_0) with the given noise.
+    """Sample q(x_t | x_0) with the given noise (Ho et al. 2020, 2006.11239, eq. 4).
 
     Args:
         latents: Clean latents (B, C, H, W).
         noise: Standard normal, (B, C, H, W).
         timesteps: int64 (B,) in [0, T).
-        schedule: Its tables on the device of ``timesteps``.
+        schedule: With its tables on the device of ``timesteps``.
     """
     signal = _per_sample(schedule.sqrt_alphas_cumprod[timesteps], latents)
     return signal * latents + _per_sample(schedule.sqrt_one_minus_alphas_cumprod[timesteps], latents) * noise
 
 
 def velocity(latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Salimans & Ho 2022 (2202.00512) section 4: v = alpha * noise - sigma * latents.
+    """Return v = alpha * noise - sigma * latents (Salimans & Ho 2022, 2202.00512, section 4).
 
     Args:
         latents: Clean latents (B, C, H, W).
         noise: Standard normal, (B, C, H, W).
         timesteps: int64 (B,) in [0, T).
-        schedule: Its tables on the device of ``timesteps``.
+        schedule: With its tables on the device of ``timesteps``.
     """
     signal = _per_sample(schedule.sqrt_alphas_cumprod[timesteps], latents)
     return signal * noise - _per_sample(schedule.sqrt_one_minus_alphas_cumprod[timesteps], latents) * latents
 
 
 def flow_interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
-    """Liu et al. 2022 (2209.03003) eq. 1 in the direction of SD3 (2403.03206) eq. 13.
+    """Interpolate latents and noise (Liu et al. 2022, 2209.03003, eq. 1; direction of SD3, 2403.03206, eq. 13).
 
     Args:
         latents: Clean latents (B, C, H, W).
@@ -58,21 +58,21 @@ def flow_interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
 
 
 def shifted(sigmas: Tensor, shift: float) -> Tensor:
-    """Esser et al. 2024, SD3 (2403.03206) eq. 23: move noise levels (B,) in [0, 1] for larger latents."""
+    """Shift noise levels (B,) in [0, 1] for larger latents (Esser et al. 2024, SD3, 2403.03206, eq. 23)."""
     return shift * sigmas / (1.0 + (shift - 1.0) * sigmas)
 
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """Noise levels of flow matching: a straight line."""
+    """Linear noise levels of flow matching."""
 
     num_train_timesteps: int
-    """T, which a noise level of 1 is called."""
+    """T, the timestep of noise level 1."""
     shift: float = 1.0
-    """Static shift of the noise levels, that of the model's sampler."""
+    """Static shift of the noise levels, as in the model's sampler."""
     whole_timesteps: bool = True
-    """Whether the network is told whole timesteps, below sigma * T, as diffusers' DPMSolverMultistepScheduler does;
-    its flow-matching schedulers tell sigma * T itself."""
+    """Whether timesteps are sigma * T rounded down to integers, as in diffusers' DPMSolverMultistepScheduler;
+    its flow-matching schedulers use sigma * T itself."""
 
     def to(self, device: torch.device | str) -> FlowSchedule:
         return self
@@ -82,7 +82,7 @@ Schedule = NoiseSchedule | FlowSchedule
 
 
 class Prediction(ABC):
-    """What the network predicts. Instances have no state."""
+    """Base class of prediction types; instances have no state."""
 
     name: ClassVar[str]
 
@@ -96,34 +96,34 @@ class Prediction(ABC):
 
     @abstractmethod
     def add_noise(self, latents: Tensor, noise: Tensor, positions: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        """Return noisy latents (B, C, H, W) and the timesteps (B,) that the network is told.
+        """Return noisy latents (B, C, H, W) and the network's timesteps (B,).
 
         Args:
             latents: Clean latents (B, C, H, W), float32.
             noise: Standard normal, (B, C, H, W).
-            positions: (B,) in [0, T], float64.
+            positions: (B,) in [0, T], float32 or float64.
             schedule: From :meth:`schedule`.
         """
 
     @abstractmethod
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
-        """Return what the network should answer, (B, C, H, W)."""
+        """Return the network's target (B, C, H, W)."""
 
     @abstractmethod
     def min_snr_weights(self, timesteps: Tensor, gamma: float, schedule: Schedule) -> Tensor:
-        """Hang et al. 2023 (2303.09556) section 3.4: loss weights min(SNR, gamma) of the latents, (B,).
+        """Return the min-SNR loss weights (B,) (Hang et al. 2023, 2303.09556, section 3.4).
 
-        For a network that predicts noise or velocity the same loss on the latents is that weight divided by SNR or by
-        SNR + 1 (section 4.2; diffusers' ``train_text_to_image.py``).
+        The weight of a loss on the latents is min(SNR, gamma). For noise or velocity prediction, it is divided by SNR
+        or by SNR + 1 (section 4.2; diffusers' ``train_text_to_image.py``).
         """
 
     @abstractmethod
     def scheduler_overrides(self, scheduler_config: Mapping[str, Any], *, zero_snr: bool) -> dict[str, Any]:
-        """Return what the exported sampling scheduler's config must say; see :meth:`Objective.scheduler_overrides`."""
+        """Return the sampling scheduler's required config entries; see :meth:`Objective.scheduler_overrides`."""
 
 
 class _Diffusion(Prediction):
-    """What the networks of DDPM predict, which are told whole timesteps."""
+    """Base class of DDPM's prediction types, which use integer timesteps."""
 
     def schedule(self, scheduler_config: Mapping[str, Any]) -> NoiseSchedule:
         if is_flow(scheduler_config):
@@ -145,18 +145,18 @@ class _Diffusion(Prediction):
 
     @abstractmethod
     def _of_prediction(self, weights: Tensor, snr: Tensor) -> Tensor:
-        """Turn weights of an error of the latents into those of an error of the prediction."""
+        """Convert weights of a loss on the latents to weights of a loss on the prediction."""
 
     def scheduler_overrides(self, scheduler_config: Mapping[str, Any], *, zero_snr: bool) -> dict[str, Any]:
         overrides: dict[str, Any] = {"prediction_type": self.name}
-        if zero_snr:  # leading spacing would never visit the last timestep, the one that was added
+        if zero_snr:  # leading spacing would never visit the last timestep, which has zero SNR
             overrides |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
             overrides["_class_name"] = "DPMSolverMultistepScheduler"
         return overrides
 
 
 class Epsilon(_Diffusion):
-    """The noise (Ho et al. 2020, 2006.11239)."""
+    """Noise prediction (Ho et al. 2020, 2006.11239)."""
 
     name = "epsilon"
 
@@ -177,7 +177,7 @@ class Epsilon(_Diffusion):
 
 
 class Velocity(_Diffusion):
-    """alpha * noise - sigma * latents (Salimans & Ho 2022, 2202.00512)."""
+    """Velocity prediction: alpha * noise - sigma * latents (Salimans & Ho 2022, 2202.00512)."""
 
     name = "v_prediction"
 
@@ -190,7 +190,7 @@ class Velocity(_Diffusion):
 
 
 class Sample(_Diffusion):
-    """The clean latents."""
+    """Prediction of the clean latents."""
 
     name = "sample"
 
@@ -207,7 +207,7 @@ class Sample(_Diffusion):
 
 
 class Flow(Prediction):
-    """The velocity of a straight path, noise - latents (Liu et al. 2022, 2209.03003, eq. 1)."""
+    """Flow prediction: the velocity of a straight path, noise - latents (Liu et al. 2022, 2209.03003, eq. 1)."""
 
     name = "flow"
 
@@ -247,7 +247,7 @@ class Flow(Prediction):
             "prediction_type": "flow_prediction",
             "use_flow_sigmas": True,
             "flow_shift": 1.0,
-            # A model's own scheduler may have set these, and one of them would win.
+            # The model's scheduler may have set one of these, which would take precedence.
             "use_karras_sigmas": False,
             "use_exponential_sigmas": False,
             "use_beta_sigmas": False,
@@ -260,7 +260,7 @@ PREDICTIONS: dict[str, Prediction] = {each.name: each for each in (Epsilon(), Ve
 
 
 def is_flow_matching(scheduler_config: Mapping[str, Any]) -> bool:
-    """Return whether a diffusers scheduler config is of one of its flow-matching schedulers."""
+    """Return whether a diffusers scheduler config belongs to a flow-matching scheduler."""
     return str(scheduler_config.get("_class_name", "")).startswith("FlowMatch")
 
 

@@ -1,4 +1,4 @@
-"""Random numbers that belong to the sample, not to the process.
+"""Random numbers that depend on the sample, not on the process.
 
 Every number is a pure function of (seed, epoch, sample index, purpose, position inside the
 sample). It does not depend on rank, world size, worker, batch size, batch order, device or
@@ -14,8 +14,8 @@ SC 2011) in int64 operations. Its 128-bit counter and 64-bit key are used as::
 
 Floats are made by :mod:`sd_lightning.diffusion.exact_float`, with the same bits everywhere.
 
-On the CPU the numbers are made by numpy: a draw is some two hundred small operations, and each costs numpy a third of
-what it costs torch. The same lines compute with tensors elsewhere, so they keep to what both understand.
+On the CPU, numpy computes the numbers: a draw is some two hundred small operations, and each takes numpy a third of
+torch's time. On other devices the same code runs on tensors, so it uses only operations that both support.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int])
         # low words are left unmasked, since only words that are multiplied must be clean.
         product0 = c0 * MULTIPLIERS[0]
         product1 = c2 * MULTIPLIERS[1]
-        # The first operation of each pair is out of place: it is what broadcasts the words.
+        # The first operation on each word is out of place, because it broadcasts the words.
         c0 = (product1 >> 32) ^ c1
         c0 ^= k0
         c0 &= WORD_MASK
@@ -171,11 +171,11 @@ def integers(
 
 
 def permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
-    """Shuffle ``range(num_samples)``, a pure function of the arguments.
+    """Return a permutation of ``range(num_samples)``, a pure function of the arguments.
 
     Args:
         seed: In [0, 2**64).
-        epoch: Number of the pass over the data.
+        epoch: Index of the pass over the data.
         num_samples: Length of the permutation.
 
     Returns:
@@ -198,7 +198,7 @@ def permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
 def _words(
     seed: int, epoch: Tensor | int, index: Tensor, purpose: Purpose, shape: tuple[int, ...]
 ) -> tuple[Any, Any, Any, Any]:
-    """Return the four words (B, blocks) of the blocks that cover ``shape`` for each sample, as arrays on the CPU."""
+    """Return the four words (B, blocks) of the blocks that cover ``shape`` for each sample; numpy arrays on the CPU."""
     if not 0 <= seed < 2**64:
         raise UsageError(f"randomness got seed={seed}; expected 0 <= seed < 2**64. Choose another seed.")
     index = index.to(torch.int64).view(-1, 1)

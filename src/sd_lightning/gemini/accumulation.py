@@ -1,4 +1,4 @@
-"""Whether the gradients of several micro-batches are reduced one by one, or kept whole and reduced once a step."""
+"""Gradient accumulation: reduce after each micro-batch, or keep whole gradients and reduce them once per step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sd_lightning.gemini.tiers import mib
 log = logging.getLogger(__name__)
 
 _USABLE = 0.9
-"""Fraction of the fast tier; the rest is for fragmentation and collectives' buffers, as under ``memory_cap=0.9``."""
+"""Usable part of the fast tier. The rest is for fragmentation and collective buffers, as with ``memory_cap=0.9``."""
 
 
 class Accumulation:
-    """Decides for each step whether its micro-batches are reduced once, by the setting ``reduce_once``.
+    """Choice per step between reducing each micro-batch and reducing all of them once (setting ``reduce_once``).
 
-    With ``"auto"``, ``placement=auto`` keeps whole gradients if its plan leaves room for them under ``memory_cap``. The
-    fractions of ``placement=static`` have no cap: there the first step is reduced micro-batch by micro-batch, and the
-    most memory that it took on any rank decides for all steps after it. Ranks decide alike, and a decision holds until
-    the optimizer steps; only a call with larger inputs, which is measured, reduces at once what has been kept.
+    With ``"auto"``, ``placement=auto`` keeps whole gradients if its plan leaves room for them under ``memory_cap``.
+    ``placement=static`` has no cap: the first step reduces each micro-batch, and the least spare memory of any rank
+    decides for all later steps. All ranks take the same decision, and it holds until the optimizer steps. Exception: a
+    move to a plan without room for whole gradients, such as for a measurement, reduces the kept gradients first.
 
     Args:
         engine: Owns the gradients.
-        auto: Places the chunks, with ``placement=auto``.
+        auto: Places the chunks; None with ``placement=static``.
     """
 
     def __init__(self, engine: ChunkedNetworks, auto: AutoPlacement | None) -> None:
@@ -39,13 +39,13 @@ class Accumulation:
         self._auto = auto
         self._whole_bytes = whole_gradient_bytes(engine.layouts)
         self._keeps: bool | None = None
-        """The decision for the step under way."""
+        """The decision for the current step."""
         self._has_stepped = False
         self._measured: int | None = None
         self._told: bool | None = None
 
     def keeps_gradients(self) -> bool:
-        """Return whether whole gradients are kept from one micro-batch of this step to the next; a collective call."""
+        """Return whether this step keeps whole gradients between micro-batches; a collective call."""
         if self._keeps is None:
             self._keeps = self._decide()
         return self._keeps
@@ -55,7 +55,7 @@ class Accumulation:
         self._keeps, self._has_stepped = None, True
 
     def make_room(self, plan: Plan) -> None:
-        """Reduce now what was kept whole, if the plan that comes has no room for it; a collective call."""
+        """Reduce the kept gradients now if the new plan has no room for them; a collective call."""
         engine = self._engine
         if self._keeps and engine.config.reduce_once == "auto" and not plan.keeps_gradients:
             engine.runtime.reducer.flush()
@@ -79,7 +79,7 @@ class Accumulation:
         return self._tell(keeps, once if keeps else each)
 
     def _spare_bytes(self) -> int | None:
-        """Return what is left of the fast tier on the rank with the least; None if nothing has been measured yet."""
+        """Return the spare bytes of the fast tier on the rank with the least; None before the first measurement."""
         engine = self._engine
         if self._auto is not None:
             return self._auto.spare_bytes
@@ -97,10 +97,10 @@ class Accumulation:
 
 
 def spare_bytes(memory: Memory, world_size: int) -> int:
-    """Return what this process can take of its fast tier beyond the most that it has taken so far."""
+    """Return the bytes that this process can still take of its fast tier, beyond its peak so far."""
     if not memory.on_accelerator:
         if sys.platform == "win32":
-            return 0  # the standard library cannot tell
+            return 0  # the standard library does not report the peak
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

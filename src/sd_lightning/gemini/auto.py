@@ -1,4 +1,4 @@
-"""``placement=auto``: measure what passes take beside the chunks, and place the chunks in what is left."""
+"""``placement=auto``: measure the memory that is not in chunks, and place the chunks in the rest."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ log = logging.getLogger(__name__)
 
 
 class Call(NamedTuple):
-    """What the memory of a network call depends on."""
+    """What determines the memory of a network call."""
 
     network: str
     with_gradients: bool
     is_training: bool
     shapes: tuple[tuple[int, ...], ...]
-    """Of all tensors among the inputs."""
+    """Shapes of all input tensors."""
 
     def covers(self, other: Call) -> bool:
-        """Whether another call takes no more memory: the same, with inputs that are larger nowhere."""
+        """Return whether another call takes no more memory: the same kind, with no larger input dimension."""
         same = self[:3] == other[:3] and [len(s) for s in self.shapes] == [len(s) for s in other.shapes]
         return same and all(a >= b for mine, its in zip(self.shapes, other.shapes) for a, b in zip(mine, its))
 
 
 class Measurement(Enum):
-    """How far the measurement of a pass has come."""
+    """State of the measurement of a pass."""
 
     NONE = auto()
     UNTIL_FORWARD = auto()
-    """It ends with the forward pass under way."""
+    """It ends with the current forward pass."""
     UNTIL_BACKWARD = auto()
-    """It ends with the backward pass to come."""
+    """It ends with the next backward pass."""
     COMPLETE = auto()
-    """The next call takes it over, together with all ranks."""
+    """The next call records it, on all ranks together."""
 
 
 _UNDER_WAY = (Measurement.UNTIL_FORWARD, Measurement.UNTIL_BACKWARD)
@@ -59,14 +59,14 @@ _TRANSITIONS = {
 
 
 class AutoPlacement:
-    """Adapts the engine's plan to the calls of its networks.
+    """Placement of chunks, adapted to the measured memory of network calls.
 
-    Before a call that is larger than all before it (the first one, another resolution, sampling with a larger batch),
-    everything moves to the slow tier, and the pass is measured at each unit. Before the next call a plan is made for
-    the most that was measured so far. One small collective per call makes all ranks do so together.
+    Before a call that no earlier one covers (the first one, another resolution, sampling with a larger batch), all
+    chunks move to the slow tier, and memory is measured at each unit of the pass. Before the next call, a plan is made
+    for the largest measurement so far. One small all-reduce per call makes all ranks do this together.
 
     Args:
-        engine: Whose chunks are placed.
+        engine: Owns the chunks.
 
     Raises:
         UsageError: The largest unit alone does not fit under ``memory_cap``.
@@ -79,22 +79,22 @@ class AutoPlacement:
         lowest = engine.collectives.all_reduce(torch.tensor([cap], dtype=torch.int64), dist.ReduceOp.MIN)
         self.cap_bytes = int(lowest)
         self.non_model_bytes = 0
-        """The most that was measured so far, over all ranks."""
+        """Largest measurement so far, over all ranks."""
         self.spare_bytes: int | None = None
-        """What the plan leaves of the cap beside chunks, activations and the largest unit; None before it is made."""
+        """Bytes of the cap left after chunks, activations and the largest unit; None before there is a plan."""
         self.trace: list[tuple[str, str, int]] = []
-        """Of the last measured pass on this rank: phase, unit, bytes that are not in chunks."""
+        """Last measured pass on this rank: (phase, unit, bytes that are not in chunks)."""
         self._probe: Probe = AllocatorProbe(memory) if memory.on_accelerator else SavedTensorsProbe(self._is_weight)
         self._storages: set[int] = set()
         self._known: list[Call] = []
         """Calls that the plan covers."""
         self._new: list[Call] = []
-        """Calls of the pass that is measured."""
+        """Calls of the pass being measured."""
         self._measurement = Measurement.NONE
         self._is_stale = True
         self._last: Plan | None = None
         self._depth = 0
-        """Networks that run inside each other."""
+        """Number of nested network calls now running."""
         plan_auto(engine.layouts, self._demand())
         self._removable: list[Any] = []
         for name, network in engine.networks.items():
@@ -110,7 +110,7 @@ class AutoPlacement:
             handle.remove()
 
     def make_room(self) -> None:
-        """Move everything to the slow tier: optimizers are about to come or go."""
+        """Move all chunks to the slow tier, before a measurement or a new optimizer."""
         self._engine.move(plan_trace(self._engine.layouts))
         self._is_stale = True
         self.spare_bytes = None
@@ -124,7 +124,7 @@ class AutoPlacement:
             self._complete()
 
     def abort(self) -> None:
-        self._depth = 0  # an interrupted call has no end
+        self._depth = 0  # an interrupted call may not have ended
         self._probe.exit()
         if self._measurement in _UNDER_WAY:
             self.trace = []
@@ -132,7 +132,7 @@ class AutoPlacement:
 
     def _before(self, name: str, network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # a checkpointed block computes again
+            return  # recomputation of a checkpointed block
         self._depth += 1
         if self._depth > 1:
             return
@@ -177,7 +177,7 @@ class AutoPlacement:
         self._go(Measurement.COMPLETE)
 
     def _agree(self, is_new: bool) -> bool:
-        """Take over a complete measurement, together with all ranks; return whether any has a larger call now."""
+        """Record a complete measurement, on all ranks together; return whether any rank has a new call now."""
         is_complete = self._measurement is Measurement.COMPLETE
         own = [is_new, self._probe.end() if is_complete else 0]
         largest = self._engine.collectives.all_reduce(torch.tensor(own, dtype=torch.int64), dist.ReduceOp.MAX)
@@ -226,7 +226,7 @@ class AutoPlacement:
 
 
 def fast_tier_bytes(device: torch.device, world_size: int) -> int:
-    """Return the size of a rank's fast tier: of its accelerator, or its share of the host's memory."""
+    """Return the bytes of a rank's fast tier: its accelerator's memory, or its share of the host memory."""
     if device.type == "cpu":
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local

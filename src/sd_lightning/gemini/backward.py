@@ -1,4 +1,4 @@
-"""The pass under way: which units still compute on which chunks, and when a chunk's gradients are complete."""
+"""State of the current pass: which units still use which chunks, and when a chunk's gradients are complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sd_lightning.gemini.reducer import Reducer
 
 
 class _TaskEnd:
-    """What a graph task of autograd calls at its end, unless it fails; nothing else holds it."""
+    """Callback at the end of an autograd graph task, unless it fails; only the task holds a reference."""
 
     def __init__(self, number: int, on_end: Callable[[int], None]) -> None:
         self._number = number
@@ -27,20 +27,20 @@ class _TaskEnd:
 
 
 class GraphTask:
-    """A graph task of autograd that belongs to the backward pass.
+    """An autograd graph task that belongs to the backward pass.
 
     Args:
-        number: Autograd's.
-        on_end: Is called with the number at the end, unless the task fails.
+        number: Autograd's id of the task.
+        on_end: Called with the number at the end, unless the task fails.
     """
 
     def __init__(self, number: int, on_end: Callable[[int], None]) -> None:
         end = _TaskEnd(number, on_end)
         self._end = weakref.ref(end)
         self.node: Any = None
-        """The node, of autograd or of the schedule, before which the last unit was opened."""
+        """The autograd or schedule node before which the last unit was opened."""
         self.units_at_node: list[int] = []
-        """Units that were opened before that node."""
+        """Units opened before that node."""
         Variable._execution_engine.queue_callback(end)
 
     @property
@@ -50,15 +50,15 @@ class GraphTask:
 
 
 class Pass:
-    """What units of the forward and backward pass under way have done.
+    """Progress of the units in the current forward and backward pass.
 
-    A unit is opened when it goes backward, and closed when a unit that ran before it goes backward: autograd runs in
-    the reverse order of execution. A chunk is reduced when all units that were called with it are closed.
+    A unit is opened when its backward begins. It is closed when the backward of an earlier unit begins, since autograd
+    runs in reverse order of execution. A chunk is reduced when all called units that use it are closed.
 
     Args:
         units: All units.
-        chunks_of: Chunk indices of each.
-        reducer: Reduces chunks that are complete.
+        chunks_of: Chunk indices of each unit.
+        reducer: Reduces complete chunks.
         access: Gathers a unit's chunks for a phase.
     """
 
@@ -70,53 +70,53 @@ class Pass:
         access: Callable[[int, str], None],
     ) -> None:
         self.running: list[int] = []
-        """Units in their forward, the outermost first."""
+        """Units inside their forward, outermost first."""
         self.tasks: dict[int, GraphTask] = {}
-        """Graph tasks by autograd's numbers: others run inside nodes of the first one."""
+        """Graph tasks by autograd's id; all others run inside nodes of the first one."""
         self.visited: dict[int, None] = {}
-        """Chunks that may have gradients of this pass that are not reduced yet."""
+        """Chunks that may have unreduced gradients of this pass."""
         self.has_begun = False
-        """Whether a unit went backward."""
+        """Whether any unit's backward has begun."""
         self.schedule: list[tuple[int, int]] | None = None
-        """(number of the node, unit) of all calls of all ranks, if ranks differ."""
+        """(node number, unit) of all calls of all ranks, if the ranks differ."""
         self.cursor = 0
-        """First entry of the schedule that is not done."""
+        """Index of the first schedule entry that is not done."""
         self._units = units
         self._chunks_of = chunks_of
         self._chunks = reducer.chunks
         self._reducer = reducer
         self._access = access
         self._calls: Counter[int] = Counter()
-        """Calls of each unit that have not gone backward."""
+        """Calls of each unit whose backward has not begun."""
         self._users: dict[int, set[int]] = {}
-        """By chunk: units that were called and are not closed."""
+        """By chunk: called units that are not closed."""
         self._open: dict[int, int] = {}
-        """Open units, and the graph task that each was opened in."""
+        """Open units, and the graph task in which each was opened."""
         self._spent: dict[int, set[int]] = {}
-        """By chunk that is not reduced yet: closed units, whose gradients may have overwritten their weights."""
+        """By unreduced chunk: closed units, whose gradients may have overwritten their weights."""
         self._pinned: dict[int, int] = {}
-        """Chunks of containers, and the graph task until whose end they are in use."""
+        """Chunks of containers, and the graph task during which they stay in use."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether the backward pass has ended in an exception: autograd has let go of its first task."""
+        """Whether the backward pass ended in an exception: autograd has released its first task."""
         return bool(self.tasks) and not next(iter(self.tasks.values())).is_running
 
     def chunks_in_use(self) -> set[int]:
         """Return the chunks that must not be released now; the same on every rank."""
         units = [*self.running, *(unit for task in self.tasks.values() for unit in task.units_at_node)]
-        # Whether gradients are in their memory already may differ between ranks; that they are visited does not.
+        # ``visited`` is the same on all ranks; whether a chunk already holds gradients may differ.
         in_use = {chunk for chunk in self.visited if self._chunks[chunk].is_trained}
         return in_use.union(self._pinned, *(self._chunks_of[unit] for unit in units))
 
     def note_call(self, unit: int) -> None:
-        """Note a call in the forward pass that may go backward."""
+        """Count a forward call that may have a backward."""
         self._calls[unit] += 1
         for chunk in self._chunks_of[unit]:
             self._users.setdefault(chunk, set()).add(unit)
 
     def follow(self, schedule: list[tuple[int, int]]) -> None:
-        """Go by a schedule from here on, so that all ranks count alike."""
+        """Follow a schedule from now on, so that all ranks count the same calls."""
         self.schedule, self.cursor = schedule, 0
         self._calls.clear()
         self._users.clear()
@@ -124,7 +124,7 @@ class Pass:
             self.note_call(unit)
 
     def advance(self, end: int) -> None:
-        """Go through the schedule up to a position: what other ranks compute before it, and what is there."""
+        """Open the units of the schedule before position ``end``, including those that only other ranks compute."""
         assert self.schedule is not None
         first = next(iter(self.tasks))
         while self.cursor < end:
@@ -133,15 +133,15 @@ class Pass:
             self.open(unit, first, node)
 
     def open(self, unit: int, number: int, node: Any) -> None:
-        """Gather a unit that goes backward, on this rank or another.
+        """Open and gather a unit whose backward begins, on this rank or another.
 
         Args:
             unit: Its index.
-            number: Of the graph task.
-            node: Of autograd's graph, or its number in the schedule.
+            number: The graph task's number.
+            node: Autograd's node, or the node's number in the schedule.
         """
-        # Whatever ran later is done, except units that return the same tensor: a network and its last block, a block
-        # and the one after it that was left out.
+        # Units that ran later in the forward are done, except units that return the same tensor: a network and its
+        # last block, or a block and the skipped block after it.
         task = self.tasks[number]
         if node != task.node:
             task.node = node
@@ -160,7 +160,7 @@ class Pass:
         self._access(unit, "backward")
 
     def renew(self, unit: int, number: int) -> None:
-        """Reduce gradients that may have overwritten the weights of a unit that is about to compute again."""
+        """Reduce gradients that may have overwritten the weights of a unit that is about to run again."""
         is_elsewhere = self._open.get(unit, number) != number
         for chunk in self._chunks_of[unit]:
             is_spent = chunk in self.visited and (is_elsewhere or unit in self._spent.get(chunk, ()))
@@ -171,7 +171,7 @@ class Pass:
     def end_inner_task(self, number: int) -> None:
         """Close the units of a graph task that ran inside another."""
         if self.tasks.pop(number, None) is None:
-            return  # the pass around it was forgotten
+            return  # the outer pass was aborted
         self._pinned = {chunk: task for chunk, task in self._pinned.items() if task != number}
         for unit in [unit for unit, task in self._open.items() if task == number]:
             if self._calls[unit] <= 0:
@@ -180,7 +180,7 @@ class Pass:
                 self._note_spent(unit)
 
     def finish(self) -> None:
-        """Reduce everything that is left."""
+        """Reduce all remaining chunks."""
         self._pinned.clear()
         if not self._reducer.keeps_gradients:
             self.visited.update(self._reducer.kept)
@@ -189,7 +189,7 @@ class Pass:
         self._reducer.finish_all()
 
     def _close(self, unit: int) -> None:
-        """Reduce the chunks of a unit that has all its gradients, where no other unit still works on them."""
+        """Close a unit that has all its gradients; reduce those of its chunks that no other unit still uses."""
         del self._open[unit]
         for chunk in self._chunks_of[unit]:
             users = self._users.get(chunk, set())

@@ -1,4 +1,4 @@
-"""8-bit AdamW: moments in blocks of 256 values with one scale each (Dettmers et al. 2022), by bitsandbytes."""
+"""bitsandbytes' 8-bit AdamW: moments in blocks of 256 values with one scale each (Dettmers et al. 2022)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from sd_lightning.gemini.update import Group, Progress, Ranges, Update, next_ste
 
 _BLOCK = 256
 _SIGNED = {"state1": True, "state2": False}
-"""Whether the codes of a state have a sign."""
+"""Whether the codes of a state are signed."""
 
 
 class BlockwiseUpdate(Update):
-    """``bitsandbytes.optim.AdamW8bit``, with its kernels for the accelerator and for the host.
+    """``bitsandbytes.optim.AdamW8bit``, with its kernels for the accelerator and the host.
 
-    A state of a chunk is one buffer of bytes. Each parameter has a part of it: codes followed by the blocks' scales, or
-    float32 values where the parameter is smaller than ``min_8bit_size``. Blocks begin where this rank's part of a
-    parameter does, so they depend on the number of ranks and not on where chunks live.
+    Each state of a chunk is one byte buffer. Each parameter has a part of it: codes followed by the blocks' scales, or
+    float32 values if the parameter is smaller than ``min_8bit_size``. Blocks start at this rank's part of a parameter,
+    so they depend on the world size and not on the placement of chunks.
 
     Args:
         inner: The user's optimizer.
 
     Raises:
-        UsageError: It pages its states to the host by itself.
+        UsageError: The optimizer pages its states to the host itself.
     """
 
     joins_parameters = False

@@ -1,4 +1,4 @@
-"""Which units a rank calls, and one order for all ranks where these differ."""
+"""The units that each rank calls, and one common order if the ranks differ."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.networks import Unit
 
 _MAX_IDLE = 16
-"""Passes in which no rank calls a unit, after which it is no longer expected."""
+"""After this many passes in which no rank calls a unit, it is no longer expected."""
 
 
 class Call:
-    """A call of a unit that may go backward; only autograd's graph holds it."""
+    """A unit's call that may have a backward; only autograd's graph references it."""
 
     def __init__(self, unit: int, key: int) -> None:
         self.unit = unit
         self.key = key
-        """Calls go backward from the largest key down; equal keys are of one node, in the order of the calls."""
+        """Backward runs from the largest key down. Calls with equal keys share one node, in the order of the calls."""
         self.has_begun = False
         """Whether its backward pass has begun."""
         self.position: int | None = None
-        """In the schedule, if there is one."""
+        """Index in the schedule, if there is one."""
 
 
 class Route:
-    """The units of a network in the order of its forward pass, as all ranks know it.
+    """The units of a network in forward order; the same on all ranks.
 
     Args:
-        network: Whose units.
+        network: Contains the units.
         units: In the order of registration; the order of calls is learnt.
     """
 
@@ -50,10 +50,10 @@ class Route:
         """Index of the next unit while a forward pass is under way."""
         self.called: list[int] = []
         self.num_idle: Counter[int] = Counter()
-        """Passes since any rank called a unit, or ranks differed."""
+        """By unit: passes since any rank called it, or since ranks differed."""
 
     def skipped_before(self, unit: int | None) -> list[int]:
-        """Return the units that other ranks may call before the one called now, or until the end if None is."""
+        """Return the units that other ranks may call before ``unit``, or before the end if None."""
         if self.position is None:
             return []
         ahead = self.units[self.position :]
@@ -64,7 +64,7 @@ class Route:
         return skipped
 
     def learn(self) -> None:
-        """Take over the order of this pass, which was the same on all ranks."""
+        """Adopt the order of this pass, which was the same on all ranks."""
         if not self.called:
             return
         learnt = list(self.called)
@@ -80,11 +80,11 @@ class Route:
 
 
 class Calls:
-    """The calls of this rank that may go backward, and what other ranks call beside them.
+    """This rank's calls that may have a backward, and the additional calls of other ranks.
 
     Args:
         units: All units.
-        networks: What the units are in.
+        networks: Contain the units.
         collectives: Over all ranks.
     """
 
@@ -102,20 +102,20 @@ class Calls:
         self._alive.append(weakref.ref(call))
 
     def alive(self) -> list[Call]:
-        """Return the calls that autograd's graph still holds; the others are forgotten."""
+        """Return the calls that autograd's graph still holds, and forget the others."""
         alive = [call for reference in self._alive if (call := reference()) is not None]
         self._alive = [weakref.ref(call) for call in alive]
         return alive
 
     def reset(self) -> None:
-        """Forget the pass under way."""
+        """Forget the current pass."""
         for route in self.routes:
             route.position, route.called = None, []
         for call in self.alive():
             call.position = None
 
     def skipped_before(self, unit: int) -> list[int]:
-        """Note that a unit is called; return the units that other ranks may have called before it."""
+        """Record the call of a unit; return the units that other ranks may have called before it."""
         skipped = []
         for route in self.routes:
             if route.position is not None:
@@ -124,13 +124,13 @@ class Calls:
         return skipped
 
     def agree(self) -> list[tuple[int, int]] | None:
-        """Find out with one small collective whether the same calls go backward on all ranks; else merge their orders.
+        """Compare the calls before backward on all ranks with one small all-reduce; merge their orders if they differ.
 
-        A rank cannot foresee whether a pass reaches a call; which trained parameters the pass reaches tells of most.
+        A rank cannot foresee which calls the pass reaches. The trained parameters that it reaches reveal most of them.
 
         Returns:
-            None if the ranks agree, otherwise the schedule: (number of the node, unit) of every call of any rank. Each
-            call of this rank gets its position in it.
+            None if the ranks agree, otherwise the schedule: (node number, unit) of every call of any rank. Each call of
+            this rank gets its position in it.
         """
         collectives = self._collectives
         calls = [call for call in self.alive() if not call.has_begun]
@@ -163,22 +163,22 @@ class Calls:
 
 
 def order_of(tensor: Tensor) -> int:
-    """Return the number by which autograd's engine sorts nodes: the largest goes backward first."""
+    """Return the number by which autograd sorts nodes: the largest runs backward first."""
     return torch.iinfo(torch.int64).max if tensor.grad_fn is None else int(tensor.grad_fn._sequence_nr())
 
 
 def _is_reached(parameter: nn.Parameter) -> bool:
-    """Whether the running graph task will compute the gradient of a parameter."""
+    """Return whether the running graph task will compute the gradient of a parameter."""
     if not parameter.requires_grad:
         return False
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:
-        return False  # torch.autograd.grad asks for this very parameter, and accumulates nothing
+        return False  # torch.autograd.grad with respect to this parameter, which accumulates nothing
 
 
 def merged(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return a short sequence that contains both, each in its order."""
+    """Return a short sequence that has both as subsequences."""
     both = []
     for change, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
         both += one[a:b] if change == "equal" else one[a:b] + other[c:d]

@@ -1,4 +1,4 @@
-"""A chunk: flat memory for many parameters, and everything that training keeps for them."""
+"""A chunk: flat memory for many parameters, with weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sd_lightning.gemini.tiers import Buffer, Kind, Tier
 class MasterWeights:
     """This rank's shard of a chunk in float32, or float64 if that is the compute type.
 
-    Where the compute weights have that type and live on the same tier, and for frozen weights, it is their shard.
+    It is the shard of the compute weights if these have that type and live on the same tier, or are frozen.
 
     Args:
         compute: The compute weights of the chunk.
@@ -28,25 +28,25 @@ class MasterWeights:
         self._compute = compute
         self._own: Buffer | None = None
         self._stash: Buffer | None = None
-        """The trained weights, while others are swapped in where the compute weights would be their only copy."""
+        """Copy of the trained weights during a swap, if the compute weights are otherwise their only copy."""
         self._is_swapped = False
         if compute.layout.is_trained and not compute.is_master:
             self._own = self._allocate(compute.placement.optim_tier, Kind.OPTIMIZER)
 
     @property
     def tensor(self) -> Tensor:
-        """The trained weights, also while others are swapped in."""
+        """The trained weights, also during a swap."""
         if self._stash is not None:
             return self._stash.tensor
         return self._compute.shard if self._own is None else self._own.tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are not the compute weights' own."""
+        """Bytes of separate memory; 0 if it is the compute shard."""
         return 0 if self._own is None else self._own.nbytes
 
     def fill(self, values: Tensor) -> None:
-        """Set this rank's weights, and the compute weights with them."""
+        """Set this rank's master and compute weights."""
         compute = self._compute
         self.tensor.copy_(values)
         if not compute.is_master:
@@ -54,17 +54,17 @@ class MasterWeights:
         compute.invalidate()
 
     def refresh(self, changed: Iterable[nn.Parameter] | None = None) -> None:
-        """Compute with the master weights as they are now.
+        """Update the compute weights from the master weights.
 
         Args:
-            changed: Parameters whose values differ; all by default.
+            changed: Parameters whose values changed; all by default.
         """
         if not self._compute.is_master:
             self._compute.refresh(self.tensor)
         self._compute.invalidate(changed)
 
     def swap_in(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with other weights; each is the part of a parameter that this rank owns."""
+        """Swap other weights in; each is the part of a parameter that this rank owns."""
         compute = self._compute
         if compute.is_master:
             self._stash = self._allocate(Tier.SLOW, Kind.SWAPPED)
@@ -79,7 +79,7 @@ class MasterWeights:
         compute.invalidate()
 
     def swap_out(self) -> None:
-        """Compute with the trained weights again."""
+        """Restore the trained weights."""
         self._compute.wait()
         self._compute.shard.copy_(self.tensor)
         if self._stash is not None:
@@ -88,7 +88,7 @@ class MasterWeights:
         self._compute.invalidate()
 
     def move(self, placement: ChunkPlacement) -> None:
-        """Move to another tier, before the compute weights do."""
+        """Move to another tier; call before the compute weights move."""
         compute, old = self._compute, self._stash or self._own
         if not compute.layout.is_trained:
             return
@@ -117,10 +117,10 @@ class MasterWeights:
 
 
 class Chunk:
-    """What one rank holds of a chunk.
+    """One rank's part of a chunk: weights, gradients and optimizer states.
 
     Args:
-        layout: What is in it.
+        layout: Its parameters and their slots.
         placement: Where its parts live.
         memory: Allocates and copies.
         collectives: Gather and reduce.
@@ -138,7 +138,7 @@ class Chunk:
         self.states: dict[str, Buffer] = {}
         """Optimizer states by name."""
         self.bounds = self.weights.bounds
-        """What this rank owns."""
+        """The shard that this rank owns."""
         self.parameters = self.weights.storage.parameters
         self.slots = self.weights.storage.slots
 
@@ -151,7 +151,7 @@ class Chunk:
         self.weights.storage.add(slot, parameter)
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the name of one of the parameters."""
+        """Return the name of a parameter of this chunk."""
         return self.slots[parameter].name
 
     def wait_on_host(self) -> None:
@@ -160,10 +160,10 @@ class Chunk:
         self.gradients.wait_on_host()
 
     def move(self, placement: ChunkPlacement) -> None:
-        """Move to other tiers, outside of backward passes; no value changes, also of other weights swapped in."""
+        """Move to other tiers, outside of backward passes; all values stay, also those of swapped-in weights."""
         if placement == self.placement:
             return
-        self.memory.wait_for_copies()  # nothing reads or writes what is freed
+        self.memory.wait_for_copies()  # no copy may use memory that is freed below
         self.wait_on_host()
         self.weights.release()
         for name, state in self.states.items():
@@ -179,7 +179,7 @@ class Chunk:
         self.states.clear()
 
     def discard(self) -> None:
-        """Free all memory; the parameters have other memory by now."""
+        """Free all memory, after the parameters got other memory."""
         self.master.discard()
         self.weights.discard()
         self.free_states()

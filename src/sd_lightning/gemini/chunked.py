@@ -35,12 +35,12 @@ class ChunkedNetworks:
     networks and ``loss.backward()`` as usual; all ranks make the same calls, in the same order.
 
     Args:
-        networks: By the prefix of their parameters' names ("unet"; "" for none).
-        config: How to cut and place.
+        networks: By name prefix of their parameters ("unet"; "" for none).
+        config: Sizes and placement of chunks.
         blocks: The repeated modules; by default the children of module lists and sequences.
         device: The fast tier.
         group: The ranks to shard over; the default process group if there is one.
-        reader: Gives initial values; needed for networks on the meta device. Each rank reads only what it owns.
+        reader: Gives initial values; needed for networks on the meta device. Each rank reads only its own shards.
         order: Sort key for the names of units, if they do not run in the order of registration.
     """
 
@@ -68,9 +68,9 @@ class ChunkedNetworks:
         self.plan = plan_trace(self.layouts) if config.placement == "auto" else plan_static(self.layouts, config)
         self.is_closed = False
         self.is_swapped = False
-        """Whether the networks compute with other weights than the trained ones."""
+        """Whether other weights are swapped in."""
         self.num_moves = 0
-        """How often chunks were moved to other tiers; masters of earlier shards are not live."""
+        """Number of moves of chunks to other tiers; master tensors returned before a move are stale."""
         self.collectives.require_agreement("the layout of chunks", repr((self.layouts, self.plan)))
         self.chunks: list[Chunk] = []
         self.chunk_of: dict[nn.Parameter, Chunk] = {}
@@ -104,7 +104,7 @@ class ChunkedNetworks:
         parameters: Mapping[str, nn.Parameter],
         reader: Reader | None,
     ) -> None:
-        """Allocate a chunk, fill what this rank owns of it, and make its parameters views of it."""
+        """Allocate a chunk, fill this rank's shard, and make the parameters views of the chunk."""
         chunk = Chunk(layout, placement, self.memory, self.collectives)
         values = torch.zeros(chunk.bounds.numel, dtype=layout.master_dtype)
         for slot in layout.slots:
@@ -124,13 +124,13 @@ class ChunkedNetworks:
     @torch.inference_mode(False)
     @torch.no_grad()
     def move(self, plan: Plan) -> None:
-        """Place chunks by another plan, outside of backward passes; no value changes. A collective call."""
+        """Move chunks to the tiers of a plan, outside of backward passes; no value changes. A collective call."""
         if plan == self.plan:
             return
         self.runtime.gatherer.release()
         pairs = zip(self.chunks, plan.chunks, strict=True)
         moving = [(chunk, placement) for chunk, placement in pairs if placement != chunk.placement]
-        # What leaves the fast tier makes room for what comes.
+        # Chunks leaving the fast tier move first, to make room.
         for chunk, placement in sorted(moving, key=lambda pair: pair[1].fast_parts - pair[0].placement.fast_parts):
             chunk.move(placement)
         self.memory.release_unused()
@@ -180,9 +180,9 @@ class ChunkedNetworks:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """End the engine and give every parameter its whole weights again, in host memory; a collective call.
+        """Give every parameter its whole weights in host memory, and end the engine; a collective call.
 
-        Trained parameters come back in float32, others in their compute type. Optimizers are of no use after it.
+        Trained parameters get the type of their master weights, others their compute type. Optimizers become unusable.
         """
         self.abort()
         for chunk in self.chunks:
@@ -198,11 +198,11 @@ class ChunkedNetworks:
         self.chunk_of.clear()
 
     def release(self) -> None:
-        """Free temporarily gathered weights, as after a validation run."""
+        """Free temporarily gathered weights, for example after a validation run."""
         self.runtime.gatherer.release()
 
     def synchronize(self) -> None:
-        """Wait for everything under way, such as weights gathered beside the computation."""
+        """Wait for all pending gathers and copies."""
         for chunk in self.chunks:
             chunk.weights.wait()
         self.memory.wait_for_copies()
@@ -215,7 +215,7 @@ class ChunkedNetworks:
         self.runtime.detach()
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters since the beginning: bytes by tier, moves, hits and misses of gathering, collectives."""
+        """Return counters since the start: bytes by tier, bytes moved, gather hits and misses, bytes of collectives."""
         ledger = self.ledger
         return {
             **{f"bytes/{tier}": ledger.current[tier] for tier in ledger.peak},

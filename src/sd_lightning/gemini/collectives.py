@@ -1,12 +1,12 @@
-"""The collectives of the engine: one choice per backend, with bytes counted and the order recorded.
+"""The engine's collectives: one implementation per backend, with bytes counted and the order recorded.
 
-gloo's own ``all_gather`` and ``reduce_scatter`` copy the whole buffer on the way. Sending each shard straight from
-its place to its place moves the same bytes in a third of the time (two ranks, 33.5 M floats in 16 pieces: 60 against
-180 ms to gather, 90 against 385 ms to reduce; gloo's all_reduce takes 132 ms), and sums in the order of the ranks,
-so the result does not depend on how parameters are packed. nccl has neither fault and takes its own collectives.
+gloo's own ``all_gather`` and ``reduce_scatter`` copy the whole buffer internally. Sending each shard directly to its
+destination moves the same bytes in a third of the time (two ranks, 33.5 M floats in 16 pieces: 60 against 180 ms to
+gather, 90 against 385 ms to reduce; gloo's all_reduce takes 132 ms). It also sums in rank order, so the result does not
+depend on how parameters are packed. nccl has neither problem and uses its own collectives.
 
-Gradients are summed in ``reduce_dtype`` or their own type, whichever is wider. Where shards are exchanged they are sent
-in their own type and widened by whoever sums them; nccl sums in the type that it sends, so they are widened before.
+Gradients are summed in ``reduce_dtype`` or their own type, whichever is wider. Exchanged shards are sent in their own
+type and widened by the receiver; nccl sums in the type that it sends, so gradients are widened before.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sd_lightning._errors import UsageError
 
 
 class Pending:
-    """A collective under way."""
+    """A collective in progress."""
 
     def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
         self._works = works
         self._finish = finish
 
     def wait(self) -> None:
-        """Let what follows see the result."""
+        """Order later operations after the collective."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -39,11 +39,11 @@ class Pending:
 
 
 class Collectives:
-    """Collectives over one process group; without one, over a single rank.
+    """Collectives over one process group, or over a single rank without one.
 
     Args:
-        group: The ranks that share the chunks; the default group if not given and there is one.
-        device: Where chunks are.
+        group: The ranks that share the chunks; the default group if there is one.
+        device: The device of the chunks.
         reduce_dtype: Type in which gradients of narrower types are summed.
     """
 
@@ -58,15 +58,15 @@ class Collectives:
         self.device = device
         self.reduce_dtype = reduce_dtype
         self.gathered_bytes = 0
-        """Received by this rank in all-gathers: ``(world_size - 1) / world_size`` of each buffer."""
+        """Bytes received by this rank in all-gathers: ``(world_size - 1) / world_size`` of each buffer."""
         self.reduced_bytes = 0
-        """Received by this rank in reduce-scatters."""
+        """Bytes received by this rank in reduce-scatters."""
         self.count = 0
         self._peers = [] if group is None else dist.get_process_group_ranks(group)
         self._sequence = hashlib.sha256()
         backend = "" if group is None else str(dist.get_backend_config(group))
         self._is_direct = self.world_size > 1 and exchanges_shards(device, backend)
-        # Small agreements go over the host where there is a backend for it: no kernel waits for them.
+        # Small all-reduces run on the host if a backend supports it, so that no kernel waits for them.
         self._control = torch.device("cpu") if not backend or "gloo" in backend or "fake" in backend else device
 
     @property
@@ -76,11 +76,11 @@ class Collectives:
 
     @property
     def sequence_hash(self) -> str:
-        """A digest of the collectives so far, their order and their chunks; the same on every rank."""
+        """Digest of all collectives so far, with their order and chunks; the same on every rank."""
         return self._sequence.hexdigest()
 
     def summed_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which gradients of a type are summed over the ranks."""
+        """Return the type in which gradients of type ``dtype`` are summed over the ranks."""
         is_wider = self.world_size > 1 and self.reduce_dtype.itemsize > dtype.itemsize
         return self.reduce_dtype if is_wider else dtype
 
@@ -90,7 +90,7 @@ class Collectives:
 
     @property
     def widest_sent_dtype(self) -> torch.dtype | None:
-        """The type in which gradients of narrower types are sent; None if they are sent in their own."""
+        """The type to which narrower gradients are widened before sending; None if they are not widened."""
         return None if self._is_direct or self.world_size == 1 else self.reduce_dtype
 
     def shard(self, buffer: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Collectives:
         return self._part(buffer, self.rank)
 
     def all_gather(self, buffer: Tensor, chunk: int) -> Pending:
-        """Fill the flat buffer of a chunk, in place, with the shards of all ranks."""
+        """All-gather the shards of all ranks into a chunk's flat buffer, in place."""
         self._record("all_gather", buffer, chunk)
         if self.world_size == 1:
             return Pending([])
@@ -112,14 +112,14 @@ class Collectives:
         return Pending(works)
 
     def reduce_scatter(self, buffer: Tensor, chunk: int) -> tuple[Pending, Tensor]:
-        """Sum the flat buffer of a chunk over the ranks for this rank's shard; the buffer becomes undefined.
+        """Reduce-scatter a chunk's flat buffer into this rank's shard; the buffer becomes undefined.
 
         Args:
-            buffer: In the type of :meth:`sent_dtype`.
-            chunk: Its index.
+            buffer: Has the type of :meth:`sent_dtype`.
+            chunk: The chunk's index.
 
         Returns:
-            What to wait for, and the shard that then holds the sums: that of the buffer, or memory of its own.
+            The pending collective, and the shard that then holds the sums: a view of the buffer, or separate memory.
         """
         self._record("reduce_scatter", buffer, chunk)
         own = self.shard(buffer)
@@ -139,7 +139,7 @@ class Collectives:
         return Pending(works, lambda: self._sum(total, own, received)), total
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Return a small tensor reduced over the ranks, on the device it came from."""
+        """Return a small tensor reduced over the ranks, on its original device."""
         self._record("all_reduce", values)
         if self.world_size == 1:
             return values
@@ -151,7 +151,7 @@ class Collectives:
         """Check that all ranks made the same decision.
 
         Raises:
-            UsageError: They did not.
+            UsageError: The decisions differ.
         """
         digest = hashlib.sha256(description.encode()).digest()[:7]
         own = torch.tensor([int.from_bytes(digest, "big")], dtype=torch.int64)
@@ -164,19 +164,19 @@ class Collectives:
             )
 
     def sum_with_order(self, values: Tensor) -> Tensor:
-        """Sum a few float64 values over the ranks, and check in the same message that all ranks did the same before.
+        """Sum a few float64 values over the ranks, and check in the same message that they ran the same collectives.
 
-        A rank that called blocks in another order has gathered and reduced chunks of the same size in the place of
-        others. The sums of a number and of its square tell whether it was the same everywhere (Cauchy-Schwarz).
+        A rank that calls blocks in another order mixes up chunks of the same size in its gathers and reductions. The
+        sums of a digest and of its square show whether the digest is the same on all ranks (Cauchy-Schwarz).
 
         Raises:
-            UsageError: They did not; on every rank.
+            UsageError: The ranks ran different collectives; raised on every rank.
         """
         mark = int.from_bytes(self._sequence.digest()[:4], "big") >> 12  # 20 bits: exact in float64, also squared
         summed = self.all_reduce(torch.cat([values, values.new_tensor([mark, mark**2])]))
         total, squares = (int(value) for value in summed[-2:].tolist())
         if total**2 != squares * self.world_size:
-            self._sequence = hashlib.sha256()  # after abort() the ranks may begin again
+            self._sequence = hashlib.sha256()  # after abort() the ranks may start again
             raise UsageError(
                 "Gemini: the ranks called the blocks of a network in different orders, and so mixed up their weights "
                 "and gradients; nothing was stepped; expected the same blocks in the same order on every rank; let "
@@ -192,12 +192,12 @@ class Collectives:
         return buffer.numel() * buffer.element_size() // self.world_size * (self.world_size - 1)
 
     def _partners(self) -> list[tuple[int, int]]:
-        """Return (rank to send to, rank to receive from), one pair after the other."""
+        """Return pairs (rank to send to, rank to receive from), in order."""
         size = self.world_size
         return [((self.rank + distance) % size, (self.rank - distance) % size) for distance in range(1, size)]
 
     def _exchange(self, sent: Tensor, target: int, received: Tensor, source: int) -> list[dist.Work]:
-        """Send to one rank and receive from another; the number of the collective keeps messages apart."""
+        """Send to one rank and receive from another; the tag, the collective's number, keeps messages apart."""
         tag = self.count % 2**20
         works = [
             dist.isend(sent, self._peers[target], group=self.group, tag=tag),
@@ -206,7 +206,7 @@ class Collectives:
         return [work for work in works if work is not None]
 
     def _sum(self, total: Tensor, own: Tensor, received: dict[int, Tensor]) -> None:
-        """Add in the order of the ranks, whichever rank this is: the sums are the same under every packing."""
+        """Add in rank order on every rank, so that the sums do not depend on the packing."""
         wide = torch.promote_types(own.dtype, torch.float32)
         if self.world_size == 2 and own.dtype == wide:
             total.add_(received[1 - self.rank])
@@ -223,5 +223,5 @@ class Collectives:
 
 
 def exchanges_shards(device: torch.device, backend: str) -> bool:
-    """Whether ranks send each other shards one by one, instead of calling the backend's own collectives."""
+    """Return whether ranks exchange shards point to point instead of calling the backend's collectives."""
     return device.type == "cpu" or "nccl" not in backend

@@ -1,4 +1,4 @@
-"""The weights that a chunk computes with: sharded, gathered, and overwritten by gradients."""
+"""Compute weights of a chunk: sharded, gathered, and overwritten by gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sd_lightning.gemini.tiers import Buffer, Kind, Tier
 
 
 class ChunkState(Enum):
-    """What the flat memory of a chunk holds."""
+    """Content of a chunk's flat memory."""
 
     RELEASED = auto()
-    """Nothing; it is not allocated."""
+    """Nothing; the memory is not allocated."""
     GATHERING = auto()
-    """Weights that are on their way."""
+    """Weights that are being gathered."""
     GATHERED = auto()
     """Weights."""
     OVERWRITTEN = auto()
@@ -37,13 +37,13 @@ _TRANSITIONS = {
 
 
 class ChunkStorage:
-    """Flat memory that the parameters of a chunk are views of.
+    """Flat memory of a chunk; the parameters are views of it.
 
     It is freed and allocated again through its untyped storage, so that views saved by autograd stay valid. While it
     is freed, parameters read as NaN.
 
     Args:
-        layout: What is in the chunk.
+        layout: The chunk's parameters and their slots.
         device: The fast tier.
     """
 
@@ -51,14 +51,14 @@ class ChunkStorage:
         self.full = torch.empty(layout.numel, dtype=layout.dtype, device=device)
         self.parameters: dict[str, nn.Parameter] = {}
         self.slots: dict[nn.Parameter, Slot] = {}
-        # Reading memory that is not there would end the process. NaN is seen at once, and cannot be written to.
+        # Reading freed memory would crash the process. NaN is seen at once, and the expanded NaN refuses writes.
         self._nan = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._faces: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        """The view of each parameter, and the NaNs that it shows while there is no memory behind the view."""
+        """The view of each parameter, and the NaNs that it shows while the memory is freed."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated now."""
+        """Bytes allocated now."""
         return self.full.untyped_storage().nbytes()
 
     def add(self, slot: Slot, parameter: nn.Parameter) -> None:
@@ -86,7 +86,7 @@ class ChunkStorage:
     def resize(self, nbytes: int) -> None:
         """Allocate the memory, or free it with 0 bytes."""
         if not self.full.untyped_storage().resizable():
-            # numpy() was called on a weight: that memory is freed when the array is, and the chunk gets another.
+            # numpy() was called on a weight: the array keeps the old memory, and the chunk gets new memory.
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
             for parameter, (_, nan) in self._faces.items():
@@ -95,7 +95,7 @@ class ChunkStorage:
         self.full.untyped_storage().resize_(nbytes)
 
     def discard(self) -> None:
-        """Forget the memory; the parameters have other memory by now."""
+        """Forget the memory, after the parameters got other memory."""
         self._faces.clear()
         self.full = self.full[:0].clone()
 
@@ -106,7 +106,7 @@ class ComputeWeights:
     Resident weights stay gathered: the flat memory stays allocated, and the shard is a view of it.
 
     Args:
-        layout: What is in the chunk.
+        layout: The chunk's parameters and their slots.
         placement: Where its parts live.
         memory: Allocates and copies.
         collectives: Gather the shards.
@@ -128,42 +128,42 @@ class ComputeWeights:
         self._pending: Pending | None = None
         self._gathered, self._refreshed = Arrival(), Arrival()
         self._versions: dict[nn.Parameter, int] = {}
-        """Autograd's versions of the weights that gradients have overwritten."""
+        """Autograd's version counters of weights before gradients overwrote them."""
         memory.ledger.add(Tier.FAST, Kind.WEIGHTS if self.is_resident else Kind.GATHERED, layout.nbytes)
         if not self.is_resident:
             self._shard = self._allocate_shard()
 
     @property
     def is_master(self) -> bool:
-        """Whether the shard serves as the master weights, too."""
+        """Whether the shard also serves as the master weights."""
         return self.placement.aliases_master(self.layout)
 
     @property
     def shard(self) -> Tensor:
-        """This rank's weights."""
+        """This rank's shard of the weights."""
         return self.collectives.shard(self.storage.full) if self._shard is None else self._shard.tensor
 
     @property
     def temporary_bytes(self) -> int:
-        """Bytes of gathered weights, or of the gradients in their place, beyond what is resident."""
+        """Bytes of gathered weights, or of the gradients in their place; 0 for resident weights."""
         return 0 if self.is_resident or self.state is ChunkState.RELEASED else self.layout.nbytes
 
     def gather(self) -> None:
-        """Begin to gather the weights; call :meth:`wait` before they are used."""
+        """Start to gather the weights; call :meth:`wait` before using them."""
         if self.state is not ChunkState.RELEASED:
             return
         self._go(ChunkState.GATHERING)
         self._resize(self.layout.nbytes)
         self.storage.show()
         with self.memory.copying(Tier.FAST) as self._gathered:
-            self._refreshed.join()  # new weights may still be on their way to a shard on the slow tier
+            self._refreshed.join()  # new weights may still be being copied to a shard on the slow tier
             assert self._shard is not None
             own = self.collectives.shard(self.storage.full)
             self.memory.copy(own, self._shard.tensor, self._shard.tier, Tier.FAST)
             self._pending = self.collectives.all_gather(self.storage.full, self.layout.index)
 
     def wait(self) -> None:
-        """Order the computation after the gathering."""
+        """Order the computation after the all-gather."""
         if self.state is not ChunkState.GATHERING:
             return
         if self._pending is not None:
@@ -190,15 +190,15 @@ class ComputeWeights:
         self._go(ChunkState.RELEASED)
         self._resize(0)
         self.storage.hide()
-        if self._versions:  # the weights are what they were: other graphs can still go backward
+        if self._versions:  # the weights come back unchanged: backward through other graphs stays valid
             torch._C._autograd._unsafe_set_version_counter(tuple(self._versions), tuple(self._versions.values()))
             self._versions.clear()
 
     def invalidate(self, changed: Iterable[nn.Parameter] | None = None) -> None:
-        """Compute with what the shards hold now: free gathered weights, gather resident ones again.
+        """Discard outdated gathered weights: free temporary ones, gather resident ones again from the shards.
 
         Args:
-            changed: Parameters whose values differ; all by default. Earlier graphs through them cannot go backward.
+            changed: Parameters whose values changed; all by default. Backward through earlier graphs of them fails.
         """
         if not self.is_resident:
             self.release()
@@ -212,13 +212,13 @@ class ComputeWeights:
                 self._pending = self.collectives.all_gather(self.storage.full, self.layout.index)
 
     def refresh(self, master: Tensor) -> None:
-        """Copy new master weights to the shard, beside the computation; :meth:`invalidate` must follow."""
+        """Copy new master weights to the shard, overlapping the computation; :meth:`invalidate` must follow."""
         place = self.placement
         with self.memory.copying(place.param_tier) as self._refreshed:
             self.memory.copy(self.shard, master, place.step_tier, place.param_tier)
 
     def lend(self) -> Tensor:
-        """Return the flat memory for gradients to take the place of the weights."""
+        """Return the flat memory, for gradients to overwrite the weights."""
         if self.state is not ChunkState.OVERWRITTEN:
             if self.state is ChunkState.RELEASED:
                 self._resize(self.layout.nbytes)
@@ -227,13 +227,13 @@ class ComputeWeights:
         return self.storage.full
 
     def note_overwritten(self, parameter: nn.Parameter) -> None:
-        """Let autograd refuse whatever would still read a weight that its gradient has overwritten."""
+        """Mark a weight as overwritten by its gradient, so that autograd refuses to read it."""
         self._versions.setdefault(parameter, parameter._version)
         torch.autograd.graph.increment_version(parameter)
         self.storage.hide_one(parameter)
 
     def move(self, placement: ChunkPlacement) -> None:
-        """Move to other tiers; the chunk is released and no copy is pending."""
+        """Move to other tiers, after :meth:`release` and with no copy pending."""
         memory, old, was_resident, shard = self.memory, self.placement, self.is_resident, self.shard
         self.placement, self.is_resident = placement, placement.is_resident(self.collectives.world_size)
         if was_resident and not self.is_resident:
@@ -255,7 +255,7 @@ class ComputeWeights:
             self._shard = memory.moved(self._shard, placement.param_tier)
 
     def discard(self) -> None:
-        """Free all memory; the parameters have other memory by now."""
+        """Free all memory, after the parameters got other memory."""
         self._free_shard()
         self.storage.discard()
 

@@ -1,4 +1,4 @@
-"""The settings of the Gemini engine, checked before any memory is spent."""
+"""The settings of the Gemini engine, checked before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sd_lightning._errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class GeminiConfig:
-    """How weights, gradients and optimizer states are cut, placed and moved.
+    """How weights, gradients and optimizer states are sharded, placed and moved.
 
-    The names of the fractions are ColossalAI's. Fractions are reached in whole chunks, from the first one on.
+    The names of the fractions are ColossalAI's. Fractions are rounded up to whole chunks, starting with the first one.
 
     Raises:
-        UsageError: A setting, or a combination of settings, cannot work.
+        UsageError: A setting, or a combination of settings, is invalid.
     """
 
     placement: Literal["static", "auto"] = "static"
@@ -32,29 +32,30 @@ class GeminiConfig:
     offload_param_frac: float = 0.0
     """Part of the weights whose shards live on the slow tier between uses; sharded weights only."""
     disk_optim_frac: float = 0.0
-    """Part of the master weights and optimizer states that lives in mapped files under ``offload_dir``."""
+    """Part of the master weights and optimizer states that lives in memory-mapped files under ``offload_dir``."""
     chunk_numel: int | None = None
-    """Elements of a chunk; by default the size with the least padding."""
+    """Elements per chunk; by default the size with the least padding."""
     chunk_search: tuple[int, int] | None = None
-    """Smallest and largest size to search, in elements; by default from the size of the model."""
+    """Smallest and largest chunk size to search, in elements; by default derived from the model size."""
     gathered_budget: int | None = None
-    """Bytes of temporarily gathered weights; no limit by default. One unit is always gathered as a whole."""
+    """Limit for temporarily gathered weights, in bytes; none by default. One unit is always gathered as a whole."""
     prefetch: int = 2
-    """Chunks gathered ahead of their use, in the traced order and inside the budget."""
+    """Chunks gathered ahead of their use, in the traced order and within the budget."""
     memory_cap: float | str | None = None
     """For ``auto``: how much of the fast tier may be used, as a fraction of the device in (0, 1] or a size:
-    ``"20GiB"``, ``"512MiB"``, a number of bytes. On the CPU the device is the host's memory, divided by the processes
-    on it."""
+    ``"20GiB"``, ``"512MiB"``, a number of bytes. On the CPU, the device is the host memory divided by the number of
+    its processes."""
     offload_dir: str | Path | None = None
     """Folder on a fast local disk for ``disk_optim_frac``."""
     compute_dtype: torch.dtype | None = None
     """Type in which weights are gathered and gradients computed; by default each parameter's own."""
     reduce_dtype: torch.dtype = torch.float32
-    """Type in which gradients of narrower types are summed over the ranks; others are summed in their own. A half
-    precision type halves what nccl sends, and rounds at every addition."""
+    """Type in which gradients of narrower types are summed over the ranks; others are summed in their own. A
+    half-precision type halves the bytes that nccl sends, and rounds at every addition."""
     reduce_once: bool | Literal["auto"] = False
     """Inside ``no_sync``, keep whole float32 gradients and reduce them once, instead of after each micro-batch;
-    ``"auto"``: if there is memory for them. The order of summation differs, so that what fits changes bits."""
+    ``"auto"``: if there is memory for them. The order of summation differs, so the free
+    memory can change the last bits."""
 
     def __post_init__(self) -> None:
         for name in _FRACTIONS:
@@ -98,10 +99,10 @@ class GeminiConfig:
         self.memory_cap_bytes(1)
 
     def memory_cap_bytes(self, device_bytes: int) -> int | None:
-        """Return ``memory_cap`` on a device of this size.
+        """Return ``memory_cap`` in bytes on a device of this size.
 
         Raises:
-            UsageError: It is neither a fraction nor a size.
+            UsageError: ``memory_cap`` is neither a fraction nor a size.
         """
         if self.memory_cap is None:
             return None

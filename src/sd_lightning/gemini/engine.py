@@ -1,4 +1,4 @@
-"""The Gemini engine: networks in chunks, and what trains them."""
+"""The Gemini engine: networks in chunks, and their training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sd_lightning.gemini.state import EngineState
 
 
 class GeminiEngine(ChunkedNetworks):
-    """Train networks whose parameters live in chunks: sharded, gathered when needed, placed on tiers.
+    """Training of networks whose parameters live in chunks: sharded, gathered when needed, placed on tiers.
 
     Call networks and ``loss.backward()`` as usual; build optimizers over the parameters afterwards and hand each to
     :meth:`optimizer`. All ranks make the same calls, in the same order. Arguments are those of
@@ -50,13 +50,13 @@ class GeminiEngine(ChunkedNetworks):
         self.accumulation = Accumulation(self, self.auto)
 
     def optimizer(self, inner: torch.optim.Optimizer) -> GeminiOptimizer:
-        """Return an optimizer that steps the chunks by the groups of a torch optimizer.
+        """Return an optimizer that steps the chunks with the parameter groups of a torch optimizer.
 
         Args:
             inner: An elementwise optimizer over parameters of the networks, made after this engine.
 
         Raises:
-            UsageError: The optimizer's update is not elementwise, or another optimizer has one of its parameters.
+            UsageError: The optimizer's update is not elementwise, or another optimizer steps one of its parameters.
         """
         given = [parameter for group in inner.param_groups for parameter in group["params"]]
         if any(optimizer.owns(parameter) for optimizer in self.optimizers for parameter in given):
@@ -71,7 +71,7 @@ class GeminiEngine(ChunkedNetworks):
         return optimizer
 
     def drop_optimizers(self) -> None:
-        """Forget all optimizers, their states and gradients, as before a new fit."""
+        """Drop all optimizers, their states and gradients, for example before a new fit."""
         self.abort()
         self.optimizers.clear()
         for chunk in self.chunks:
@@ -79,19 +79,19 @@ class GeminiEngine(ChunkedNetworks):
         self.memory.release_unused()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to go backward from: multiplied by the loss scale in float16, itself otherwise."""
+        """Return the loss for backward: multiplied by the loss scale in float16, unchanged otherwise."""
         return loss if self.loss_scale is None else self.loss_scale.scale(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute and reduce the gradients of a loss, scaled in float16."""
+        """Run backward from a loss, scaled in float16, and reduce the gradients."""
         self.scale_loss(loss).backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Mark backward passes of micro-batches before the last one of a step; a collective call.
+        """Mark the backward passes of all micro-batches of a step but the last; a collective call.
 
-        With ``reduce_once`` they are kept whole, in float32, and reduced with those of the next pass outside; without
-        it they are reduced now and only this rank's shard is kept.
+        With ``reduce_once``, gradients are kept whole in float32, and reduced by the next pass outside of ``no_sync``.
+        Without it, each pass reduces them and only this rank's shard is kept.
         """
         with self.runtime.reducer.keeping_gradients() if self.accumulation.keeps_gradients() else nullcontext():
             yield

@@ -1,4 +1,4 @@
-"""Gather the chunks of a unit before it computes, others ahead of their use, within a budget."""
+"""Gather the chunks of a unit before it computes, and prefetch others, within a budget."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _EVICTABLE = {ChunkState.GATHERING, ChunkState.GATHERED}
 
 
 class Gatherer:
-    """Decides which chunks are gathered; the same on every rank.
+    """Gather, prefetch and evict chunks, with the same decisions on every rank.
 
     Args:
         tracer: Predicts when chunks are used.
-        reducer: Knows all chunks; its reductions hold temporary memory, too.
+        reducer: Holds all chunks; its reductions also take temporary memory.
         budget: Bytes of temporarily gathered chunks; None for no limit.
         prefetch: Chunks gathered ahead.
     """
@@ -31,10 +31,10 @@ class Gatherer:
         self._num_ahead = prefetch
 
     def gather(self, indices: Sequence[int], in_use: Callable[[], set[int]]) -> None:
-        """Gather chunks and order the computation after them; begin to gather what comes next.
+        """Gather chunks, prefetch the next ones, and order the computation after the chunks.
 
         Args:
-            indices: Of the chunks.
+            indices: Indices of the chunks.
             in_use: Returns other chunks that must not be released.
         """
 
@@ -77,7 +77,7 @@ class Gatherer:
             begun += 1
 
     def _make_room(self, needed: int, until: int, busy: Callable[[], set[int]]) -> bool:
-        """Release chunks that are used again after ``until``, the furthest first; return whether there is room."""
+        """Evict chunks whose next use is after ``until``, the furthest first; return whether there is room."""
         if self.budget is None or not needed:
             return True
         must = until == Tracer.NEVER

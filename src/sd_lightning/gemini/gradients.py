@@ -1,4 +1,4 @@
-"""The gradients of one chunk on one rank: whole ones, their reduction, and what is accumulated for the step."""
+"""The gradients of one chunk on one rank: whole gradients, their reduction, and the accumulated shard."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sd_lightning.gemini.tiers import Buffer, Kind, Tier
 class ChunkGradients:
     """Whole gradients of a backward pass, and the accumulated shard of their sum over ranks and passes.
 
-    Whole gradients take the place of gathered weights; they have memory of their own where weights are resident, or
-    where they are kept for more than one pass. The sum lives on the optimizer's tier.
+    Whole gradients overwrite gathered weights. They have separate memory if the weights are resident, or if gradients
+    are kept for more than one pass. The sum lives on the tier where the optimizer steps.
 
     Args:
         weights: The compute weights of the chunk.
@@ -30,18 +30,18 @@ class ChunkGradients:
         self._weights = weights
         self._memory = weights.memory
         self._whole: Buffer | None = None
-        """Whole gradients that have memory of their own."""
+        """Whole gradients in separate memory."""
         self._filled: set[str] = set()
-        """Parameters whose gradients of this pass are in their slots."""
+        """Parameters whose gradient of this pass is in its slot."""
         self._pending: Pending | None = None
         self._reduced: Tensor | None = None
-        """The shard that the reduction under way sums up."""
+        """The shard that receives the sums of the current reduction."""
         self._offloaded: tuple[Buffer, Arrival] | None = None
-        """Reduced gradients on their way to the slow tier."""
+        """Reduced gradients that are being copied to the slow tier."""
         self._landing: deque[tuple[Buffer, Arrival]] = deque()
-        """Those of later passes, which the host has not yet added to the accumulated ones."""
+        """Those of later passes, which the host has not yet added to ``accumulated``."""
         self._landed = Arrival()
-        """Of the accumulated gradients on the slow tier."""
+        """Arrival of the accumulated gradients on the slow tier."""
 
     @property
     def is_empty(self) -> bool:
@@ -54,7 +54,7 @@ class ChunkGradients:
         Args:
             parameter: One of this chunk.
             gradient: In the shape of the parameter.
-            keep: Whole gradients stay for more than one pass: they add up in float32, in memory of their own.
+            keep: Keep whole gradients for more than one pass: add them up in float32, in separate memory.
         """
         weights = self._weights
         slot = weights.storage.slots[parameter]
@@ -71,17 +71,17 @@ class ChunkGradients:
             weights.note_overwritten(parameter)
 
     def has_overwritten(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient is in the place of this weight."""
+        """Return whether a gradient has overwritten this weight."""
         weights = self._weights
         return weights.state is ChunkState.OVERWRITTEN and weights.storage.slots[parameter].name in self._filled
 
     def reduce(self) -> None:
-        """Begin to sum the gradients over the ranks."""
+        """Start to reduce-scatter the gradients."""
         weights, layout = self._weights, self._weights.layout
         slots = self._slots(keep=False)
         for slot in layout.slots:
             if slot.name not in self._filled:
-                slots[slot.begin : slot.end].zero_()  # unused on this rank: others may have used it
+                slots[slot.begin : slot.end].zero_()  # not used on this rank, but maybe on others
         for begin, end in layout.gaps():
             slots[begin:end].zero_()
         self._filled.clear()
@@ -91,7 +91,7 @@ class ChunkGradients:
             self._offload()
 
     def finish_reduction(self) -> None:
-        """Add the sum of :meth:`reduce` to what is accumulated."""
+        """Add the result of :meth:`reduce` to the accumulated gradients."""
         if self._weights.placement.step_tier is Tier.SLOW:
             if self._offloaded is None:
                 self._offload()
@@ -109,7 +109,7 @@ class ChunkGradients:
             self._add_landed(self._landing[0][0])
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Set a parameter's gradients to zero, whole and accumulated; others of the chunk stay."""
+        """Set the whole and accumulated gradients of one parameter to zero."""
         slot = self._weights.storage.slots[parameter]
         self._filled.discard(slot.name)
         if self._weights.placement.step_tier is Tier.SLOW:
@@ -120,7 +120,7 @@ class ChunkGradients:
             self._weights.bounds.view_of(slot, self.accumulated.tensor).zero_()
 
     def drop(self) -> None:
-        """Free all gradients, also those that are being reduced."""
+        """Free all gradients, including those being reduced."""
         self._wait()
         self._filled.clear()
         if self._offloaded is not None:
@@ -136,12 +136,12 @@ class ChunkGradients:
             self.accumulated = None
 
     def move(self, tier: Tier) -> None:
-        """Move what is accumulated to another tier."""
+        """Move the accumulated gradients to another tier."""
         if self.accumulated is not None:
             self.accumulated = self._memory.moved(self.accumulated, tier)
 
     def _slots(self, keep: bool) -> Tensor:
-        """Return the memory of whole gradients; allocate it if there is none."""
+        """Return the memory of whole gradients; allocate it if needed."""
         weights, layout = self._weights, self._weights.layout
         if self._whole is None and not keep and not weights.is_resident:
             return weights.lend()
@@ -152,7 +152,7 @@ class ChunkGradients:
         return self._whole.tensor
 
     def _widened(self, slots: Tensor) -> Tensor:
-        """Copy whole gradients to the wider type in which they are sent, if there is one."""
+        """Return whole gradients in the type in which they are sent, copied if it is wider."""
         dtype = self._weights.collectives.sent_dtype(slots.dtype)
         if dtype == slots.dtype:
             return slots
@@ -183,7 +183,7 @@ class ChunkGradients:
             self.accumulated.tensor.copy_(self._reduced)
 
     def _offload(self) -> None:
-        """Copy the reduced gradients to the slow tier as soon as they are there, beside the computation."""
+        """Copy the reduced gradients to the slow tier after the reduction, overlapping the computation."""
         assert self._reduced is not None
         dtype = self._weights.layout.master_dtype if self.accumulated is None else self._reduced.dtype
         with self._memory.copying(Tier.SLOW) as arrival:
@@ -193,10 +193,10 @@ class ChunkGradients:
         self._offloaded = buffer, arrival
 
     def _receive(self) -> None:
-        """Add the gradients that went to the slow tier to the accumulated ones there."""
+        """Add the gradients copied to the slow tier to the accumulated ones there."""
         assert self._offloaded is not None
         (buffer, arrival), self._offloaded = self._offloaded, None
-        arrival.join()  # the memory they came from is used again
+        arrival.join()  # their source memory will be reused
         if self.accumulated is None:
             self.accumulated, self._landed = buffer, arrival
             return
@@ -204,11 +204,11 @@ class ChunkGradients:
         self._memory.land(arrival, partial(self._add_landed, buffer))
 
     def _add_landed(self, buffer: Buffer) -> None:
-        """Add the gradients that came to the slow tier first; do nothing if these are no longer they."""
+        """Add ``buffer`` to the accumulated gradients if it is the oldest one landing; otherwise do nothing."""
         if not self._landing or self._landing[0][0] is not buffer:
             return
         (_, arrival), self._landed = self._landing.popleft(), Arrival()
-        arrival.wait()  # and so for those that came before
+        arrival.wait()  # earlier copies are done then, too
         assert self.accumulated is not None
         self.accumulated.tensor.add_(buffer.tensor)
         self._memory.free(buffer, arrival)

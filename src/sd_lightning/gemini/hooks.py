@@ -1,4 +1,4 @@
-"""Functions around the calls of modules, compiled ones too, and what may look on."""
+"""Hooks around module calls, compiled ones too, and the interfaces of observers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 Observer = Callable[[str, int], None]
-"""(phase: "forward", "backward" or "end", unit): called when the weights of the unit are there."""
+"""(phase: "forward", "backward" or "end", unit): called when the weights of the unit are gathered."""
 
 
 class Monitor(Protocol):
-    """Measures what takes memory beside the chunks."""
+    """Measurement of the memory that is not in chunks."""
 
     def access(self, phase: str, unit: int) -> None:
         """Note that a unit's weights are about to be gathered."""
@@ -25,7 +25,7 @@ class Monitor(Protocol):
         ...
 
     def abort(self) -> None:
-        """Forget the pass under way."""
+        """Forget the current pass."""
         ...
 
 
@@ -37,14 +37,14 @@ Undo = Callable[[], None]
 
 
 def wrap_calls(module: nn.Module, before: Before, after: After) -> list[Undo]:
-    """Call functions before and after each forward of a module, first and last; return what removes them."""
+    """Call ``before`` first and ``after`` last in each forward of a module; return functions that remove them."""
     compiled = module._compiled_call_impl
     if compiled is None:
         begin = module.register_forward_pre_hook(torch._dynamo.disable(before), prepend=True)
         end = module.register_forward_hook(torch._dynamo.disable(after), always_call=True)
         return [begin.remove, end.remove]
 
-    # A compiled module calls its hooks inside the compiled region: these stay outside of it.
+    # A compiled module calls its hooks inside the compiled region; these must stay outside.
     def call(*args: Any, **kwargs: Any) -> Any:
         before(module, args)
         output = None

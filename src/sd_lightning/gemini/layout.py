@@ -38,14 +38,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Flat memory and the parameters in it: of one type, and either all trained or all frozen."""
+    """Flat memory and its parameters, which have one type and are either all trained or all frozen."""
 
     index: int
     dtype: torch.dtype
     is_trained: bool
     slots: tuple[Slot, ...]
     numel: int
-    """With padding; a multiple of ``ALIGNMENT * world_size``."""
+    """Elements, with padding; a multiple of ``ALIGNMENT * world_size``."""
 
     @property
     def nbytes(self) -> int:
@@ -98,13 +98,13 @@ class Shard:
         return (begin, end) if begin < end else (0, 0)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
-        """Return where the owned part of a parameter lies in the shard."""
+        """Return the range of the shard that holds the owned part of a parameter."""
         begin, end = self.owned(slot)
         offset = slot.begin - self.begin
         return (offset + begin, offset + end) if begin < end else (0, 0)
 
     def view_of(self, slot: Slot, flat: Tensor) -> Tensor:
-        """Return the part of one parameter in a flat tensor of the shard's size."""
+        """Return the view of one parameter's part in a flat tensor of the shard's size."""
         begin, end = self.range_of(slot)
         return flat[begin:end]
 
@@ -115,9 +115,9 @@ def align(numel: int, multiple: int = ALIGNMENT) -> int:
 
 
 def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> list[ChunkLayout]:
-    """Pack parameters, in their order, into chunks of one size.
+    """Pack parameters, in order, into chunks of one size.
 
-    A parameter larger than a chunk gets one of its own. The last chunk of each kind ends where its parameters end.
+    A parameter larger than a chunk gets its own chunk. The last chunk of each kind ends where its parameters end.
 
     Args:
         specs: In the order of execution; names are unique.
@@ -157,14 +157,14 @@ class _OpenChunk:
     slots: list[Slot]
     used: int
     numel: int = 0
-    """Size once it is closed for a following chunk."""
+    """Final size, set when the next chunk is opened; 0 before."""
 
 
 def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
     """Return the range of chunk sizes to search: up to about 100 chunks, of 16 Ki to 32 Mi elements.
 
-    It is wide, since few sizes pack a UNet's convolutions well (SD 2.1: 3 % padding at 5.0 Mi elements, 12 % at 18.8
-    Mi).
+    The range is wide because few sizes pack a UNet's convolutions well (SD 2.1: 3 % padding at 5.0 Mi elements, 12 %
+    at 18.8 Mi).
     """
     lower = min(max(sum(spec.numel for spec in specs) // 96, 2**14), 2**22)
     return lower, 8 * lower
@@ -173,13 +173,13 @@ def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
 def search_chunk_numel(
     specs: Sequence[ParameterSpec], search: tuple[int, int], world_size: int, *, candidates: int = 256
 ) -> int:
-    """Return the chunk size with the least padding; the largest of equally good ones.
+    """Return the chunk size with the least padding; the largest one in a tie.
 
     Args:
         specs: Parameters in the order of execution.
         search: Smallest and largest size in elements.
         world_size: Number of shards of a chunk.
-        candidates: Sizes tried, evenly spread.
+        candidates: Number of sizes to try, evenly spread.
     """
     unit = ALIGNMENT * world_size
     lower, upper = align(search[0], unit), align(search[1], unit)

@@ -30,7 +30,7 @@ class LossScale:
     """Whether one of these optimizers overflowed; the scale changes once for all of them."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to go backward from."""
+        """Return the scaled loss for backward."""
         self.used, self.has_succeeded, self.has_overflowed = self.value, False, False
         return loss * self.value
 

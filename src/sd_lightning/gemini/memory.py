@@ -1,4 +1,4 @@
-"""Allocation of flat buffers on the tiers, and copies between tiers beside the computation."""
+"""Allocation of flat buffers on the tiers, and copies between tiers that overlap the computation."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from sd_lightning.gemini.tiers import Buffer, Kind, Ledger, Tier
 log = logging.getLogger(__name__)
 
 _MAX_LANDING = 4
-"""Buffers whose copies to the host may be under way while the host goes on; as many as reductions."""
+"""Pending copies to the host before the host waits for one; as many as reductions."""
 _MAX_WAITING = 2
-"""Kept buffers of one size that copies still need before the host waits for one of them."""
+"""Kept buffers of one size, all still in use by copies, before the host waits for one of them."""
 
 
 class Arrival:
-    """Events after which copies beside the computation are done; none where there are no streams.
+    """Events that mark the end of asynchronous copies; none on devices without streams.
 
     Args:
         module: The device module, such as ``torch.cuda``.
-        device: Its current stream is the one that waits.
+        device: Its current stream waits in :meth:`join`.
     """
 
     def __init__(self, module: Any = None, device: torch.device | None = None) -> None:
@@ -39,7 +39,7 @@ class Arrival:
         self._events: list[Any] = []
 
     def after(self, streams: Sequence[Any]) -> Arrival:
-        """Include what was submitted to these streams so far."""
+        """Include the work submitted to these streams so far."""
         for stream in streams:
             self._events.append(self._module.Event())
             self._events[-1].record(stream)
@@ -62,18 +62,18 @@ class Arrival:
 
 
 class Memory:
-    """Allocate, copy and free flat buffers on the tiers of one rank.
+    """Allocation, copies and freeing of flat buffers on the tiers of one rank.
 
-    On an accelerator, copies to the fast tier have a stream of their own, and copies from it another, so that both
-    directions overlap each other and the computation. Only the arrivals from :meth:`copying` order the streams.
+    On an accelerator, copies to the fast tier and copies from it have one stream each, so that both directions overlap
+    each other and the computation. Only the arrivals from :meth:`copying` order the streams.
 
     Args:
         device: The fast tier.
-        offload_dir: Folder for the files of the disk tier. They are unlinked at once, so nothing is left behind when
-            the process ends, however it ends.
+        offload_dir: Folder for the files of the disk tier. They are unlinked at once, so no file remains even if the
+            process crashes.
 
     Raises:
-        UsageError: ``offload_dir`` cannot be written to, or later: it is full.
+        UsageError: ``offload_dir`` cannot be written to, or is full at a later allocation.
     """
 
     def __init__(self, device: torch.device, offload_dir: str | Path | None = None) -> None:
@@ -82,7 +82,7 @@ class Memory:
         self.on_accelerator = device.type != "cpu"
         self._offload_dir = offload_dir
         self._pinned: dict[int, list[tuple[Tensor, Arrival]]] = {}
-        """Kept host memory by bytes, the oldest first, with the copies that may still need it."""
+        """Kept host memory by size in bytes, oldest first, with the copies that may still need it."""
         self._landing: deque[tuple[Arrival, Callable[[], None]]] = deque()
         if offload_dir is not None:
             try:
@@ -102,7 +102,7 @@ class Memory:
             self._to_fast, self._to_slow = self._module.Stream(device), self._module.Stream(device)
             _pin_without_rounding()
 
-    @torch.inference_mode(False)  # what is allocated in a validation may be used again in training
+    @torch.inference_mode(False)  # memory allocated in validation may be reused in training
     @torch.no_grad()
     def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:
         """Return a new flat buffer."""
@@ -118,11 +118,11 @@ class Memory:
         return Buffer(tensor, tier, kind)
 
     def free(self, buffer: Buffer, last_use: Arrival | None = None) -> None:
-        """Give a buffer's memory back; the buffer must not be used again.
+        """Free a buffer, which must not be used again.
 
         Args:
-            buffer: Of any tier.
-            last_use: After which its memory may be reused; by default after all copies submitted so far.
+            buffer: A buffer on any tier.
+            last_use: Arrival after which its memory may be reused; by default that of all copies so far.
         """
         self.ledger.add(buffer.tier, buffer.kind, -buffer.nbytes)
         if buffer.tier is Tier.SLOW and self.on_accelerator:
@@ -134,13 +134,13 @@ class Memory:
     def copy(self, target: Tensor, source: Tensor, source_tier: Tier, target_tier: Tier) -> None:
         """Copy values, converting their type, and count the bytes that cross tiers.
 
-        The narrower of the two types crosses, except from an accelerator to the host: there torch widens first, since
-        the host does not wait to do it afterwards.
+        Values cross in the narrower of the two types. Exception: torch widens before a copy from an accelerator to the
+        host, since the host does not wait to widen afterwards.
         """
         staged: Buffer | None = None
         if self.on_accelerator and source_tier is not target_tier and target.dtype.itemsize < source.dtype.itemsize:
             if target_tier is Tier.FAST:
-                # torch would convert into pageable memory, from which no copy overlaps the host.
+                # torch would convert into pageable memory, and copies from that block the host.
                 staged = self.allocate(Tier.SLOW, Kind.STAGED, source.numel(), target.dtype)
                 source = staged.tensor.copy_(source)
             else:
@@ -154,7 +154,7 @@ class Memory:
         self.ledger.move(source_tier, target_tier, target.numel() * width)
 
     def moved(self, buffer: Buffer, tier: Tier) -> Buffer:
-        """Return a buffer with the same values on another tier; the old one is freed."""
+        """Move a buffer to another tier: return the new buffer and free the old one."""
         if buffer.tier == tier:
             return buffer
         new = self.allocate(tier, buffer.kind, buffer.tensor.numel(), buffer.tensor.dtype)
@@ -165,13 +165,13 @@ class Memory:
 
     @contextmanager
     def copying(self, target: Tier) -> Iterator[Arrival]:
-        """Run the body beside the computation, after what was submitted so far.
+        """Run the body on a copy stream, after the work submitted so far.
 
         Args:
-            target: The tier that is copied to.
+            target: The tier to copy to.
 
         Yields:
-            The arrival of what the body copies; to be used after the body.
+            The arrival of the body's copies; use it after the body.
         """
         arrival = Arrival(self._module, self.device)
         if self._module is None:
@@ -186,12 +186,12 @@ class Memory:
     def land(self, arrival: Arrival, receive: Callable[[], None]) -> None:
         """Call ``receive`` on the host without waiting: now if the copies have arrived, otherwise later.
 
-        At most ``_MAX_LANDING`` may be outstanding; then the host waits for the oldest. Whoever reads what ``receive``
-        writes before that calls it first.
+        At most ``_MAX_LANDING`` calls are outstanding; beyond that, the host waits for the oldest. To read the
+        result of ``receive`` earlier, call it first.
 
         Args:
-            arrival: Of what is received.
-            receive: Waits for it; does nothing when called again.
+            arrival: The arrival of the copies.
+            receive: Waits for the copies; does nothing when called again.
         """
         self._landing.append((arrival, receive))
         while self._landing and (len(self._landing) > _MAX_LANDING or self._landing[0][0].is_past):
@@ -204,7 +204,7 @@ class Memory:
                 stream.synchronize()
 
     def release_unused(self) -> None:
-        """Give back the host memory that is kept for reuse."""
+        """Free the host memory that is kept for reuse."""
         self.wait_for_copies()
         for nbytes, kept in self._pinned.items():
             self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes * len(kept))
@@ -236,7 +236,7 @@ class Memory:
             return torch.empty(0, dtype=dtype)  # an empty file cannot be mapped
         with tempfile.NamedTemporaryFile(prefix="gemini-", dir=self._offload_dir) as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # writing to a mapped hole of a full disk would be fatal
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # writing to a mapped hole of a full disk is fatal
             except OSError as error:
                 raise UsageError(
                     f"GeminiConfig got offload_dir={self._offload_dir}, which has no room for {nbytes} bytes more "
@@ -246,7 +246,7 @@ class Memory:
 
 
 def _pin_without_rounding() -> None:
-    """Keep torch from rounding pinned memory up to powers of two, which would take up to twice as much."""
+    """Stop torch from rounding pinned memory up to powers of two, which takes up to twice as much."""
     name = "pinned_max_round_threshold_mb"
     try:
         given = torch._C._accelerator_getAllocatorSettings()

@@ -1,4 +1,4 @@
-"""Networks before and beside their chunks: their units, the names of parameters, the meta device, buffers."""
+"""Preparation of networks for chunks: units, parameter names, meta parameters, buffers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Unit:
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
     is_container: bool = False
-    """Whether other units run inside it, so that it is in use until the backward pass ends."""
+    """Whether other units run inside it, so that it stays in use until the backward pass ends."""
 
 
 def find_units(networks: Mapping[str, nn.Module], blocks: Iterable[nn.Module] | None = None) -> list[Unit]:
     """Divide networks into units that together own all parameters.
 
-    A block with everything inside it is a unit, and so are the largest modules outside of blocks that have no block
-    inside. A module that has blocks inside and parameters of its own is a unit for the latter.
+    Each block is a unit, with everything inside it. So is each largest module that contains no block and is in none. A
+    module that contains blocks is a unit for its own direct parameters, if it has any.
 
     Args:
-        networks: By the prefix of their parameters' names ("unet"; "" for none).
-        blocks: Repeated units; by default the children of every ``nn.ModuleList`` and ``nn.Sequential``.
+        networks: By name prefix of their parameters ("unet"; "" for none).
+        blocks: Repeated modules; by default the children of every ``nn.ModuleList`` and ``nn.Sequential``.
     """
     if blocks is None:
         blocks = [
@@ -50,14 +50,14 @@ def find_units(networks: Mapping[str, nn.Module], blocks: Iterable[nn.Module] | 
 
 def _units(name: str, module: nn.Module, blocks: set[nn.Module]) -> Iterator[Unit]:
     inside = [child for child in module.modules() if child is not module and child in blocks]
-    # Lists and dictionaries of modules are never called, so they cannot be gathered for.
+    # ModuleList and ModuleDict are never called, so no hook can gather for them.
     is_callable = not isinstance(module, nn.ModuleList | nn.ModuleDict)
     if is_callable and (module in blocks or not inside):
         parameters = tuple(module.parameters())
         if parameters:
             yield Unit(name, module, parameters)
         return
-    # Lists of parameters are never called either: they are the parent's own.
+    # ParameterList and ParameterDict are never called either: the parent owns theirs.
     lists = [child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
     own = tuple(parameter for owner in (module, *lists) for parameter in owner.parameters(recurse=False))
     if own:
@@ -69,11 +69,11 @@ def _units(name: str, module: nn.Module, blocks: set[nn.Module]) -> Iterator[Uni
 
 
 Reader = Callable[[str, int, int], Tensor]
-"""(name, begin, end): values of a flat range of a parameter or buffer, of any type, on the CPU."""
+"""(name, begin, end): returns a flat range of a parameter or buffer, in any dtype, on the CPU."""
 
 
 def replace_meta_parameters(networks: Iterable[nn.Module], reader: Reader | None) -> None:
-    """Replace parameters on the meta device by ones on the host that take no memory.
+    """Replace parameters on the meta device by host parameters that take no memory.
 
     Raises:
         UsageError: There are parameters or buffers on the meta device and no reader.
@@ -108,7 +108,7 @@ def parameter_names(networks: Mapping[str, nn.Module]) -> dict[nn.Parameter, str
 def parameter_specs(
     units: Iterable[Unit], names: Mapping[nn.Parameter, str], config: GeminiConfig
 ) -> list[ParameterSpec]:
-    """Return what goes into chunks, in the order of the units: all parameters of floating-point types.
+    """Return the parameters that go into chunks, in the order of the units: all floating-point ones.
 
     Raises:
         UsageError: A parameter cannot be trained in a chunk.
@@ -120,7 +120,7 @@ def parameter_specs(
                 raise UsageError(
                     f"Gemini got {names[parameter]} of type {parameter.dtype} to train; expected a floating-point type"
                 )
-            continue  # whole on every rank
+            continue  # replicated on every rank
         is_row_major = parameter.is_contiguous() or parameter.dim() != 4
         if not is_row_major and parameter.is_contiguous(memory_format=torch.channels_last):
             raise UsageError(
@@ -135,7 +135,7 @@ def parameter_specs(
 def place_others(
     networks: Mapping[str, nn.Module], in_chunks: Container[nn.Parameter], device: torch.device, reader: Reader | None
 ) -> None:
-    """Bring what is in no chunk to the fast tier, whole: buffers, and parameters of integers."""
+    """Move all tensors outside of chunks to the fast tier: buffers, and integer parameters."""
 
     def read(name: str, tensor: Tensor) -> Tensor:
         assert reader is not None

@@ -1,4 +1,4 @@
-"""The optimizer that steps chunks, driven by the groups of the user's own."""
+"""The optimizer that steps chunks with the parameter groups of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sd_lightning.gemini.update import Progress, Update
 
 
 class GeminiOptimizer(torch.optim.Optimizer):
-    """Stands in for the user's optimizer, whose groups it shares: schedulers made for either drive both.
+    """Wrapper of the user's optimizer that shares its groups: schedulers made for either drive both.
 
-    A parameter is stepped if it got a gradient on any rank, as under DDP; others keep weights, moments and step
-    count, as torch does where ``grad`` is None. A step uses the gradients up: ``zero_grad`` after it does nothing.
+    A parameter is stepped if it got a gradient on any rank, as in DDP. Others keep weights, moments and step count, as
+    in torch if ``grad`` is None. A step consumes the gradients: ``zero_grad`` after it does nothing.
 
     Args:
         inner: An elementwise optimizer over trained parameters of the engine.
         engine: Owns the chunks.
-        accumulation: Is told of steps.
-        loss_scale: What the gradients are multiplied by, in float16.
+        accumulation: Is notified of steps.
+        loss_scale: The loss scale in float16; None otherwise.
 
     Raises:
         UsageError: The optimizer's update is not elementwise, or it steps parameters that the engine does not train.
@@ -45,7 +45,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self._is_built = False
         self._stepper = Stepper(inner, engine)
-        inner.state.clear()  # some make states of whole parameters when they are built
+        inner.state.clear()  # some constructors create states of whole parameters
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self._engine = engine
@@ -59,21 +59,21 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer, by the name under which Lightning's callbacks look for a wrapped one."""
+        """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
         return self.inner
 
     @property
     def update(self) -> Update:
-        """How flat ranges are stepped."""
+        """The update of flat ranges."""
         return self._stepper.update
 
     @property
     def progress(self) -> dict[nn.Parameter, Progress]:
-        """How far parameters have been stepped."""
+        """Progress of the parameters that were stepped."""
         return self._stepper.progress
 
     def adopt(self) -> None:
-        """Take on the parameters and settings of all groups.
+        """Adopt the parameters and settings of all groups.
 
         Raises:
             UsageError: An update is not elementwise, or the engine does not train a parameter.
@@ -83,7 +83,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Step further parameters, of those that the engine trains, from their next gradients on; a collective call.
+        """Add parameters that the engine trains, to be stepped from their next gradients on; a collective call.
 
         Raises:
             UsageError: The engine does not train them: they were frozen when it was made.
@@ -102,7 +102,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self._engine.runtime.touched.discard(parameter)
 
     def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this optimizer steps a parameter."""
+        """Return whether this optimizer steps a parameter."""
         return parameter in self._stepper.group_of
 
     def state_kinds(self, parameter: nn.Parameter) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights from the reduced gradients; skip the step if one is not finite under loss scaling.
+        """Update the weights; with loss scaling, skip the step if a gradient is not finite.
 
         Args:
             closure: Computes the loss and its gradients again; called once.
@@ -150,7 +150,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the hyper-parameters of the groups; states are in the engine's ``state.load``."""
+        """Load the hyper-parameters of the groups; the engine's ``state.load`` loads the states."""
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise UsageError(
@@ -163,9 +163,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Let the next step scale the gradients so that their global norm is at most ``max_norm``.
+        """Clip the global norm of the gradients to ``max_norm``, as part of the next step.
 
-        Costs one pass over this rank's gradients; the scaling itself is part of the step.
+        Costs one pass over this rank's gradients.
 
         Returns:
             The norm before clipping, over all ranks, without the loss scale.
@@ -188,7 +188,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp every gradient to ``[-clip_value, clip_value]``; leave them if they overflowed, for the step to see."""
+        """Clamp all gradients to ``[-clip_value, clip_value]``; leave overflowed ones, for the step to detect."""
         self._engine.check_can_step()
         self._agreement.reach(with_norm=self._scaler is not None)
         if not self._pending_clip or (self._scaler is not None and not self._agreement.is_finite):
@@ -200,16 +200,16 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     @property
     def _scale(self) -> float:
-        """What the gradients are multiplied by."""
+        """The loss scale of the gradients."""
         return 1.0 if self._scaler is None else self._scaler.used
 
     @property
     def _pending_clip(self) -> float:
-        """What the next step multiplies them by: clipping by norm, unless they were forgotten since."""
+        """The factor of norm clipping for the next step; 1 if the gradients were aborted since."""
         return self._clip if self._aborts_before_clip == self._engine.runtime.statistics["aborted"] else 1.0
 
     def _forget(self) -> None:
-        """Drop this optimizer's gradients, and the memory where no other optimizer has gradients in it."""
+        """Drop this optimizer's gradients, and free their memory unless another optimizer has gradients in it."""
         runtime, stepper = self._engine.runtime, self._stepper
         runtime.touched.difference_update(stepper.parameters)
         for chunk in stepper.chunks:
@@ -224,7 +224,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._clip = 1.0
 
     def _is_shared(self, chunk: Chunk) -> bool:
-        """Whether another optimizer may have gradients in a chunk."""
+        """Return whether another optimizer may have gradients in a chunk."""
         if self._agreement.touched is not None and not self._engine.runtime.touched.intersection(chunk.slots):
             return False
         return not all(map(self.owns, chunk.slots))

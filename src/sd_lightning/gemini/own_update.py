@@ -1,4 +1,4 @@
-"""Any elementwise optimizer on flat ranges, by the user's own class, after trying out that it is elementwise."""
+"""Update of flat ranges by the user's own optimizer class, after a test that it is elementwise."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini.update import Group, Progress, Ranges, Update
 
 _TRIED_SHAPE = (96, 128)
-"""Large enough for optimizers that treat small parameters otherwise (bitsandbytes: below 4096 elements)."""
+"""Large enough for optimizers that treat small parameters differently (bitsandbytes: below 4096 elements)."""
 _TRIED_PARTS = [512, 4608, 7168]
-"""Multiples of what vector instructions take at a time."""
+"""Multiples of the width of vector instructions."""
 _TRIED_STEPS = 3
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_COPIED = ("state", "param_groups", "step", "_opt_called")
-"""Attributes of the user's object alone; schedulers put a ``step`` of their own on an optimizer."""
+"""Attributes of the user's object that are not copied; schedulers replace an optimizer's ``step``."""
 
 Kept = dict[str, Any]
-"""What an optimizer keeps of one parameter."""
+"""An optimizer's state of one parameter."""
 
 
 class _NotElementwise(Exception):
-    """Why a class cannot step flat ranges."""
+    """The reason a class cannot step flat ranges."""
 
 
 class OwnUpdate(Update):
-    """The user's own class steps flat ranges as if they were its parameters.
+    """Update by the user's own class, which steps flat ranges as if they were its parameters.
 
-    Whether it is elementwise is tried out with the settings of each group: a small matrix is stepped whole, and a copy
-    of it in flat parts, each by an optimizer of its own. Weights and states have to stay equal to the bit.
+    A test with the settings of each group checks that it is elementwise: a small matrix is stepped whole, and a copy of
+    it in flat parts, each by a separate optimizer. Weights and states must stay bit-equal.
 
-    A step on ranges is neither captured in a CUDA graph nor differentiated, and what is kept once per parameter stays
-    on the host: ``capturable`` and ``differentiable`` are off, and ``fused`` is on for chunks on the host only.
+    A step on ranges is neither captured in a CUDA graph nor differentiated, and scalars per parameter stay on the host.
+    So ``capturable`` and ``differentiable`` are off, and ``fused`` is used for chunks on the host only.
 
     Args:
         inner: The user's optimizer.
-        devices: Where chunks are stepped.
+        devices: Devices on which chunks are stepped.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, devices: Iterable[torch.device]) -> None:
@@ -49,11 +49,11 @@ class OwnUpdate(Update):
         self._kind = type(inner)
         self._devices = tuple(devices)
         self._is_made_when_built = any(inner.state.values())
-        """Whether the constructor makes states, as Adagrad's does."""
+        """Whether the constructor creates states, as Adagrad's does."""
         self._types: dict[str, torch.dtype | None] = {}
-        """By name of what is kept once per parameter: the type of the tensor, or None for a Python number."""
+        """By name of each scalar per parameter: the dtype of the tensor, or None for a Python number."""
         self._beside_weights: set[str] = set()
-        """Names of those tensors that have to be on the device of the weights."""
+        """Names of scalar tensors that must be on the device of the weights."""
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class OwnUpdate(Update):
             raise self._refusal(str(error)) from None
         for index, state in enumerate(stepped):
             for name, parts in states.items():
-                if state[name].data_ptr() != parts[index].data_ptr():  # the first step makes them, some make new ones
+                if state[name].data_ptr() != parts[index].data_ptr():  # made by the first step or replaced
                     parts[index].copy_(state[name])
         return self._progress(stepped[-1])
 
@@ -101,8 +101,8 @@ class OwnUpdate(Update):
     def _step(
         self, weights: Sequence[Tensor], gradients: Sequence[Tensor], kept: Sequence[Kept | None], group: Group
     ) -> list[Kept]:
-        """Step ranges, each with what was kept of it, None before its first step; return what is kept then."""
-        parameters = [weight.detach().requires_grad_() for weight in weights]  # of their own: they get gradients
+        """Step ranges with their states, which are None before the first step; return the new states."""
+        parameters = [weight.detach().requires_grad_() for weight in weights]  # separate objects: they get gradients
         settings = {key: _plain(value) for key, value in group.items() if key != "params"}
         settings |= {key: False for key in ("capturable", "differentiable") if key in settings}
         if settings.get("fused") and weights[0].device.type != "cpu":
@@ -120,12 +120,12 @@ class OwnUpdate(Update):
         if changed:
             raise _NotElementwise(f"it keeps {', '.join(changed)} from step to step, beside its parameters' states")
         for weight, parameter in zip(weights, parameters, strict=True):
-            if weight.data_ptr() != parameter.data_ptr():  # the class has put another tensor there
+            if weight.data_ptr() != parameter.data_ptr():  # the class has replaced the tensor
                 weight.copy_(parameter)
         return [stepper.state[parameter] for parameter in parameters]
 
     def _stepper(self, groups: list[dict[str, Any]], *, is_first: bool) -> torch.optim.Optimizer:
-        """Return an optimizer of the user's class, and with the attributes of the user's, over other parameters."""
+        """Return an optimizer over other parameters, with the class and attributes of the user's."""
         inner = self._inner
         if self._is_made_when_built and is_first:
             takes = inspect.signature(self._kind).parameters
@@ -133,19 +133,19 @@ class OwnUpdate(Update):
         stepper: torch.optim.Optimizer = object.__new__(self._kind)
         vars(stepper).update({key: value for key, value in vars(inner).items() if key not in _NOT_COPIED})
         vars(stepper).update({name: OrderedDict() for name in _HOOKS})
-        stepper.defaults = {**inner.defaults, "differentiable": False}  # by which torch decides on gradients
+        stepper.defaults = {**inner.defaults, "differentiable": False}  # torch enables gradients by this
         stepper.state = defaultdict(dict)
         stepper.param_groups = groups
         return stepper
 
     def _try_out(self, group: Group, device: torch.device) -> tuple[str, ...]:
-        """Return the names of states with one value per weight."""
+        """Test the update; return the names of states with one value per weight."""
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
                 return self._compare(group, device)
         except _NotElementwise as error:
             reason = str(error)
-        except Exception as error:  # whatever a class that was not made for it raises
+        except Exception as error:  # a class that was not made for this may raise anything
             reason = f"its step fails on a flat range of a parameter ({type(error).__name__}: {error})"
         raise self._refusal(reason)
 
@@ -159,7 +159,7 @@ class OwnUpdate(Update):
     def _compare(self, group: Group, device: torch.device) -> tuple[str, ...]:
         """Step a matrix whole and in parts, and compare after each step."""
         generator = torch.Generator().manual_seed(0)
-        # A learning rate that moves the weights: warm-up begins at zero, where every update looks elementwise.
+        # Use a learning rate that moves the weights: warm-up starts at zero, where every update looks elementwise.
         group = {**group, "lr": 0.1} if "lr" in group else group
         whole = torch.randn(_TRIED_SHAPE, generator=generator).to(device)
         parts = [part.clone() for part in whole.flatten().split(_TRIED_PARTS)]
@@ -185,7 +185,7 @@ class OwnUpdate(Update):
         return names
 
     def _names(self, kept: Kept, device: torch.device) -> tuple[str, ...]:
-        """Divide what is kept into states with one value per weight, whose names are returned, and scalars."""
+        """Return the names of states with one value per weight; record the names of scalars."""
         names = []
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.shape == _TRIED_SHAPE and value.dtype == torch.float32:
@@ -205,7 +205,7 @@ class OwnUpdate(Update):
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting with numbers in the place of tensors: chunks are on several devices."""
+    """Return a setting with tensors replaced by numbers, since chunks are on several devices."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value

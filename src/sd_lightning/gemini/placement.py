@@ -19,7 +19,7 @@ class ChunkPlacement:
     """Where the parts of a chunk live."""
 
     is_sharded: bool = True
-    """Each rank keeps a shard of the compute weights between uses; otherwise all of them."""
+    """Each rank keeps a shard of the compute weights between uses; otherwise the whole weights."""
     param_tier: Tier = Tier.FAST
     """Where the shard of the compute weights lives."""
     optim_tier: Tier = Tier.FAST
@@ -27,7 +27,7 @@ class ChunkPlacement:
 
     @property
     def fast_parts(self) -> int:
-        """A score of how much of the fast tier it takes, to compare two placements."""
+        """A score of the fast-tier memory that it takes, to compare two placements."""
         return 2 * (not self.is_sharded) + (self.param_tier is Tier.FAST) + 3 * (self.optim_tier is Tier.FAST)
 
     @property
@@ -36,11 +36,11 @@ class ChunkPlacement:
         return Tier.FAST if self.optim_tier is Tier.FAST else Tier.SLOW
 
     def is_resident(self, world_size: int) -> bool:
-        """Whether the whole weights stay on the fast tier, and not only while they are used."""
+        """Return whether the whole weights stay on the fast tier between uses."""
         return not self.is_sharded or (world_size == 1 and self.param_tier is Tier.FAST)
 
     def aliases_master(self, layout: ChunkLayout) -> bool:
-        """Whether the shard of the compute weights serves as the master weights, too."""
+        """Return whether the shard of the compute weights also serves as the master weights."""
         return layout.dtype == layout.master_dtype and self.param_tier is self.optim_tier
 
 
@@ -55,7 +55,7 @@ class Plan:
     """Whether ``placement=auto`` has room to keep whole gradients from one micro-batch to the next."""
 
     def summary(self, layouts: Sequence[ChunkLayout]) -> str:
-        """Describe in words how many chunks are where."""
+        """Describe how many chunks are on which tier."""
         trained = [place for layout, place in zip(layouts, self.chunks, strict=True) if layout.is_trained]
         tiers = ", ".join(f"{sum(p.optim_tier is tier for p in trained)} {tier}" for tier in Tier)
         slow = sum(place.param_tier is Tier.SLOW for place in self.chunks)
@@ -65,10 +65,10 @@ class Plan:
 
 
 def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> Plan:
-    """Place chunks by the fractions of the settings.
+    """Place chunks by the fractions in the settings.
 
-    Each fraction of the elements is reached in whole chunks, in the order of execution, and never undershot. Chunks
-    that are not sharded are the last ones, so that they never meet offloaded ones.
+    Each fraction of the elements is rounded up to whole chunks, in the order of execution. Unsharded chunks are the
+    last ones, so their weights are never offloaded.
     """
     offloads_optim = _first(layouts, config.offload_optim_frac, trained_only=True)
     on_disk = _first(layouts, config.disk_optim_frac, trained_only=True)
@@ -85,7 +85,7 @@ def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> Plan:
 
 
 def _first(layouts: Sequence[ChunkLayout], fraction: float, *, trained_only: bool = False) -> set[int]:
-    """Return the first chunks that together hold a fraction of all elements."""
+    """Return the first chunks that together hold at least a fraction of all elements."""
     eligible = [layout for layout in layouts if layout.is_trained or not trained_only]
     wanted = fraction * sum(layout.numel for layout in eligible)
     chosen: set[int] = set()
@@ -100,19 +100,19 @@ def _first(layouts: Sequence[ChunkLayout], fraction: float, *, trained_only: boo
 
 @dataclass(frozen=True)
 class Demand:
-    """What ``placement=auto`` has to fit into the fast tier of every rank."""
+    """The memory that ``placement=auto`` must fit into the fast tier of every rank."""
 
     cap_bytes: int
     """Bytes that may be used."""
     non_model_bytes: int
-    """Peak of activations and of everything else that is not in chunks."""
+    """Peak bytes of activations and everything else that is not in chunks."""
     state_bytes: tuple[int, ...]
     """Bytes of the optimizer states of each chunk's shard."""
     units: tuple[tuple[int, ...], ...]
     """Chunk indices of each unit, with those of the containers around it."""
     world_size: int
     keeps_gradients: bool | None = False
-    """Whether whole gradients are kept from one micro-batch to the next; None: if they fit beside all the rest."""
+    """Whether whole gradients are kept from one micro-batch to the next; None: only if they fit, too."""
     sent_dtype: torch.dtype | None = None
     """Type in which whole gradients are sent to be summed, if that may be wider than the compute type."""
 
@@ -120,9 +120,9 @@ class Demand:
 def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
     """Return the peak bytes of chunks on the fast tier in a step, with the smallest gathered budget.
 
-    Per parameter and rank, with ``c`` bytes of the compute type and ``w`` ranks: weights ``c`` or ``c / w``, float32
-    weights ``4 / w`` unless they are the compute weights, optimizer states, ``4 / w`` for the reduced gradient; once:
-    the largest unit that is gathered temporarily, and the whole gradients that are being reduced, in the type in which
+    Per parameter and rank, with ``c`` bytes of the compute type and ``w`` ranks: ``c`` or ``c / w`` for weights,
+    ``4 / w`` for float32 weights unless they are the compute weights, ``4 / w`` for the reduced gradient, and optimizer
+    states. Once: the largest temporarily gathered unit, and the whole gradients being reduced, in the type in which
     they are sent.
     """
     world_size = demand.world_size
@@ -150,7 +150,7 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
 _WHOLE_GRADIENTS = 6
 """Chunks whose whole gradients can be in memory at a time: four in reduction, two being filled."""
 _SENT_GRADIENTS = 4
-"""Those in reduction."""
+"""Chunks in reduction at a time."""
 
 
 def whole_gradient_bytes(layouts: Sequence[ChunkLayout]) -> int:
@@ -168,14 +168,15 @@ def smallest_budget(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPl
 
 
 def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
-    """Keep as much on the fast tier as fits.
+    """Return the plan that keeps as much on the fast tier as fits.
 
-    Start with everything whole and fast. Until it fits, shard weights over the ranks, then move optimizer states to the
-    slow tier, then weights; chunk by chunk in the order of execution. What is left over holds the whole gradients of
-    micro-batches, if the demand leaves that open and all of them fit, and becomes the budget of gathered weights.
+    Start with all chunks unsharded on the fast tier. Until they fit, shard weights over the ranks, then move optimizer
+    states to the slow tier, then weights; chunk by chunk in the order of execution. Spare memory holds the whole
+    gradients of micro-batches, if the demand leaves that open and all of them fit. The rest is budget for gathered
+    weights.
 
     Raises:
-        UsageError: Not even everything on the slow tier fits.
+        UsageError: Chunks do not fit even on the slow tier.
     """
     placements = [ChunkPlacement(is_sharded=False) for _ in layouts]
     available = demand.cap_bytes - demand.non_model_bytes
@@ -202,7 +203,7 @@ def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
 
 
 def plan_trace(layouts: Sequence[ChunkLayout]) -> Plan:
-    """Return the placement under which a first step is measured: everything on the slow tier."""
+    """Return the plan under which a pass is measured: everything on the slow tier."""
     return Plan(tuple(ChunkPlacement(True, Tier.SLOW, Tier.SLOW) for _ in layouts), 0)
 
 

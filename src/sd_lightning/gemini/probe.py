@@ -1,4 +1,4 @@
-"""Measure how much of the fast tier is taken by what is not in chunks: activations above all."""
+"""Measure the memory of the fast tier that is not in chunks, mainly activations."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from sd_lightning.gemini.tiers import Tier
 
 
 class Probe(Protocol):
-    """Measures one pass after another."""
+    """Measurement of one pass at a time."""
 
     def begin(self) -> None:
-        """Measure from now on."""
+        """Start a measurement."""
 
     def enter(self) -> None:
-        """Note that a network begins to run forward, with or without gradients."""
+        """Note that a network's forward begins, with or without gradients."""
         return None
 
     def exit(self) -> None:
-        """Note that the network has run."""
+        """Note that the network's forward has ended."""
         return None
 
     def note(self) -> int:
-        """Return what is taken now, in bytes; called between units."""
+        """Return the bytes taken now; called between units."""
 
     def end(self) -> int:
-        """Return the most that was taken since :meth:`begin`, in bytes."""
+        """Return the peak bytes since :meth:`begin`."""
 
 
 _peaks: dict[torch.device, int] = {}
-"""By device: the allocator's peak before probes reset its statistics; of the process, as those are."""
+"""By device: the allocator's peak before probes reset it; global, since the allocator's statistics are."""
 
 
 def peak_allocated(device: torch.device) -> int:
-    """Return the peak that this process has allocated on an accelerator, also before a probe measured there."""
+    """Return the peak bytes that this process allocated on an accelerator, including before a probe's reset."""
     return max(_peaks.get(device, 0), int(torch.get_device_module(device).max_memory_allocated(device)))
 
 
 class AllocatorProbe(Probe):
-    """Ask the accelerator's allocator for its peak, and reset the peak at every note.
+    """Probe that reads the peak of the accelerator's allocator, and resets it at every note.
 
-    The allocator has one peak, and no other way to tell what a part of a pass takes: :func:`peak_allocated` remembers
-    that of the whole process. What chunks take now is subtracted from the peak since the last note; chunks that were
-    freed in between count as activations, which errs on the safe side.
+    The allocator has one peak only, so a probe must reset it; :func:`peak_allocated` remembers the peak of the whole
+    process. The current bytes of chunks are subtracted from the peak since the last note. Chunks that were freed in
+    between count as activations, which errs on the safe side.
 
     Args:
-        memory: Counts what chunks take.
+        memory: Counts the bytes of chunks.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -81,7 +81,7 @@ class AllocatorProbe(Probe):
 
 
 class SavedTensorsProbe(Probe):
-    """Count the tensors that networks save for the backward pass: on the host no allocator tells.
+    """Probe that counts tensors saved for the backward pass; the host has no allocator statistics.
 
     Inputs of checkpointed blocks are kept by the blocks themselves and are not counted.
 

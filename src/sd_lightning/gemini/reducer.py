@@ -1,4 +1,4 @@
-"""When the gradients of chunks are reduced: a few at a time, or kept whole until the last micro-batch."""
+"""Reduction of chunk gradients: a few chunks at a time, or kept whole until the last micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_REDUCTIONS = 4
 
 
 class Reducer:
-    """Reduces the gradients of chunks in the order in which it is asked to.
+    """Reduction of the gradients of chunks, in the order of the calls.
 
     Args:
         chunks: All chunks.
@@ -22,17 +22,17 @@ class Reducer:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
         self.statistics: Counter[str] = Counter()
-        """Of the runtime: reductions, hits and misses, prefetches, evictions, passes that were aborted or scheduled."""
+        """Counters of the runtime: reductions, hits, misses, prefetches, evictions, aborted passes, schedules."""
         self.keeps_gradients = False
         """Whether gradients are kept whole, to be reduced by a later pass."""
         self.kept: dict[int, None] = {}
-        """Chunks with whole gradients that are kept."""
+        """Chunks whose whole gradients are kept."""
         self.late: set[int] = set()
-        """Chunks that got gradients on this rank when no unit of theirs was there to have them reduced."""
+        """Chunks that got gradients on this rank outside of their units' backward, so that no unit reduces them."""
         self._under_way: deque[Chunk] = deque()
 
     def reduce(self, index: int) -> None:
-        """Begin to reduce a chunk's gradients, or keep them whole."""
+        """Start to reduce a chunk's gradients, or keep them whole."""
         self.late.discard(index)
         chunk = self.chunks[index]
         if not chunk.is_trained:
@@ -48,14 +48,14 @@ class Reducer:
         self.statistics["reductions"] += 1
 
     def finish_oldest(self) -> bool:
-        """Finish the reduction that began first; return whether there was one."""
+        """Finish the oldest reduction; return whether there was one."""
         if not self._under_way:
             return False
         self._under_way.popleft().gradients.finish_reduction()
         return True
 
     def finish(self, chunk: Chunk) -> None:
-        """Finish the reduction of a chunk, and those that began before it."""
+        """Finish the reduction of a chunk and all older ones."""
         while chunk in self._under_way:
             self.finish_oldest()
 
@@ -66,7 +66,7 @@ class Reducer:
 
     @contextmanager
     def keeping_gradients(self, keeps: bool = True) -> Iterator[None]:
-        """Keep whole gradients in the body: a later pass reduces them."""
+        """Keep whole gradients during the body; a later pass reduces them."""
         before, self.keeps_gradients = self.keeps_gradients, keeps
         try:
             yield
@@ -74,7 +74,7 @@ class Reducer:
             self.keeps_gradients = before
 
     def flush(self, late: Iterable[int] = ()) -> None:
-        """Reduce what was kept whole, where no backward pass outside ``no_sync`` did.
+        """Reduce the kept gradients that no backward pass outside of ``no_sync`` has reduced.
 
         Args:
             late: Chunks that have late gradients on any rank.
@@ -85,7 +85,7 @@ class Reducer:
         self.finish_all()
 
     def drop(self) -> None:
-        """Drop the gradients of all chunks, also those that are being reduced."""
+        """Drop the gradients of all chunks, including those being reduced."""
         self._under_way.clear()
         self.kept.clear()
         self.late.clear()

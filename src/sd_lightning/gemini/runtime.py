@@ -1,4 +1,4 @@
-"""What happens while networks compute: gather, release and reduce in an order that all ranks share."""
+"""Hooks of the forward and backward pass: gather, release and reduce in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from sd_lightning.gemini.reducer import Reducer
 from sd_lightning.gemini.tracer import Tracer
 
 _OUTSIDE = -1
-"""Autograd's number of the graph task that runs, if none does."""
+"""Autograd's number of the current graph task if none runs."""
 
 
 class Runtime:
-    """Gathers units before they compute, forward and backward, and has their gradients reduced.
+    """Hooks that gather units before their forward and backward, and have their gradients reduced.
 
-    Everything that leads to a collective depends only on which units run, in which order: never on which parameters
-    of a unit got gradients, on time, or on this rank's memory. So all ranks do the same, also where a parameter is
-    used on one of them only. Where units themselves go backward on some ranks only, all ranks find that out as the
-    pass begins, and follow one schedule: a rank takes part for what it does not compute.
+    Collectives depend only on which units run and in which order, never on which parameters got gradients, on timing,
+    or on this rank's memory. So all ranks run the same collectives, even if a parameter is used on one rank only. If
+    units run backward on some ranks only, all ranks detect this when the backward pass begins, and follow one schedule:
+    each rank also takes part in the collectives of units that it does not compute.
 
     Args:
         units: All units of all networks.
         chunks: All chunks.
-        networks: What the units are in.
+        networks: Contain the units.
         collectives: Over the ranks that share the chunks.
         budget: Bytes of temporarily gathered chunks, None for no limit.
         prefetch: Chunks gathered ahead.
@@ -58,7 +58,7 @@ class Runtime:
         self.touched: set[nn.Parameter] = set()
         """Parameters with gradients on this rank since the last optimizer step."""
         self.gradients_version = 0
-        """Changes with the gradients: when a backward pass begins, or all of them are forgotten."""
+        """Changes when a backward pass begins or all gradients are dropped."""
         self.observer: Observer | None = None
         self.monitor: Monitor | None = None
         self._chunks = list(chunks)
@@ -74,13 +74,13 @@ class Runtime:
         self._attach(world_size=collectives.world_size)
 
     def chunks_of_units(self) -> tuple[tuple[int, ...], ...]:
-        """Return the chunks of each unit, with those of all containers: they may be around it."""
+        """Return the chunks of each unit, with those of all containers, which may enclose it."""
         around = {c for unit, indices in zip(self.units, self._chunks_of) if unit.is_container for c in indices}
         return tuple(tuple(sorted(around.union(indices))) for indices in self._chunks_of)
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended; a failed one counts until it is forgotten."""
+        """Whether a backward pass has begun and not ended; a failed one counts until it is aborted."""
         return bool(self._pass.tasks)
 
     def detach(self) -> None:
@@ -90,10 +90,10 @@ class Runtime:
         self._undo.clear()
 
     def recover(self) -> None:
-        """Forget the last backward pass if it ended in an exception; called outside of one.
+        """Abort the last backward pass if it ended in an exception; call this outside of one.
 
         Raises:
-            RuntimeError: It is still running: its gradients must not be lost.
+            RuntimeError: The pass is still running, so its gradients must not be lost.
         """
         if self._pass.has_failed:
             self.abort()
@@ -103,7 +103,7 @@ class Runtime:
             )
 
     def abort(self) -> None:
-        """Forget a backward pass that ended in an exception, and all gradients since the last optimizer step.
+        """Drop an unfinished backward pass, and all gradients since the last optimizer step.
 
         Raises:
             RuntimeError: Called inside the backward pass.
@@ -128,7 +128,7 @@ class Runtime:
                     route.network, partial(self._begin_route, route), partial(self._end_route, route)
                 )
         for chunk in self._chunks:
-            # Python's collector does not see these hooks: one that held the engine would keep it for ever.
+            # Python's garbage collector does not see these hooks: a strong reference would keep the engine alive.
             hook = partial(_accumulated, weakref.ref(self), chunk.index)
             for parameter in chunk.slots if chunk.is_trained else ():
                 self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
@@ -137,7 +137,7 @@ class Runtime:
         return Pass(self.units, self._chunks_of, self.reducer, self._access)
 
     def _reset(self) -> None:
-        """Forget the pass under way."""
+        """Forget the current pass."""
         self._pass = self._new_pass()
         self._calls.reset()
 
@@ -167,7 +167,7 @@ class Runtime:
         if torch.is_grad_enabled():
             self.tracer.begin(with_gradients=True)
         elif self.tracer.current_start in (None, index):
-            # Otherwise it is a part of the pass under way, and on other ranks may have gradients.
+            # Otherwise the call is part of the current pass, and may have gradients on other ranks.
             self.tracer.begin(with_gradients=False)
             self.tracer.end_pass()
 
@@ -190,12 +190,12 @@ class Runtime:
         if torch._C._current_graph_task_id() == _OUTSIDE:
             self._pass.note_call(index)
             self._calls.add(call)
-        # Inside a backward pass, what is computed again goes backward in a task of its own (use_reentrant=True) or not
+        # Inside a backward pass, a recomputed unit runs backward in a separate graph task (use_reentrant=True) or not
         # at all.
         register_multi_grad_hook(differentiable, partial(self._before_backward, call), mode="any")
 
     def _begin_route(self, route: Route, module: nn.Module, args: Any) -> None:
-        """Follow a network in training: other ranks may call blocks that this one leaves out."""
+        """Track a network in training: other ranks may call blocks that this rank skips."""
         is_shared = any(not chunk.weights.is_resident for chunk in self._chunks)
         if module.training and is_shared and torch._C._current_graph_task_id() == _OUTSIDE:
             route.position, route.called = 0, []
@@ -230,7 +230,7 @@ class Runtime:
             current.open(call.unit, number, torch._C._current_autograd_node())
 
     def _begin_backward(self) -> int:
-        """Note that the running graph task belongs to the backward pass; return its number."""
+        """Add the running graph task to the backward pass; return its number."""
         number = torch._C._current_graph_task_id()
         if number in self._pass.tasks:
             return number
@@ -238,8 +238,8 @@ class Runtime:
             self.abort()
         if not self._pass.tasks:
             self.gradients_version += 1
-        # Otherwise a node of the task before has begun this one: a checkpoint with use_reentrant=True, or a function
-        # of the user's that calls backward.
+        # Otherwise a node of an earlier task started this one: a checkpoint with use_reentrant=True, or a user function
+        # that calls backward.
         self._pass.tasks[number] = GraphTask(number, self._end_task)
         return number
 
@@ -260,14 +260,14 @@ class Runtime:
         self.touched.add(parameter)
 
     def _note_late(self, chunk: Chunk, parameter: nn.Parameter) -> None:
-        """Have the optimizer ask the ranks: a parameter was used outside of its unit's forward, here at least."""
+        """Mark a chunk as late, for the optimizer to reduce: a parameter was used outside of its unit's forward."""
         if not chunk.weights.is_resident:
             raise UsageError(
                 f"Gemini got a gradient of {chunk.name_of(parameter)} outside of its block's part of the backward "
                 "pass: it is used outside of that block's forward, where it is not gathered; use it inside, or keep "
                 "the weights whole on the accelerator (shard_param_frac=0, offload_param_frac=0)"
             )
-        self.reducer.finish(chunk)  # nothing is written to what is being sent
+        self.reducer.finish(chunk)  # gradients being sent must not be overwritten
         self.reducer.late.add(chunk.index)
 
     def _end_task(self, number: int) -> None:
@@ -276,7 +276,7 @@ class Runtime:
             return
         if self._pass.schedule is not None:
             self._pass.advance(len(self._pass.schedule))
-            self.tracer.forget()  # in their forward passes ranks may have recorded different ones
+            self.tracer.forget()  # ranks may have recorded different forward orders
         self._pass.finish()
         if self.monitor is not None:
             self.monitor.end_backward()

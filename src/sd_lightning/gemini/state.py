@@ -1,4 +1,4 @@
-"""What a rank owns of every trained parameter, and how it is replaced."""
+"""Training state of a Gemini engine: this rank's part of every trained parameter."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedPar
 
 
 class EngineState:
-    """Reads and writes the training state of an engine.
+    """Access to the training state of an engine.
 
     Args:
         engine: The engine.
-        optimizers: The engine's own list, which changes with time.
+        optimizers: The engine's list, which changes over time.
     """
 
     def __init__(self, engine: ChunkedNetworks, optimizers: Sequence[GeminiOptimizer]) -> None:
@@ -31,7 +31,7 @@ class EngineState:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in engine.trained.items()}
 
     def shards(self) -> list[ParameterShard]:
-        """Return what this rank owns, as live tensors; over all ranks it is everything, once."""
+        """Return this rank's shards as live tensors; all ranks together cover everything exactly once."""
         owned = []
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
@@ -51,19 +51,19 @@ class EngineState:
 
     @torch.no_grad()
     def load(self, read: Read, saved: Mapping[str, SavedParameter] | None = None) -> None:
-        """Replace weights and, where given, optimizer states; then compute with the new weights.
+        """Load weights and, if given, optimizer states; then refresh the compute weights.
 
         Args:
-            read: Gives saved values.
-            saved: What the checkpoint holds of each parameter; optimizer states stay as they are if not given.
+            read: Reads saved values.
+            saved: The checkpoint's record of each parameter; optimizer states stay as they are if not given.
 
         Raises:
-            UsageError: The states are of another optimizer.
+            UsageError: The states belong to another optimizer.
         """
         self._check_not_swapped("load")
         self._engine.synchronize()
         for optimizer in self._optimizers if saved is not None else ():
-            optimizer.adopt()  # the groups' settings may have come with the states
+            optimizer.adopt()  # the groups' settings may have been loaded, too
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
             if begin < end:
@@ -103,10 +103,10 @@ class EngineState:
 
     @torch.no_grad()
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Compute with other weights until :meth:`swap_out`.
+        """Swap other weights in until :meth:`swap_out`.
 
         Args:
-            weights: By (name, begin) of every range of :meth:`shards`.
+            weights: By (name, begin), for every shard of :meth:`shards`.
         """
         self._check_not_swapped("swap_in")
         self._engine.release()
@@ -119,7 +119,7 @@ class EngineState:
 
     @torch.no_grad()
     def swap_out(self) -> None:
-        """Compute with the trained weights again, bit for bit."""
+        """Restore the trained weights, bit for bit."""
         if not self._engine.is_swapped:
             raise RuntimeError("swap_out called without swap_in")
         self._engine.release()

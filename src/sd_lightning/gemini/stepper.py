@@ -1,4 +1,4 @@
-"""What one optimizer steps on this rank, and what ranks have to know together before it does."""
+"""The step of one optimizer on this rank, and the agreement of all ranks on the gradients before it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Run:
     """The last of the parameters."""
     group: int
     progress: Progress | None
-    """Before the next step; None before the first."""
+    """Progress before the next step; None before the first."""
     begin: int
     """First element in the shard."""
     end: int
 
 
 class Stepper:
-    """Steps this rank's ranges of chunks by the groups of the user's optimizer.
+    """Steps of this rank's ranges of chunks, with the user's parameter groups.
 
     Args:
         inner: The user's optimizer.
@@ -44,7 +44,7 @@ class Stepper:
     def __init__(self, inner: torch.optim.Optimizer, engine: ChunkedNetworks) -> None:
         self.update = update_of(inner, _step_devices(engine))
         self.progress: dict[nn.Parameter, Progress] = {}
-        """Of parameters that were stepped."""
+        """Progress of the parameters that were stepped."""
         self.group_of: dict[nn.Parameter, int] = {}
         self.parameters: list[nn.Parameter] = []
         self.chunks: list[Chunk] = []
@@ -54,7 +54,7 @@ class Stepper:
         """Names of the states of each group."""
 
     def adopt(self) -> None:
-        """Take on the parameters and settings of all groups.
+        """Adopt the parameters and settings of all groups.
 
         Raises:
             UsageError: An update is not elementwise, or the engine does not train a parameter.
@@ -94,7 +94,7 @@ class Stepper:
                 yield accumulated.tensor[run.begin : run.end]
 
     def step(self, touched: set[nn.Parameter], divisor: float) -> None:
-        """Step parameters by their gradients, and compute with the new weights.
+        """Step parameters with their gradients, and refresh the compute weights.
 
         Args:
             touched: Parameters that have gradients on any rank.
@@ -113,11 +113,11 @@ class Stepper:
             chunk.master.refresh(touched.intersection(chunk.slots))
         for parameter in touched:
             key = self.group_of[parameter], self.progress.get(parameter)
-            if key in after:  # this rank owns some of it
+            if key in after:  # this rank owns a part
                 self.progress[parameter] = after[key]
 
     def _step_chunk(self, chunk: Chunk, runs: list[Run], divisor: float) -> dict[tuple[int, Progress | None], Progress]:
-        """Step this rank's ranges of a chunk; return the progress by group and progress before."""
+        """Step this rank's ranges of a chunk; return the new progress by group and old progress."""
         assert chunk.gradients.accumulated is not None
         if chunk.placement.optim_tier is Tier.DISK:
             nbytes = sum(state.nbytes for state in chunk.states.values()) + chunk.master.nbytes
@@ -142,7 +142,7 @@ class Stepper:
         return [self.update.part(chunk.bounds, run.slot, flat) for run in runs]
 
     def _runs(self, chosen: Collection[nn.Parameter]) -> list[Run]:
-        """Join what this rank owns of parameters to the longest ranges of one chunk, group and progress."""
+        """Join this rank's parts of parameters into the longest ranges of one chunk, group and progress."""
         runs: list[Run] = []
         for chunk in self.chunks:
             previous: Run | None = None
@@ -163,38 +163,38 @@ class Stepper:
 
 
 class GradientAgreement:
-    """Finds out about the gradients of one optimizer, as long as they do not change only once.
+    """Agreement of all ranks on the gradients of one optimizer, cached until the gradients change.
 
     Args:
         engine: Owns the gradients.
-        stepper: Steps them.
+        stepper: Steps the parameters.
     """
 
     def __init__(self, engine: ChunkedNetworks, stepper: Stepper) -> None:
         self.touched: set[nn.Parameter] | None = None
-        """The optimizer's parameters that have gradients on any rank; None if that is not known."""
+        """The optimizer's parameters that have gradients on any rank; None if unknown."""
         self.norm: float | None = None
-        """The 2-norm of the gradients over all ranks; None if that is not known."""
+        """The 2-norm of the gradients over all ranks; None if unknown."""
         self._engine = engine
         self._stepper = stepper
         self._version = -1
 
     @property
     def is_finite(self) -> bool:
-        """Whether the norm is finite, and so all gradients are."""
+        """Whether the norm is finite, and so are all gradients."""
         assert self.norm is not None
         return math.isfinite(self.norm)
 
     def reset(self) -> None:
-        """Forget what is known: the gradients are used up."""
+        """Forget the agreement, after the gradients were consumed."""
         self.touched, self.norm = None, None
 
     def reach(self, *, with_norm: bool) -> set[nn.Parameter]:
-        """Agree with one small collective, unless nothing has changed since; return the touched parameters."""
+        """Agree with one small all-reduce unless the gradients are unchanged; return the touched parameters."""
         engine, runtime, trained = self._engine, self._engine.runtime, list(self._engine.trained.values())
         is_agreed = self.touched is not None and self._version == runtime.gradients_version
         if engine.collectives.world_size > 1 and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
-            is_agreed = False  # another rank may have got late gradients since
+            is_agreed = False  # another rank may have got late gradients meanwhile
         if is_agreed and self.touched is not None and (self.norm is not None or not with_norm):
             return self.touched
         runtime.reducer.flush()
@@ -208,7 +208,7 @@ class GradientAgreement:
         if late_anywhere:
             runtime.reducer.flush(late_anywhere)
             return self.reach(with_norm=with_norm)
-        # From here on all ranks know the same, also of parameters of other optimizers.
+        # From here on ``touched`` is the same on all ranks, also for parameters of other optimizers.
         runtime.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
         self._version = runtime.gradients_version
         self.touched = runtime.touched.intersection(self._stepper.group_of)
@@ -216,29 +216,29 @@ class GradientAgreement:
         return self.touched
 
     def _sum_of_squares(self) -> float:
-        """Return the sum over this rank's gradients: of each range in at least float32, of all ranges in float64."""
+        """Return the sum of squares of this rank's gradients: in at least float32 per range, in float64 over ranges."""
         squares = []
         for gradient in self._stepper.gradients():
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             squares.append(gradient.square().sum(dtype=dtype).double())
         sums = torch.zeros(len(squares), dtype=torch.float64)
-        for device in {square.device for square in squares}:  # one transfer from each
+        for device in {square.device for square in squares}:  # one transfer per device
             indices = [index for index, square in enumerate(squares) if square.device == device]
             sums[indices] = torch.stack([squares[index] for index in indices]).cpu()
         return float(sums.sum())
 
 
 def _order_of_stepping(chunk: Chunk) -> tuple[bool, int]:
-    """Sort the accelerator's chunks first, which are only submitted: the host steps its own meanwhile.
+    """Return a sort key: the accelerator's chunks first, so that the host steps its own chunks meanwhile.
 
-    Those on the host begin with the last one, whose gradients arrive first.
+    Chunks on the host start with the last one, whose gradients arrive first.
     """
     is_slow = chunk.placement.step_tier is Tier.SLOW
     return is_slow, -chunk.index if is_slow else chunk.index
 
 
 def _step_devices(engine: ChunkedNetworks) -> tuple[torch.device, ...]:
-    """Return where chunks are stepped, or may be once they have moved."""
+    """Return the devices on which chunks are stepped, or may be after a move."""
     host, tiers = torch.device("cpu"), {chunk.placement.step_tier for chunk in engine.chunks if chunk.is_trained}
     if engine.config.placement == "auto":
         tiers = {Tier.FAST, Tier.SLOW}

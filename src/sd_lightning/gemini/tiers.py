@@ -1,4 +1,4 @@
-"""Tiers of memory, flat buffers on them, and the account of every byte."""
+"""Memory tiers, flat buffers on them, and a ledger of every byte."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Tier(StrEnum):
     """Where a buffer lives."""
 
     FAST = "fast"
-    """The accelerator's memory; host memory where the host computes."""
+    """The accelerator's memory; host memory if the host computes."""
     SLOW = "slow"
-    """Host memory, pinned beside an accelerator."""
+    """Host memory, pinned if there is an accelerator."""
     DISK = "disk"
-    """Files mapped into memory."""
+    """Memory-mapped files."""
 
 
 class Kind(StrEnum):
@@ -26,19 +26,19 @@ class Kind(StrEnum):
     WEIGHTS = "weights"
     """Resident weights in the compute type, or shards of them."""
     GATHERED = "gathered"
-    """Temporarily gathered weights, and the gradients that take their place."""
+    """Temporarily gathered weights, and the gradients that overwrite them."""
     GRADIENTS = "gradients"
-    """Whole gradients before they are reduced, where they have memory of their own."""
+    """Unreduced whole gradients in separate memory."""
     ACCUMULATED = "accumulated"
     """This rank's shard of the reduced float32 gradients."""
     OPTIMIZER = "optimizer"
     """Master weights that are not the compute weights themselves, and optimizer states."""
     SWAPPED = "swapped"
-    """Trained weights while the networks compute with others."""
+    """Trained weights while others are swapped in."""
     STAGED = "staged"
-    """Weights in the compute type on their way from the host's master weights to the accelerator."""
+    """Weights in the compute type during a copy from the host's master weights to the accelerator."""
     KEPT = "kept"
-    """Empty pinned host memory that is kept for reuse."""
+    """Free pinned host memory, kept for reuse."""
 
 
 class Ledger:
@@ -61,7 +61,7 @@ class Ledger:
         self.kind_peak[tier, kind] = max(self.kind_peak[tier, kind], self.by_kind[tier, kind])
 
     def relabel(self, tier: Tier, old: Kind, new: Kind, nbytes: int) -> None:
-        """Count bytes that hold something else from now on."""
+        """Count bytes under a new kind."""
         self.add(tier, old, -nbytes)
         self.add(tier, new, nbytes)
 
@@ -85,5 +85,5 @@ class Buffer:
 
 
 def mib(nbytes: int) -> str:
-    """Return bytes in words."""
+    """Return bytes as text, in MiB."""
     return f"{nbytes / 2**20:.1f} MiB"

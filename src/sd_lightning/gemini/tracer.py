@@ -1,4 +1,4 @@
-"""The order in which units are used, recorded in one pass and expected of the next."""
+"""The order in which units are used, recorded in one pass and predicted for the next."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 
 class Tracer:
-    """Record the units that a pass uses, and predict what comes next.
+    """Record of the units that a pass uses, and prediction of the next ones.
 
-    A pass is one forward and backward, or one forward without gradients. The future is known for as long as a pass
-    does what the one of its kind before it did; once it differs, nothing is predicted until the next pass.
+    A pass is one forward and backward, or one forward without gradients. Units are predicted while a pass repeats the
+    previous pass of its kind. Once it differs, nothing is predicted until the next pass.
 
     Args:
         chunks_of: Chunk indices of each unit.
@@ -20,17 +20,17 @@ class Tracer:
 
     def __init__(self, chunks_of: Sequence[Sequence[int]]) -> None:
         self._chunks_of = chunks_of
-        # By the kind of the pass: sampling in between does not make training forget its order.
+        # By the kind of the pass, so that sampling in between does not discard the order of training.
         self._expected_of: dict[bool, list[int]] = {True: [], False: []}
         self._uses_of: dict[bool, dict[int, list[int]]] = {True: {}, False: {}}
         self._with_gradients = True
         self._current: list[int] = []
         self._is_known = False
-        """Whether the pass has followed the expected one so far."""
+        """Whether the pass has followed the expected order so far."""
 
     @property
     def order(self) -> list[int]:
-        """Units of the last complete pass of the kind under way."""
+        """Units of the last complete pass of the current kind."""
         return list(self._expected)
 
     @property
@@ -39,11 +39,11 @@ class Tracer:
 
     @property
     def current_start(self) -> int | None:
-        """The unit that the pass under way began with."""
+        """The first unit of the current pass."""
         return self._current[0] if self._current else None
 
     def begin(self, *, with_gradients: bool) -> None:
-        """Note that a network is called outside of a backward pass: another kind of pass ends the one before it."""
+        """Note a network call outside of a backward pass; a pass of another kind ends the previous one."""
         if with_gradients != self._with_gradients:
             self.end_pass()
             self._with_gradients = with_gradients
@@ -57,7 +57,7 @@ class Tracer:
             self._is_known = False
 
     def end_pass(self) -> None:
-        """Expect what was recorded of the next pass."""
+        """Expect the recorded order in the next pass."""
         if not self._current:
             return
         if self._current != self._expected:
@@ -70,14 +70,14 @@ class Tracer:
         self._is_known = True
 
     def forget(self) -> None:
-        """Predict nothing until a pass has been seen: after a failure ranks may have recorded different ones."""
+        """Discard all recorded orders: ranks may have recorded different ones, for example after a failure."""
         self._expected_of = {True: [], False: []}
         self._uses_of = {True: {}, False: {}}
         self._current = []
         self._is_known = False
 
     def next_use(self, chunk: int) -> int:
-        """Return the position at which a chunk is used next, ``NEVER`` if it is not or nothing is known."""
+        """Return the position of a chunk's next use; ``NEVER`` if there is none or nothing is predicted."""
         if not self._is_known:
             return self.NEVER
         uses = self._uses_of[self._with_gradients].get(chunk, [])
@@ -85,7 +85,7 @@ class Tracer:
         return uses[index] if index < len(uses) else self.NEVER
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
-        """Yield (position, chunk) of what is used after now, in order."""
+        """Yield (position, chunk) of the next uses, in order."""
         if not self._is_known:
             return
         for position in range(len(self._current), len(self._expected)):

@@ -14,7 +14,7 @@ from sd_lightning.gemini.update import Group, Progress, Ranges, Update, next_ste
 
 
 class AdamUpdate(Update):
-    """``torch.optim.Adam`` and ``AdamW``, by torch's fused kernels."""
+    """``torch.optim.Adam`` and ``AdamW``, with torch's fused kernels."""
 
     def __init__(self, *, decoupled: bool) -> None:
         self._decoupled = decoupled
@@ -52,7 +52,7 @@ class AdamUpdate(Update):
 
 
 class SGDUpdate(Update):
-    """``torch.optim.SGD``, by torch's fused kernel."""
+    """``torch.optim.SGD``, with torch's fused kernel."""
 
     scalar_names = ()
 
@@ -81,7 +81,7 @@ class SGDUpdate(Update):
 
 
 def _grad_scale(gradients: list[Tensor], divisor: float) -> Tensor | None:
-    """Return what torch's fused kernels divide gradients by; float64 ones are divided here: kernels take a float32."""
+    """Return ``grad_scale`` for torch's fused kernels; it is float32, so float64 gradients are divided here."""
     if divisor == 1.0:
         return None
     if gradients[0].dtype == torch.float64:
@@ -91,11 +91,11 @@ def _grad_scale(gradients: list[Tensor], divisor: float) -> Tensor | None:
 
 
 def update_of(inner: torch.optim.Optimizer, devices: Iterable[torch.device] = (torch.device("cpu"),)) -> Update:
-    """Return how an optimizer updates flat ranges; :meth:`Update.states` tells whether it can.
+    """Return an optimizer's update of flat ranges; :meth:`Update.states` raises if it is not elementwise.
 
     Args:
         inner: The user's optimizer.
-        devices: Where ranges are stepped.
+        devices: Devices on which ranges are stepped.
     """
     kind = type(inner)
     if kind in (torch.optim.AdamW, torch.optim.Adam):

@@ -1,1 +1,1 @@
-"""The latent-diffusion model: its parts, its frozen encoders, how it samples, and what can be added to it."""
+"""The latent-diffusion model: its networks, frozen encoders, sampling, and adapters."""

@@ -1,4 +1,4 @@
-"""Networks and tokenizers of a pipeline: built, loaded, or prepared for weights that stay in their files."""
+"""Networks and tokenizers of a pipeline: build them, load them, or defer reading their weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
     Raises:
         UsageError: Its files are missing or unreadable.
     """
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make an empty one
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would build an empty tokenizer
         raise UsageError(
             f"{folder}: neither {' nor '.join(_TOKENIZER_FILES)} in it; copy the tokenizer of the pipeline again"
         )
@@ -48,7 +48,7 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
 
 
 def load_network(component: Component, folder: Path, *, variant: str | None = None) -> tuple[nn.Module, Component]:
-    """Load one network in float32 from safetensors and return it with the record of what it is.
+    """Load one network in float32 from safetensors and return it with its record (class and configuration).
 
     Raises:
         UsageError: Its files are missing, unreadable, pickled or incomplete.
@@ -56,7 +56,7 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     from safetensors import SafetensorError
 
     options: dict[str, Any] = {"variant": variant} if variant else {}
-    if component.library == "transformers":  # which otherwise says that some tensor has a wrong shape, but not which
+    if component.library == "transformers":  # otherwise its error does not name the tensor of the wrong shape
         options["ignore_mismatched_sizes"] = True
     try:
         with no_progress_bar():
@@ -65,20 +65,20 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{folder}: cannot load {component.class_name}: {first_line(error)}; {_REMEDY}") from error
-    if folder.is_dir() and QUANTIZATION not in read_json(folder / "config.json"):  # else another library's, that knows
+    if folder.is_dir() and QUANTIZATION not in read_json(folder / "config.json"):  # else the quantizer checks
         files = [file for file in indexed_files(folder / weights_file(component), variant=variant) if file.is_file()]
         refuse_int8(folder, {name: t.dtype for file in files for name, t in tensors_in(file).items()})
     random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
-    if random:  # both libraries would go on with random values
+    if random:  # both libraries would continue with random values
         raise UsageError(_misses(folder, component, random))
     return network, _described(component, network)
 
 
 def refuse_int8(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Refuse weight files in int8 whose configuration does not say so: as floats their values mean nothing.
+    """Refuse int8 tensors without an int8 record in ``config.json``: as floats they are meaningless.
 
     Raises:
-        UsageError: There is such a weight.
+        UsageError: A tensor is int8.
     """
     found = sorted(key for key, dtype in dtypes.items() if dtype == torch.int8)
     if found:
@@ -95,21 +95,21 @@ def defer_network(
     variant: str | None = None,
     prepare: Callable[[nn.Module, ShardedTensors], None] | None = None,
 ) -> tuple[nn.Module, Component, DeferredWeights]:
-    """Build one network on the meta device, in float32, and look up where its weights are; none is read.
+    """Build one network on the meta device, in float32, and locate its weights without reading them.
 
-    Buffers that are computed and not saved, such as CLIP's position ids, are made.
+    Buffers that are computed and not saved, such as CLIP's position ids, get their values.
 
     Args:
-        component: What it is.
-        folder: Where its files lie.
+        component: The network's library and class.
+        folder: Folder of its files.
         variant: File variant.
-        prepare: Called with the network and its files, before the two are compared: may replace layers.
+        prepare: Called with the network and its files before their tensors are compared; may replace layers.
 
     Returns:
-        The network, the record of what it is, and its weights.
+        The network, its record with the configuration, and its deferred weights.
 
     Raises:
-        UsageError: Its files are missing, unreadable or pickled, or hold other weights than the network has.
+        UsageError: Its files are missing, unreadable or pickled, or their tensors differ from the network's.
     """
     network = _empty_network(component, folder)
     files = indexed_files(folder / weights_file(component), variant=variant)
@@ -137,11 +137,11 @@ def meta_network(component: Component, folder: Path) -> tuple[nn.Module, Compone
     """Build one network on the meta device, in float32, from its configuration alone.
 
     Args:
-        component: What it is.
-        folder: Where its configuration lies, or a repository id of the hub.
+        component: The network's library and class.
+        folder: Folder of its configuration, or a repository id of the hub.
 
     Returns:
-        The network, and the record of what it is.
+        The network, and its record with the configuration.
 
     Raises:
         UsageError: The configuration is missing, or does not fit the class.
@@ -151,7 +151,7 @@ def meta_network(component: Component, folder: Path) -> tuple[nn.Module, Compone
 
 
 def _empty_network(component: Component, folder: Path) -> Any:
-    """Build a network whose parameters are on the meta device; buffers that are computed are made."""
+    """Build a network with its parameters on the meta device; computed buffers get their values."""
     from accelerate import init_empty_weights
 
     cls = class_of(component)
@@ -168,10 +168,10 @@ def _empty_network(component: Component, folder: Path) -> Any:
 
 
 def _keys_in_files(component: Component, network: Any, store: ShardedTensors) -> dict[str, str]:
-    """Map the names that a network knows its tensors by to the keys of the files, where they are in them."""
+    """Map the network's tensor names to their keys in the files, without those that no file has."""
     if component.library != "transformers":
         keys = {key: key for key in store.keys()}
-        network._fix_state_dict_keys_on_load(keys)  # renames attention layers of before diffusers 0.12
+        network._fix_state_dict_keys_on_load(keys)  # renames attention layers saved before diffusers 0.12
         return keys
     live = network.state_dict()
     written = file_keys(component, live)
@@ -180,7 +180,7 @@ def _keys_in_files(component: Component, network: Any, store: ShardedTensors) ->
 
 
 def _described(component: Component, network: Any) -> Component:
-    """Return the record of a network that was made from its configuration file."""
+    """Return the record of a network built from its configuration file."""
     if component.library != "transformers":
         config = {k: v for k, v in dict(network.config).items() if not k.startswith("_")}
     else:
@@ -204,7 +204,7 @@ def _and_more(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep transformers' bar off the console: it flashes by for every network, and is no download."""
+    """Disable transformers' progress bar: it shows for every network, without a download."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Frozen encoders: from images and captions to latents and conditioning, outside the trained model."""
+"""Frozen encoders, outside the trained model: images to latents, captions to conditioning."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _MOST_CAPTIONS = 10_000
-"""Captions whose encoding is kept; beyond, all are encoded anew."""
+"""Captions whose encodings are cached; the cache is cleared when it would exceed this number."""
 _PIXELS_PER_CALL = 4 * 512 * 512
-"""What the VAE encodes at a time: its activations of a single image of 1024 x 1024 take gigabytes."""
+"""Pixels that the VAE encodes at a time: its activations for one image of 1024 x 1024 take gigabytes."""
 
 
 def images_per_call(height: int, width: int) -> int:
-    """Return how many images of a size, in pixels, the VAE encodes at a time."""
+    """Return how many images of ``height`` x ``width`` pixels the VAE encodes at a time."""
     return max(_PIXELS_PER_CALL // (height * width), 1)
 
 
@@ -35,16 +35,16 @@ def _row(values: Tensor, *, number: int) -> Tensor:
 class LatentEncoder:
     """VAE and frozen text encoder(s) of a model.
 
-    It is not an ``nn.Module``, so nothing can shard, checkpoint or step what it holds; it owns its device, dtype,
-    ``no_grad`` and autocast itself. The same object serves training on the fly and caching in advance.
+    It is not an ``nn.Module``, so that no strategy shards, checkpoints or steps its networks. It sets its own device,
+    dtype, ``no_grad`` and autocast. The same object encodes during training and caches latents before it.
 
     Args:
         latent_diffusion: The model whose encoders to use.
-        train_text_encoder: True leaves the text encoder(s) to the trainer; batches then keep their token ids.
-        dtype: What the encoders compute in. A VAE that overflows in half precision (``force_upcast``) stays in
+        train_text_encoder: Whether the trainer has the text encoder(s); batches then keep their token ids.
+        dtype: Compute dtype of the encoders. A VAE that overflows in half precision (``force_upcast``) stays in
             float32.
-        offload: Keep the encoders in host memory: each comes to the device when it has something to encode, images
-            one at a time, and leaves again. What has been encoded of a caption is kept.
+        offload: Keep the encoders in host memory. Each one is on the device only while it encodes, images one at a
+            time. Encoded captions are cached.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LatentEncoder:
         return [self._model.vae, *frozen]
 
     def to(self, device: torch.device) -> LatentEncoder:
-        """Encode on a device, in the encoder's dtype: the frozen networks move there, or wait in host memory."""
+        """Set the device to encode on; move the frozen networks there, or to host memory if offloaded."""
         if device != self.device:
             self._captions.clear()
         self.device = device
@@ -86,7 +86,7 @@ class LatentEncoder:
 
     @contextmanager
     def _at_work(self, networks: Sequence[nn.Module]) -> Iterator[None]:
-        """Bring networks that wait in host memory to the device."""
+        """Keep offloaded networks on the device while the context lasts."""
         for network in networks if self.offload else ():
             network.to(self.device)
         try:
@@ -97,13 +97,13 @@ class LatentEncoder:
 
     @torch.no_grad()
     def encode_moments(self, pixel_values: Tensor) -> Tensor:
-        """Encode images to what latents are drawn from, a few at a time; see :meth:`Family.encode`.
+        """Encode images, a few at a time, to the moments of the VAE's posterior; see :meth:`Family.encode`.
 
         Args:
             pixel_values: (B, 3, H, W) in [-1, 1].
 
         Returns:
-            Float32, unscaled; of most families mean and log-variance (B, 2C, h, w).
+            Float32, unscaled; in most families mean and log-variance (B, 2C, h, w).
         """
         vae = self._model.vae
         count = 1 if self.offload else images_per_call(*pixel_values.shape[-2:])
@@ -116,7 +116,7 @@ class LatentEncoder:
         return torch.cat(parts)
 
     def latents(self, encoded: Tensor, *, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
-        """Draw latents from encoded images; the draw belongs to the sample, not to the process.
+        """Sample latents from encoded images; the noise depends on seed, epoch and index only, not on the process.
 
         Args:
             encoded: From :meth:`encode_moments`.
@@ -139,7 +139,7 @@ class LatentEncoder:
         if not self.offload:
             return self._encode_captions(batch)
         given = {name: batch[name] for name in ("input_ids", *SIZES) if name in batch}
-        # Whatever the conditioning depends on, as one row of numbers for each sample.
+        # All inputs of the conditioning as one row per sample: the cache key.
         columns: list[Tensor] = []
         map_conditioning(given, columns.append)
         numbers = torch.cat(columns, dim=1).cpu().numpy()
@@ -160,7 +160,7 @@ class LatentEncoder:
             return map_conditioning(self._model.condition(self._model.text_encoders, batch), lambda t: t.float())
 
     def __call__(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:
-        """Replace pixels (or cached moments) by ``latents`` and, if the text encoder is frozen, add ``conditioning``.
+        """Replace pixels (or cached moments) by ``latents``; add ``conditioning`` if the text encoder is frozen.
 
         A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``.
         """

@@ -1,4 +1,4 @@
-"""From prompts to pictures: the one place that calls a pipeline, for training samples and `generate` alike."""
+"""Generate images from prompts with a diffusers pipeline, for samples in training and ``generate``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How pictures are drawn; names as in diffusers' pipelines."""
+    """Settings for generating images, named as in diffusers' pipelines."""
 
     num_inference_steps: int = 25
     guidance_scale: float = 7.5
     scheduler: str | None = None
-    """Another scheduler than the model's: "ddim", "euler", "dpmsolver++", … or a class name of diffusers."""
+    """Scheduler in place of the model's: "ddim", "euler", "dpmsolver++", … or a class name of diffusers."""
     batch_size: int = 16
-    """Pictures per network call (twice that with guidance); the pictures do not depend on it."""
+    """Images per network call (twice that with guidance); the images do not depend on it."""
     height: int | None = None
     width: int | None = None
     """Size in pixels; the model's own if not given."""
     vae_tiling: bool = False
-    """Decode pictures that are larger than a tile in overlapping tiles: less memory, slightly other pictures."""
+    """Decode images that are larger than a tile in overlapping tiles: less memory, slightly different images."""
 
     def __post_init__(self) -> None:
         for name in ("num_inference_steps", "batch_size"):
@@ -54,10 +54,10 @@ class SamplingOptions:
 
     @classmethod
     def chosen(cls, options: SamplingOptions | None, settings: Mapping[str, Any]) -> SamplingOptions:
-        """Return the options that ``sample(options=…)`` or ``sample(num_inference_steps=…, …)`` gives.
+        """Return ``options``, or the options made from the keyword arguments of ``sample``.
 
         Raises:
-            UsageError: Both are given, or a setting is unknown or cannot work.
+            UsageError: Both are given, or a setting is unknown or invalid.
         """
         if options is not None and settings:
             raise UsageError(f"sample got both options= and {', '.join(settings)}; give one of the two")
@@ -69,10 +69,10 @@ class SamplingOptions:
         return options or cls(**settings)
 
     def check(self, latent_diffusion: LatentDiffusion) -> None:
-        """Find out before any picture is drawn whether a model can be sampled so.
+        """Check, before any image is generated, that the model can be sampled with these options.
 
         Raises:
-            UsageError: The scheduler is not for this model, or cannot do with that few or many steps.
+            UsageError: The scheduler does not work with this model, or not with this number of steps.
         """
         scheduler = latent_diffusion.sampling_scheduler(self.scheduler)
         self.check_steps(scheduler.config)
@@ -87,7 +87,7 @@ class SamplingOptions:
             ) from error
 
     def check_steps(self, scheduler_config: Mapping[str, Any]) -> None:
-        """Refuse more steps than a model was trained with: some would be drawn twice, or between two of them.
+        """Refuse more inference steps than training timesteps: some would be repeated, or lie between two of them.
 
         Raises:
             UsageError: There are more.
@@ -109,18 +109,18 @@ def generate(
     negative_prompt: str = "",
     device: torch.device | None = None,
 ) -> list[Image.Image]:
-    """Draw one picture per prompt.
+    """Generate one image per prompt.
 
-    Every picture has its own generator, so that it depends on its prompt and seed but not on the batch it was drawn
-    in (up to the rounding of batched kernels, below 1/255).
+    Each image has its own random generator, so it depends on its prompt and seed but not on the other images of the
+    batch (up to the rounding of batched kernels, below 1/255).
 
     Args:
         latent_diffusion: The model.
-        prompts: One caption per picture.
-        seeds: One seed per picture.
-        options: Steps, guidance, scheduler, batch size, picture size.
-        negative_prompt: What guidance leads away from.
-        device: Where to compute; where the denoiser is, if not given.
+        prompts: One caption per image.
+        seeds: One seed per image.
+        options: Steps, guidance, scheduler, batch size, image size.
+        negative_prompt: Caption that guidance steers away from.
+        device: Device to compute on; the denoiser's if not given.
 
     Raises:
         UsageError: The number of seeds differs, or the model cannot be sampled with these options.
@@ -136,7 +136,7 @@ def generate(
         pipeline: Any = latent_diffusion.pipeline(scheduler=options.scheduler)
     networks = list(latent_diffusion.networks.values())
     for network in networks:
-        if not any(isinstance(p, DTensor) for p in network.parameters()):  # FSDP places them itself
+        if not any(isinstance(p, DTensor) for p in network.parameters()):  # FSDP places its weights itself
             network.to(device)
     images: list[Image.Image] = []
     vae = latent_diffusion.vae
@@ -177,7 +177,7 @@ def _evaluation_mode(networks: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _decoding_as_is(vae: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let the VAE decode in its own dtype under autocast too: some overflow in half precision (``force_upcast``)."""
+    """Make the VAE decode in its own dtype, without autocast: some overflow in half precision (``force_upcast``)."""
     decode: Callable[..., Any] = vae.decode  # type: ignore[assignment]
     dtype = next(vae.parameters()).dtype
 
@@ -193,7 +193,7 @@ def _decoding_as_is(vae: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _common_dtype(networks: Sequence[nn.Module], device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Autocast where networks differ in dtype (encoders in half precision beside a float32 denoiser)."""
+    """Return an autocast context if the networks differ in dtype (half-precision encoders, a float32 denoiser)."""
     dtypes = {next(network.parameters()).dtype for network in networks}
     if len(dtypes) == 1:
         return contextlib.nullcontext()

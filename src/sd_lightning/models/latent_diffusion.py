@@ -1,4 +1,4 @@
-"""The one model definition: networks, tokenizers and noise schedule of a latent-diffusion model."""
+"""The model: networks, tokenizers and scheduler configuration of a latent-diffusion model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class LatentDiffusion:
-    """A latent-diffusion model in parts, with a record of what each part is.
+    """The networks and tokenizers of a latent-diffusion model, and a record of each part's class and configuration.
 
-    Training, generation and everything later take this object. It is not an ``nn.Module``: which of its networks a
-    trainer sees is decided by :class:`sd_lightning.SDLightningModule`.
+    Training, generation and export take this object. It is not an ``nn.Module``:
+    :class:`sd_lightning.SDLightningModule` decides which of its networks a trainer sees.
 
-    The record (`components`) keeps class names and configurations, because sharding engines rename the classes of live
-    networks and an exported ``model_index.json`` must not show that.
+    The record (``components``) keeps the original class names for export, because sharding engines replace the classes
+    of live networks.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class LatentDiffusion:
         pipeline_class: str,
         pipeline_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Hold ready parts; use :meth:`build` or :meth:`from_pretrained` to get them.
+        """Take built parts; :meth:`build` and :meth:`from_pretrained` build them.
 
         Args:
-            networks: By name, as the family has them: "unet", "vae", "text_encoder", …
-            tokenizers: "tokenizer", …
+            networks: By the family's names: "unet", "vae", "text_encoder", …
+            tokenizers: By name: "tokenizer", …
             components: One record per network and one for "scheduler".
-            pipeline_class: Class of the diffusers pipeline, which names the family.
-            pipeline_options: Arguments of the pipeline that are not parts.
+            pipeline_class: Class of the diffusers pipeline; selects the family.
+            pipeline_options: Constructor arguments of the pipeline that are not parts.
 
         Raises:
-            UsageError: There is no family of that pipeline.
+            UsageError: No family has that pipeline.
         """
         self.family: Family = family_of(pipeline_class, who="LatentDiffusion")
         self.networks = dict(networks)
@@ -60,10 +60,10 @@ class LatentDiffusion:
         self.pipeline_class = pipeline_class
         self.pipeline_options = {**self.family.pipeline_options, **(pipeline_options or {})}
         self.deferred: dict[str, DeferredWeights] = {}
-        """Weights of networks that are on the meta device: strategies read them, and take them out of here."""
+        """Unread weights of networks on the meta device; an entry is removed when it is read."""
         self._token_ids: dict[str, dict[str, Tensor]] = {}
 
-    # Files are the business of sd_lightning.loading, which knows adapters and int8; this class does not.
+    # sd_lightning.loading reads and writes files, and handles adapters and int8.
 
     @classmethod
     def build(
@@ -108,7 +108,7 @@ class LatentDiffusion:
 
     @property
     def denoiser(self) -> nn.Module:
-        """The network that predicts: a UNet, a transformer."""
+        """The denoising network: a UNet or a transformer."""
         return self.networks[self.family.denoiser]
 
     @property
@@ -121,25 +121,25 @@ class LatentDiffusion:
 
     @property
     def scheduler_config(self) -> dict[str, Any]:
-        """Configuration of the noise schedule and the sampling scheduler, with its ``_class_name``."""
+        """Configuration of noise schedule and sampling scheduler, with its ``_class_name``."""
         scheduler = self.components["scheduler"]
         return {**scheduler.config, "_class_name": scheduler.class_name}
 
     @property
     def resolution(self) -> int:
-        """Side of the images the model was made for, pixels."""
+        """Native image size of the model: side in pixels."""
         return self.family.resolution(self.components)
 
     @property
     def vae_scale_factor(self) -> int:
-        """Pixels per latent cell along one side."""
+        """Image pixels per latent pixel along one side."""
         return scale_factor(self.components["vae"].config)
 
     def use_scheduler(self, overrides: Mapping[str, Any]) -> None:
-        """Change the scheduler that exported pipelines sample with.
+        """Change the scheduler that the model samples with, also once exported.
 
         Args:
-            overrides: Configuration entries; a ``_class_name`` replaces the scheduler's class.
+            overrides: Configuration entries; ``_class_name`` replaces the scheduler's class.
         """
         old = self.components["scheduler"]
         config = {**old.config, **overrides}
@@ -147,17 +147,17 @@ class LatentDiffusion:
         self.components["scheduler"] = Component("diffusers", class_name, config)
 
     def meta_networks(self, names: Sequence[str]) -> dict[str, nn.Module]:
-        """Return copies of the named networks on the meta device: shapes without storage."""
+        """Return copies of the named networks on the meta device, without storage."""
         with torch.device("meta"):
             return {name: instantiate(self.components[name]).eval() for name in names}
 
     def meta_batch(self, count: int, *, height: int | None = None, width: int | None = None) -> dict[str, Any]:
-        """Return a batch on the meta device: what :meth:`condition` takes, ``latents`` and ``timesteps``.
+        """Return a batch on the meta device: the inputs of :meth:`condition`, ``latents`` and ``timesteps``.
 
         Args:
-            count: Samples.
-            height: Of the images, pixels; the model's own if not given.
-            width: The same.
+            count: Number of samples.
+            height: Image height in pixels; the model's own if not given.
+            width: Image width, likewise.
         """
         shape = self.family.latent_shape(self.components, height or self.resolution, width or self.resolution)
         ids = self.tokenize([""])
@@ -174,10 +174,10 @@ class LatentDiffusion:
         return self.family.condition(text_encoders, batch)
 
     def unused_parameters(self) -> dict[str, list[str]]:
-        """Return, per text encoder, the parameters that the conditioning does not depend on.
+        """Return, per text encoder, the names of the parameters that the conditioning does not depend on.
 
-        SDXL takes the penultimate hidden states and so leaves the last layer of its first encoder out. Such a
-        parameter never has a gradient, which DistributedDataParallel waits for.
+        SDXL uses the penultimate hidden states, so the last layer of its first encoder is unused. Such parameters
+        never get a gradient, and DistributedDataParallel would wait for it.
         """
         networks = self.meta_networks(tuple(self.text_encoders))
         sums: list[Tensor] = []
@@ -189,7 +189,7 @@ class LatentDiffusion:
         }
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between them."""
+        """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between encoders."""
         for caption in set(captions) - self._token_ids.keys():
             if len(self._token_ids) > 100_000:
                 self._token_ids.clear()
@@ -199,7 +199,7 @@ class LatentDiffusion:
         }
 
     def truncated(self, captions: Sequence[str]) -> list[bool]:
-        """Tell of each caption whether :meth:`tokenize` cuts it for one of the text encoders."""
+        """Return, for each caption, whether :meth:`tokenize` truncates it for any text encoder."""
         limits = [(tokenizer, tokenizer.model_max_length) for tokenizer in self.tokenizers.values()]
         long = {
             caption
@@ -210,11 +210,11 @@ class LatentDiffusion:
         return [caption in long for caption in captions]
 
     def forget_tokens(self) -> None:
-        """Tokenize captions anew: a tokenizer has changed."""
+        """Clear the cache of token ids, after a tokenizer has changed."""
         self._token_ids.clear()
 
     def pipeline(self, *, scheduler: str | None = None) -> DiffusionPipeline:
-        """Return a diffusers pipeline around these very networks (no copies).
+        """Return a diffusers pipeline that uses these networks (no copies).
 
         Args:
             scheduler: Class name or short name ("ddim", "euler", "dpmsolver++", …) of another scheduler.
@@ -227,7 +227,7 @@ class LatentDiffusion:
         return pipeline
 
     def sampling_scheduler(self, name: str | None = None) -> Any:
-        """Build the scheduler that images are sampled with.
+        """Build the sampling scheduler: the model's own, or the one named.
 
         Raises:
             UsageError: diffusers has no such scheduler, or the model's pipeline cannot sample with it.
@@ -239,7 +239,7 @@ class LatentDiffusion:
         try:
             with said_once():
                 scheduler = getattr(diffusers, class_name).from_config(dict(component.config))
-        except (ImportError, TypeError, ValueError, KeyError) as error:  # a missing package, arguments of its own
+        except (ImportError, TypeError, ValueError, KeyError) as error:  # e.g. a missing package
             raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
         if not self.family.samples_with(scheduler):
             raise UsageError(
@@ -249,12 +249,12 @@ class LatentDiffusion:
         return scheduler
 
     def read_deferred(self, device: str | torch.device) -> None:
-        """Read the weights that are still in their files onto a device, each in the type that it has by now."""
+        """Read all deferred weights onto a device, each in the dtype that its parameter has now."""
         for name in list(self.deferred):
             self.deferred.pop(name).fill_(self.networks[name].eval(), torch.device(device))
 
     def check_is_read(self, who: str, *, skip: Sequence[str] = ()) -> None:
-        """Check that no weights but those of ``skip`` are still in their files.
+        """Check that no network, except those in ``skip``, has deferred weights.
 
         Raises:
             UsageError: Some are; the message names ``LatentDiffusion.<who>``.

@@ -1,4 +1,4 @@
-"""The diffusers folder layout: finding a pipeline, and what the files of its parts are called."""
+"""The diffusers folder layout: find a pipeline, and name and read the files of its parts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
 
 QUANTIZATION = "quantization_config"
-"""Where ``config.json`` says that, and how, a network is quantised."""
+"""Key of ``config.json`` that holds the quantisation settings of a network."""
 
 
 def weights_file(component: Component) -> str:
-    """Name of a network's weight file in a pipeline folder."""
+    """Return the name of a network's weight file in a pipeline folder."""
     return "model.safetensors" if component.library == "transformers" else "diffusion_pytorch_model.safetensors"
 
 
 def config_file(component: Component, name: str) -> str:
-    """Name of a component's configuration file in a pipeline folder."""
+    """Return the name of a component's configuration file in a pipeline folder."""
     return "scheduler_config.json" if name == "scheduler" else "config.json"
 
 
@@ -35,17 +35,17 @@ def saved_config(component: Component) -> dict[str, Any]:
 
 
 def file_keys(component: Component, names: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
-    """Map names of a live network's tensors to the keys in its weight file.
+    """Map the tensor names of a network in memory to the keys in its weight file.
 
-    transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory; files on the hub, and every
-    other front end, have it, and transformers 5 reads both.
+    transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory and reads files with or without
+    it. Files on the hub and all other front ends have it, so we write it.
     """
     prefix = "text_model." if component.class_name == "CLIPTextModel" else ""
     return {name: name if name.startswith("text_model.") else prefix + name for name in names}
 
 
 def class_of(component: Component) -> Any:
-    """Return the class of a part; importing its library may take seconds."""
+    """Return the class of a component; importing its library may take seconds."""
     return getattr(importlib.import_module(component.library), component.class_name)
 
 
@@ -53,7 +53,7 @@ def find_folder(name: str | Path, *, revision: str | None, variant: str | None) 
     """Return the folder of a pipeline, downloading it if ``name`` is a repository id of the hub.
 
     Raises:
-        UsageError: There is no such pipeline.
+        UsageError: The pipeline does not exist.
     """
 
     def download(repository: str) -> str:
@@ -65,10 +65,10 @@ def find_folder(name: str | Path, *, revision: str | None, variant: str | None) 
 
 
 def find_configs(name: str | Path, *, revision: str | None) -> Path:
-    """Return the folder of a pipeline, downloading all but its weights, to where :func:`find_folder` puts these.
+    """Return the folder of a pipeline, downloading all but its weights to the folder that :func:`find_folder` uses.
 
     Raises:
-        UsageError: There is no such pipeline.
+        UsageError: The pipeline does not exist.
     """
 
     def download(repository: str) -> str:
@@ -104,10 +104,10 @@ def _find(name: str | Path, download: Callable[[str], str]) -> Path:
 
 
 def read_component(index: Mapping[str, Any], name: str, family: Family, root: Path) -> Component:
-    """Return a part's record in ``model_index.json``, without its configuration; the file names classes to import.
+    """Return library and class of a part from ``model_index.json``.
 
     Raises:
-        UsageError: The part is missing, or of a class that is not known here.
+        UsageError: The part is missing, or its class, which would be imported, is not one of the family's.
     """
     library, class_name = index.get(name) or (None, None)
     if class_name is None:
@@ -142,12 +142,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says."""
+    """Return the first line of an exception's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _root_cause(error: BaseException) -> str:
-    """Name the first error of a chain: the hub client hides it behind hints about a stack trace."""
+    """Return the message of a chain's first error: the hub client's last one has only hints."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return f"{type(error).__name__}: {first_line(error)}"

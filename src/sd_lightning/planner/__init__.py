@@ -1,1 +1,1 @@
-"""Memory of training and inference, foretold without a GPU."""
+"""Prediction of the memory of training and inference, without a GPU."""

@@ -1,4 +1,4 @@
-"""How much memory drawing pictures takes: weights counted, the peak computed by a trace without any storage."""
+"""Memory of image generation: the bytes of the weights, and the peak from a trace on the meta device."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def weight_bytes(network: nn.Module) -> int:
 def inference_bytes(
     model: LatentDiffusion, *, height: int, width: int, batch_size: int = 1, dtype: torch.dtype | None = None
 ) -> tuple[int, int]:
-    """Compute what a model needs to draw a batch of pictures with guidance: all its weights, and the peak over that.
+    """Compute the memory to generate a batch of images with guidance: all weights, and the peak including them.
 
-    Text encoders, denoiser and VAE decoder run once on the meta device. Weights and every tensor while it is alive
-    count, dequantised weights among them; the libraries' own workspaces do not. Attention is taken to be a fused
-    kernel that never holds the matrix of scores.
+    Text encoders, denoiser and VAE decoder run once on the meta device. Weights and all live tensors count, including
+    dequantised weights; the libraries' workspaces do not. Attention counts as a fused kernel that never stores the
+    score matrix.
 
     Args:
-        model: The model; it is not touched.
-        height: Of a picture, pixels.
-        width: Of a picture, pixels.
-        batch_size: Pictures that are drawn at a time.
-        dtype: Count the model as if it were in this dtype, and nothing of it in int8; as it is if not given.
+        model: The model; it is not changed.
+        height: Image height in pixels.
+        width: Image width in pixels.
+        batch_size: Images generated at a time.
+        dtype: Count the model as if it were in this dtype, without int8; None counts it as it is.
 
     Returns:
-        Bytes of the weights, and bytes of the peak with them.
+        Bytes of the weights, and bytes of the peak including the weights.
     """
     twins = {name: _twin(model, name, dtype) for name in model.networks}
     weights = sum(weight_bytes(twin) for twin in twins.values())
-    if dtype is None:  # LoRA's weights are on the live networks alone
+    if dtype is None:  # only the live networks have LoRA weights
         weights = sum(weight_bytes(network) for network in model.networks.values())
     return weights, weights + max(map(peak_bytes, _calls(model, twins, height, width, batch_size)))
 
 
 def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Module:
-    """Return a network of the same structure on the meta device."""
+    """Return a copy of a network's structure on the meta device."""
     twin = model.meta_networks([name])[name].requires_grad_(False)
     network = model.networks[name]
     if name == "vae" and model.vae.use_tiling:
@@ -56,7 +56,7 @@ def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Mo
         return nn.Module.to(twin, dtype)
     nn.Module.to(twin, next(network.parameters()).dtype)
     for key, live in int8_layers(network):
-        _as_int8(twin.get_submodule(key.replace(".base_layer", "")), live)  # LoRA is not on the twin
+        _as_int8(twin.get_submodule(key.replace(".base_layer", "")), live)  # the twin has no LoRA
     return twin
 
 
@@ -69,7 +69,7 @@ def _as_int8(layer: nn.Module, live: Int8Layer) -> None:
 def _calls(
     model: LatentDiffusion, twins: Mapping[str, nn.Module], height: int, width: int, batch_size: int
 ) -> Iterator[Callable[[], Any]]:
-    """Yield what a pipeline does with each network, as it would hold its inputs."""
+    """Yield a pipeline's calls of text encoders, denoiser and VAE decoder; inputs stay alive as in a pipeline."""
     family, vae = model.family, twins["vae"]
     denoiser = twins[family.denoiser]
     rows, dtype = 2 * batch_size, next(denoiser.parameters()).dtype  # guidance: with the caption and without

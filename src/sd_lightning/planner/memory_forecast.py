@@ -1,7 +1,7 @@
-"""What a training run will take of the GPU's and the host's memory, before anything is spent.
+"""Forecast of a training run's GPU and host memory, without allocating it.
 
-Weights, gradients and optimizer states in closed form, from the plan that the Gemini engine will make; activations
-traced on the meta device.
+Weights, gradients and optimizer states are computed in closed form from the placement that the Gemini engine will
+choose; activations are traced on the meta device.
 """
 
 from __future__ import annotations
@@ -30,91 +30,90 @@ from sd_lightning.training.speed import enable_gradient_checkpointing
 
 GB = 1e9
 DEVICE_ALLOWANCE = int(0.6 * GB)
-"""CUDA's context, workspaces of cuBLAS and cuDNN, fragmentation. Not measured here: an allowance."""
+"""Allowance, not measured here, for the CUDA context, workspaces of cuBLAS and cuDNN, and fragmentation."""
 HOST_ALLOWANCE = int(2.0 * GB)
-"""Python, torch and CUDA's libraries in host memory. Not measured here: an allowance."""
+"""Allowance, not measured here, for Python, torch and the CUDA libraries in host memory."""
 _TRACE_MARGIN = 1.1
-"""Traces of checkpointed passes came out 6 % below torch's own memory tracker."""
+"""Traces of passes with activation checkpointing were 6 % below torch's own memory tracker."""
 _FLOAT_BYTES = 4
 _SLICE_BYTES = 3 * 16 * 2**20
-"""Buffers through which a checkpoint is streamed to disk."""
+"""Buffers that stream a checkpoint to disk."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the memory of a run depends on."""
+    """Settings of a run that its memory depends on."""
 
     batch_size: int
-    """Samples of one forward pass of one process."""
+    """Samples per forward pass and process."""
     resolution: int
     """Side of the images, pixels."""
     train_text_encoder: bool = False
     lora: Lora | None = None
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-5)
-    """Makes the optimizer of some parameters; one that Gemini can step."""
+    """Parameters -> optimizer; one that Gemini supports."""
     gradient_checkpointing: bool = False
     dtype: torch.dtype = torch.bfloat16
-    """What trained networks compute in, throughout."""
+    """Dtype of the weights and activations of the trained networks."""
     encoder_dtype: torch.dtype = torch.bfloat16
     averages: bool = False
-    """Whether there is an EMA."""
+    """Whether an EMA of the weights is kept."""
     offload_averages: bool = False
-    """Whether it is in host memory, and not on the device."""
+    """Whether the EMA is in host memory instead of on the device."""
     offload_encoders: bool = True
-    """Whether frozen encoders wait in host memory, from where each comes to the device for one image at a time."""
+    """Whether frozen encoders are on the device only while they encode, one image at a time."""
     cache_latents: bool = True
-    """Whether images are encoded before training, and not in each step."""
+    """Whether images are encoded before training instead of in each step."""
     drawn_size: tuple[int, int] | None = None
-    """Height and width of pictures that are drawn, pixels; as those of the images if not given."""
+    """Height and width of generated images, pixels; ``resolution`` if not given."""
     vae_tiling: bool = False
-    """Whether they are decoded in tiles."""
+    """Whether generated images are decoded in tiles."""
     sample_batch_size: int = 1
-    """Pictures that are drawn at a time in the course of training and at its end; 0: none are."""
+    """Images generated at a time during and after training; 0 for none."""
     num_images: int = 100
-    """Images whose latents are kept in host memory, if they are."""
+    """Images whose moments are cached in host memory with ``cache_latents``."""
     world_size: int = 1
     prior_batch_size: int = 0
-    """Class images that are drawn at a time, before training; 0: none are."""
+    """Class images generated at a time before training; 0 for none."""
     prior_dtype: torch.dtype = torch.bfloat16
-    """What they are drawn in."""
+    """Dtype in which class images are generated."""
     from_files: bool = True
-    """Whether weights are read from a pipeline's files, tensor by tensor, and not made as a whole."""
+    """Whether weights are read from files tensor by tensor, not built as a whole model."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of one process."""
+    """Predicted memory of one process, bytes."""
 
     weights_and_states: int
-    """Of the trained networks, on the device: all that the engine keeps there, gradients included; the average, and
-    encoders that are not offloaded."""
+    """On the device: the engine's weights, gradients and states; EMA and encoders if not offloaded."""
     activations: int
-    """At the peak of a training step."""
+    """On the device: peak of a training step."""
     drawing: int
-    """Encoders that come for it, and the activations of the UNet or the VAE, while pictures are drawn or encoded."""
+    """On the device while images are generated or encoded: offloaded encoders, and activations of denoiser or VAE."""
     class_images: int
-    """The whole model, and the activations of the UNet or the VAE, while class images are drawn."""
+    """On the device while class images are generated: the whole model, and activations of denoiser or VAE."""
     host_states: int
-    """Master weights, moments, gradients and weights that are offloaded."""
+    """On the host: offloaded weights, master weights, gradients and optimizer states."""
     host_others: int
-    """Frozen encoders and the average, if they are offloaded, latents, and a checkpoint on its way to the disk."""
+    """On the host: offloaded encoders and EMA, cached latents, and buffers that write a checkpoint."""
     host_loading: int
-    """When the engine has just been set up: offloaded states, encoders in float32, and a tensor on its way to the
-    device; or the whole model in float32 before that, if it is not read from files."""
+    """On the host after the engine's setup: offloaded states, encoders in float32, and a tensor on its way to the
+    device; or before it the whole model in float32, if it is not read from files."""
 
     @property
     def device(self) -> int:
-        """The peak of the device's memory."""
+        """Peak of the device's memory, bytes."""
         training = self.weights_and_states + max(self.activations, self.drawing)
         return max(training, self.class_images) + DEVICE_ALLOWANCE
 
     @property
     def host(self) -> int:
-        """The peak of host memory."""
+        """Peak of host memory, bytes."""
         return max(self.host_states + self.host_others, self.host_loading) + HOST_ALLOWANCE
 
     def lines(self) -> list[str]:
-        """Return a table for people."""
+        """Return a readable summary."""
         return [
             f"device  {self.device / GB:5.2f} GB = weights and states {self.weights_and_states / GB:.2f} + the larger "
             f"of a step's activations {self.activations / GB:.2f} and drawing {self.drawing / GB:.2f}, or before that "
@@ -129,10 +128,10 @@ def forecast(model: LatentDiffusion, training: Training, gemini: GeminiConfig) -
     """Predict the memory of a run with ``strategy=gemini``.
 
     Args:
-        model: On the meta device, in float32 (``LatentDiffusion.describe`` or ``build``); it is changed, and of no use
-            afterwards.
-        training: What is trained, and how.
-        gemini: Static settings of the engine.
+        model: On the meta device, in float32 (``LatentDiffusion.describe`` or ``build``); it is changed and cannot be
+            used afterwards.
+        training: Settings of the run.
+        gemini: Settings of the engine, with static placement.
     """
     whole = sum(_bytes(network) for network in model.networks.values())
     names = [model.family.denoiser, *(model.text_encoders if training.train_text_encoder else ())]
@@ -174,7 +173,7 @@ def forecast(model: LatentDiffusion, training: Training, gemini: GeminiConfig) -
 
 
 def _states(trained: Mapping[str, nn.Module], training: Training, gemini: GeminiConfig) -> tuple[int, int]:
-    """Return the bytes of weights, gradients and states on device and host, as the engine will place them."""
+    """Return the bytes of weights, gradients and states on device and host, in the engine's placement."""
     specs = [
         ParameterSpec(f"{name}.{key}", parameter.numel(), training.dtype, parameter.requires_grad)
         for name, network in trained.items()
@@ -201,12 +200,12 @@ def _states(trained: Mapping[str, nn.Module], training: Training, gemini: Gemini
         if shard.layout.is_trained and place.optim_tier is Tier.SLOW:
             host += 2 * _FLOAT_BYTES * shard.numel + moments  # master weights and gradients
         if shard.layout.is_trained and place.optim_tier is Tier.DISK:
-            host += _FLOAT_BYTES * shard.numel  # gradients wait for the step here
+            host += _FLOAT_BYTES * shard.numel  # gradients stay on the host until the step
     return device, host
 
 
 def _state_bytes(shards: Sequence[Shard], training: Training) -> tuple[int, ...]:
-    """Return the bytes of the optimizer's states of each shard."""
+    """Return the bytes of optimizer states of each shard."""
     optimizer = training.optimizer([nn.Parameter(torch.empty(1))])
     update, (group,) = update_of(optimizer), optimizer.param_groups
     count = len(update.states(group))
@@ -215,7 +214,7 @@ def _state_bytes(shards: Sequence[Shard], training: Training) -> tuple[int, ...]
 
 
 def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], training: Training) -> int:
-    """Trace a forward and backward pass; gradients are the engine's, which takes each as soon as it is there."""
+    """Return the peak of a forward and backward pass; gradients are freed at once: the engine takes them."""
 
     def step() -> None:
         inputs = model.meta_batch(training.batch_size, height=training.resolution, width=training.resolution)
@@ -238,10 +237,7 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
 
 
 def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int:
-    """Return what class images take, with a model of so many bytes in float32; they are drawn in a type of their own.
-
-    The networks are left in that type.
-    """
+    """Return the device memory for generating class images, given the model's bytes in float32; casts the networks."""
     dtype = training.prior_dtype
     upcast = dtype == torch.float16 and model.vae.config.get("force_upcast", False)
     for network in (model.denoiser, model.vae):
@@ -251,7 +247,7 @@ def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int
 
 
 def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int:
-    """Trace what drawing some pictures takes, in the networks' types: the denoiser with guidance, then the VAE."""
+    """Return the peak of generating ``count`` images in the networks' dtypes: denoiser with guidance, then VAE."""
     if count == 0:
         return 0
     denoiser, vae, family = model.denoiser, model.vae, model.family
@@ -274,7 +270,7 @@ def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int
 
 
 def _encoding_peak(model: LatentDiffusion, training: Training) -> int:
-    """Trace what encoding images takes, as many as are encoded at a time."""
+    """Return the peak of encoding images, for as many as are encoded at a time."""
     size = training.resolution
     num_images = training.num_images if training.cache_latents else training.batch_size
     count = 1 if training.offload_encoders else min(num_images, images_per_call(size, size))
@@ -287,7 +283,7 @@ def _encoding_peak(model: LatentDiffusion, training: Training) -> int:
 
 
 def _conditioning(model: LatentDiffusion, inputs: Mapping[str, Any], dtype: torch.dtype) -> Conditioning:
-    """Return conditioning that has been made before: the same shapes, without a graph."""
+    """Return conditioning as from frozen text encoders: correct shapes, without an autograd graph."""
     with torch.no_grad():
         made = model.condition(model.text_encoders, inputs)
     return map_conditioning(made, lambda tensor: torch.empty_like(tensor, dtype=dtype))

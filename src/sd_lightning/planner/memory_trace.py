@@ -1,4 +1,4 @@
-"""The peak of memory that a computation takes, found on the meta device: shapes without values, in a second."""
+"""Peak memory of a computation, traced on the meta device: shapes without values, in a second."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ROUNDING = 512
-"""CUDA's caching allocator rounds every block to so many bytes."""
+"""CUDA's caching allocator rounds every block up to a multiple of this, bytes."""
 
 
 def peak_bytes(compute: Callable[[], Any]) -> int:
-    """Return the most memory that a function's tensors take at a time, besides those that were there before.
+    """Return the peak bytes of the tensors that a function allocates; earlier tensors do not count.
 
     Args:
         compute: Computes on meta tensors, backward passes included. Attention counts as flash attention does, which
@@ -29,7 +29,7 @@ def peak_bytes(compute: Callable[[], Any]) -> int:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Adds up the storages that operations make, until they are freed."""
+    """Dispatch mode that tracks the bytes of live storages and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Flash(torch.autograd.Function):
-    """The memory of flash attention, and none of its arithmetic."""
+    """The allocations of flash attention, without its arithmetic."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _Flash(torch.autograd.Function):
 
 @contextmanager
 def _flash_attention() -> Iterator[None]:
-    """Replace the function that diffusers and transformers call; a mode would not be active in recomputation."""
+    """Replace ``scaled_dot_product_attention``, as a dispatch mode would not be active in recomputation."""
     original = F.scaled_dot_product_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Bytes of model state per process, in closed form: weights, gradients and AdamW's moments under each strategy.
+"""Bytes of model state per process in closed form: weights, gradients and AdamW's moments under each strategy.
 
-Rajbhandari et al. 2020, arXiv:1910.02054, section 3, with what each engine really keeps at the optimizer's step, when
-it keeps most. ``benchmarks/run.py model_state`` measures the forms. Activations, frozen networks, buckets and gathered
-blocks come on top.
+Formulas of Rajbhandari et al. 2020, arXiv:1910.02054, section 3, adapted to what each engine keeps at its peak, the
+optimizer step. ``benchmarks/run.py model_state`` measures them. Activations, frozen networks, buckets and gathered
+blocks are not included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Form:
 
 
 FORMS = {
-    "single": Form(whole=16),  # float32 weights and gradients, two moments: autocast computes on the fly
+    "single": Form(whole=16),  # float32 weights, gradients and two moments; autocast casts on the fly
     "ddp": Form(whole=16),
     "fsdp": Form(sharded=16),
     "fsdp_offload": Form(host=16),
@@ -34,16 +34,16 @@ FORMS = {
     "deepspeed_zero2_offload": Form(whole=2, host=16),  # gradients are float32 on the host
     "deepspeed_zero3": Form(sharded=16),
     "deepspeed_zero3_offload": Form(host=20),  # gradients in bfloat16 and in float32
-    "gemini": Form(sharded=18),  # gradients add up in float32
+    "gemini": Form(sharded=18),  # gradients accumulate in float32
     "gemini_gathered": Form(whole=2, sharded=16),  # shard_param_frac=0
     "gemini_offload": Form(host=18),
 }
-"""By the name of the strategy's configuration."""
+"""By strategy configuration name."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one process."""
+    """Bytes of model state of one process."""
 
     device: float
     host: float
@@ -54,11 +54,11 @@ def state_bytes(strategy: str, parameters: int, world_size: int) -> StateBytes:
 
     Args:
         strategy: One of ``FORMS``.
-        parameters: Trained parameters of the whole model.
+        parameters: Number of trained parameters of the whole model.
         world_size: Number of processes.
 
     Raises:
-        UsageError: There is no form for that strategy.
+        UsageError: ``FORMS`` does not have that strategy.
     """
     if strategy not in FORMS:
         raise UsageError(f"state_bytes got strategy={strategy!r}; expected one of {', '.join(FORMS)}")

@@ -1,4 +1,4 @@
-"""int8 inference: the weights of a model in a quarter of the memory that float32 takes."""
+"""int8 inference: weights take a quarter of their float32 memory."""
 
 from sd_lightning.quantization.config import Int8
 from sd_lightning.quantization.model import dequantize_, quantize_, replace_module

@@ -1,4 +1,4 @@
-"""What is kept in int8, and what computes with it."""
+"""Settings of int8 inference: the layers to quantise and the kernels that multiply."""
 
 from __future__ import annotations
 
@@ -14,39 +14,36 @@ Linear = Literal["bitsandbytes", "torchao", "weight_only"]
 Layer = Literal["linear", "conv2d", "embedding"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 
-# What each of these costs and saves is measured by `benchmarks/run.py int8_layers`; see docs/int8.md.
+# `benchmarks/run.py int8_layers` measures the memory and accuracy of each of these; see docs/int8.md.
 EXCLUDED = ("time_embedding", "conv_in", "conv_out", "quant_conv", "post_quant_conv", "position_embedding")
 FLOAT_INPUTS = ("proj_in", "proj_out")
 QUANT_METHOD = "sd_lightning_int8"
-"""Names the format in ``config.json``; diffusers refuses a method that it does not know."""
+"""Value of ``quant_method`` in ``config.json``; diffusers refuses a method that it does not know."""
 FORMAT = "format"
-"""Where transformers' own ``config.json`` has that name: it skips an unknown method, and refuses to find none."""
+"""Key of that value in transformers' ``config.json``: it ignores an unknown ``quant_method`` but requires one."""
 NUM_LAYERS = "num_layers"
 
 
 @dataclass(frozen=True)
 class Int8:
-    """Weights in int8, one float32 scale per output channel; whatever computes with them, the stored bytes are alike.
-
-    Source of the scales: LLM.int8(), arXiv 2208.07339.
-    """
+    """Settings of int8 weights, with one float32 scale per output channel (LLM.int8(), arXiv 2208.07339)."""
 
     linear: Linear = "weight_only"
-    """What multiplies in linear layers: weight_only (weights are dequantised on the fly), bitsandbytes' LLM.int8
-    (activations in int8, too, but for columns of outliers), or torchao (activations in int8, too). Convolutions and
-    embeddings are always the first. Only with it do pictures not depend on the batch that they are drawn in: a
-    difference in the last bit of an activation becomes a whole step where that is rounded to int8."""
+    """Kernel of linear layers: weight_only (weights are dequantised on the fly), bitsandbytes (LLM.int8: activations
+    also in int8, except outlier columns) or torchao (activations also in int8). Convolutions and embeddings are
+    always weight_only. Only with weight_only are images independent of the batch that they are generated in: with
+    int8 activations, a difference in the last bit can become a whole int8 step."""
     layers: Sequence[Layer] = ("linear", "conv2d", "embedding")
-    """Kinds of layers that are quantised."""
+    """Kinds of layers to quantise."""
     exclude: Sequence[str] = EXCLUDED
-    """Layers that are left as they are: names of modules, alone ("conv_out", "vae") or as a path ("unet.conv_in").
-    Names that are not among the defaults have to be in the model."""
+    """Layers that are not quantised: names of modules, alone ("conv_out", "vae") or as a path ("unet.conv_in").
+    Names other than the defaults must exist in the model."""
     float_inputs: Sequence[str] = FLOAT_INPUTS
-    """Linear layers whose activations are never put into int8, whatever ``linear`` says; names as in ``exclude``."""
+    """Linear layers that are always weight_only, so that their activations stay in float; names as in ``exclude``."""
     threshold: float = 6.0
-    """Of bitsandbytes: activations from this size on count as outliers and are multiplied unquantised; 0: none are."""
+    """For bitsandbytes: activations of at least this magnitude are outliers, multiplied unquantised; 0: no outliers."""
     dtype: Dtype | None = None
-    """What the rest is kept in and the model computes in; as it is if not given. An SDXL pipeline's VAE that overflows
+    """Dtype of all other weights and of computation; None leaves it unchanged. An SDXL pipeline's VAE that overflows
     in float16 (``force_upcast``) stays in float32."""
 
     def __post_init__(self) -> None:
@@ -61,7 +58,7 @@ class Int8:
                 raise UsageError(f"Int8 got {name}={value!r}; expected a list of module names: [{value}]")
         if self.threshold < 0:
             raise UsageError(f"Int8 got threshold={self.threshold}; expected at least 0, e.g. threshold=6.0 (0: none)")
-        for name in ("layers", "exclude", "float_inputs"):  # comparable, whether they were given as a list or not
+        for name in ("layers", "exclude", "float_inputs"):  # tuples, so that configs compare equal
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
@@ -69,17 +66,17 @@ class Int8:
         return None if self.dtype is None else getattr(torch, self.dtype)
 
     def excludes(self, name: str) -> bool:
-        """Return whether a layer of this name is left as it is."""
+        """Return whether a layer of this name is not quantised."""
         return _names(self.exclude, name)
 
     def check_names(self, layers: Collection[str]) -> None:
-        """Refuse names that a model does not have, which would do nothing; the defaults are for many networks.
+        """Check that all names in ``exclude`` and ``float_inputs``, except the defaults, exist in a model.
 
         Args:
             layers: Names of all layers that could be in int8.
 
         Raises:
-            UsageError: There is such a name.
+            UsageError: No layer has such a name.
         """
         for field, usual in (("exclude", EXCLUDED), ("float_inputs", FLOAT_INPUTS)):
             for pattern in [pattern for pattern in getattr(self, field) if pattern not in usual]:
@@ -90,19 +87,19 @@ class Int8:
                     )
 
     def kernel(self, name: str) -> Linear:
-        """Return what multiplies in a linear layer of this name."""
+        """Return the kernel of a linear layer of this name."""
         return "weight_only" if _names(self.float_inputs, name) else self.linear
 
     def record(self, num_layers: int) -> dict[str, Any]:
-        """Return what ``config.json`` says of a network with that many int8 layers, under ``quantization_config``."""
+        """Return the ``quantization_config`` entry of ``config.json`` for a network with that many int8 layers."""
         return {"quant_method": QUANT_METHOD, NUM_LAYERS: num_layers, **asdict(self)}
 
 
 def read_record(config: Mapping[str, Any], who: str) -> Int8 | None:
-    """Return how a network was quantised, from its ``config.json``; None if it was not, or by another library.
+    """Read the int8 settings from a network's ``config.json``; None if it was not quantised, or by another library.
 
     Raises:
-        UsageError: The record is damaged, or of a later version.
+        UsageError: The entry is damaged, or was written by a later version.
     """
     record = config.get("quantization_config")
     if not isinstance(record, Mapping) or QUANT_METHOD not in (record.get("quant_method"), record.get(FORMAT)):
@@ -129,5 +126,5 @@ def _some(layers: Collection[str]) -> str:
 
 
 def _names(patterns: Sequence[str], name: str) -> bool:
-    """Return whether one of the patterns is a run of whole parts of a dotted name."""
+    """Return whether one of the patterns matches whole consecutive parts of a dotted name."""
     return any(f".{pattern}." in f".{name}." for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Networks in int8 in a pipeline folder: their weight files hold int8 tensors, and beside each its scales."""
+"""Loading of int8 networks from a pipeline folder: weight files with int8 tensors and their scales."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from sd_lightning.storage.tensor_store import ShardedTensors
 
 
 def stored_int8(folder: Path) -> Int8 | None:
-    """Return how the network of a folder was put into int8; None if it was not.
+    """Return the int8 settings of the network in a folder; None if it is not in int8.
 
     Raises:
-        UsageError: The record of it is damaged.
+        UsageError: The settings in ``config.json`` are damaged.
     """
     path = folder / "config.json"
     try:
         config = read_json(path)
-    except UsageError:  # whoever loads the network says what is wrong with the file
+    except UsageError:  # the loader of the network reports it
         return None
     return read_record(config, str(path))
 
@@ -36,17 +36,17 @@ def stored_int8(folder: Path) -> Int8 | None:
 def load_int8_network(
     component: Component, folder: Path, config: Int8, *, overflows: bool, variant: str | None = None
 ) -> tuple[nn.Module, Component]:
-    """Load a network whose weight files are in int8, layer by layer; no more is held than what it is.
+    """Load a network whose weight files are in int8, layer by layer, in no more memory than the result takes.
 
     Args:
-        component: What it is.
-        folder: Where its files lie.
-        config: How it was quantised, and what computes.
+        component: The network's library and class.
+        folder: Folder of its files.
+        config: Its int8 settings, with the kernel to use.
         overflows: Whether the family's VAE overflows in float16.
         variant: File variant.
 
     Returns:
-        The network, and the record of what it is.
+        The network, and its record with the configuration.
 
     Raises:
         UsageError: Files are missing, damaged or of another network, or a package is missing.
@@ -55,7 +55,7 @@ def load_int8_network(
     network, component, deferred = defer_network(
         component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)
     )
-    cast_rest(network, config, overflows=overflows)  # before the rest is read, so that it is converted on the way
+    cast_rest(network, config, overflows=overflows)  # first, so that read_rest converts while it reads
     buffers: dict[str, Tensor] = {}
     for name, layer in int8_layers(network):
         layer.weight = torch.empty_like(layer.weight, device="cpu")
@@ -69,7 +69,7 @@ def load_int8_network(
 
 
 def _as_stored(network: nn.Module, store: ShardedTensors, *, config: Int8, folder: Path) -> None:
-    """Turn the layers that have scales in the files into int8 ones."""
+    """Convert the layers that have scales in the files to int8 layers."""
     suffix = ".weight_scale"
     stored = {key.removesuffix(suffix) for key in store.keys() if key.endswith(suffix)}
     wrong = sorted(key for key in stored if f"{key}.weight" in store and store.dtype(f"{key}.weight") != torch.int8)

@@ -1,8 +1,8 @@
 """Layers whose weights are int8 buffers: linear, convolution, embedding.
 
-A layer becomes one of these, and itself again, by a change of class: references to it (a LoRA adapter's, a hook's)
-stay good. The weights are buffers and not parameters: nothing trains them, and the first parameter of a network still
-tells what it computes in.
+A layer is converted and restored in place, by changing its class, so that references to it (from LoRA adapters or
+hooks) stay valid. The weights are buffers, not parameters: they are not trained, and the dtype of a network's first
+parameter is still its compute dtype.
 """
 
 from __future__ import annotations
@@ -19,54 +19,55 @@ from sd_lightning._errors import UsageError
 from sd_lightning.quantization.linear import KERNELS, multiply
 
 Rows = Callable[[int, int], Tensor]
-"""(begin, end) -> these rows of a weight, any floating-point dtype."""
+"""(begin, end) -> these rows of a weight, in any floating-point dtype."""
 
 _BLOCK_NUMEL = 2**18
-"""Weights that are in float32 at a time: 1 MiB. With larger blocks the heap is left in pieces, and grows to twice."""
+"""Elements converted to float32 at a time: 1 MiB. Larger blocks fragment the heap, which then grows to twice."""
 
 
 class _Scratch(threading.local):
-    """Memory for one dequantised weight on the CPU, used again and again.
+    """Reusable CPU buffer for one dequantised weight.
 
-    Without it most of the time would go into new pages: 23 ms for a weight of 1280 x 1280 x 3 x 3, with it 6 ms.
+    Allocating new pages would take most of the time: a weight of 1280 x 1280 x 3 x 3 takes 23 ms without this buffer
+    and 6 ms with it.
     """
 
     memory: Tensor | None = None
 
     def like(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory in the shape and layout of a weight; invalidates the last one."""
+        """Return uninitialised memory with the shape and strides of a weight; overwrites the previous result."""
         if weight.numel() * dtype.itemsize > _SCRATCH_BYTES:
             return torch.empty_like(weight, dtype=dtype)
         if self.memory is None:
-            with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
+            with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
                 self.memory = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
         return self.memory.view(dtype).as_strided(weight.shape, weight.stride())
 
 
-_SCRATCH_BYTES = 128 * 2**20  # the largest of sd21 in float32; pages that are not written are not taken
+_SCRATCH_BYTES = 128 * 2**20  # the largest weight of sd21 in float32; unused pages take no memory
 _scratch = _Scratch()
 
 
 class Int8Layer(nn.Module):
-    """What the layers share: an int8 weight, its scales, and the dtype that it is dequantised to."""
+    """Base of the int8 layers: an int8 weight, its scales and its compute dtype."""
 
     weight: Any
-    """int8, the shape of the original."""
+    """int8, in the shape of the original."""
     weight_scale: Tensor
-    """(O,) float32, whatever the network is cast to: half precision would cost more accuracy than int8 does."""
+    """(O,) float32, also after a cast of the network: half-precision scales would lose more accuracy than int8."""
     compute_dtype: torch.dtype
-    """What it was made from and is dequantised to; peft makes its adapters in it."""
+    """Dtype of the original weight, for dequantising; peft makes its adapters in it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain layer: peft calls the class of the layer that it adapts to make layers of its own."""
-        return _PLAIN_CLASSES[cls](*args, **kwargs) if args or kwargs else super().__new__(cls)  # without: to copy
+        """Build a plain layer if called with arguments: peft builds its layers with the adapted layer's class."""
+        return _PLAIN_CLASSES[cls](*args, **kwargs) if args or kwargs else super().__new__(cls)  # no args: a copy
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a floating-point dtype, rounded once."""
         return self.weight.to(dtype).mul_(self._broadcast_scale())
 
     def for_one_call(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised weight, which the next layer's may overwrite."""
+        """Return the dequantised weight, valid only until the next layer dequantises its own."""
         if not self.weight.is_cpu or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.dequantized(dtype)
         return _scratch.like(self.weight, dtype).copy_(self.weight).mul_(self._broadcast_scale())
@@ -75,7 +76,7 @@ class Int8Layer(nn.Module):
         return self.weight_scale.view(-1, *[1] * (self.weight.dim() - 1))
 
     def dtype_for(self, x: Tensor) -> torch.dtype:
-        """Return what a layer of this kind computes in: the input's dtype, or autocast's."""
+        """Return the compute dtype for an input: autocast's if that is enabled, else the input's."""
         kind = x.device.type
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if on else x.dtype
@@ -84,7 +85,7 @@ class Int8Layer(nn.Module):
         scale = self.weight_scale
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=scale.device)).dtype
         super()._apply(fn, recurse)
-        if self.weight_scale.dtype != scale.dtype:  # it was a cast, perhaps with a move
+        if self.weight_scale.dtype != scale.dtype:  # a cast: keep the float32 scales
             self.weight_scale = scale.to(self.weight_scale.device)
         return self
 
@@ -93,9 +94,9 @@ class Int8Layer(nn.Module):
 
 
 class Int8Linear(Int8Layer, nn.Linear):
-    """A linear layer; ``kernel`` names what multiplies in int8, if something does.
+    """A linear layer that multiplies with ``kernel``.
 
-    Those kernels have no gradient: where one is wanted (LoRA), the weight is dequantised, as bitsandbytes does on CPUs.
+    int8 kernels have no gradient. If one is needed (LoRA), the weight is dequantised, as bitsandbytes does on CPUs.
     """
 
     kernel: str
@@ -109,7 +110,7 @@ class Int8Linear(Int8Layer, nn.Linear):
 
 
 class Int8Conv2d(Int8Layer, nn.Conv2d):
-    """A convolution whose weight is dequantised when it is called."""
+    """A convolution that dequantises its weight at each call."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.dtype_for(x)
@@ -124,7 +125,7 @@ class Int8Embedding(Int8Layer, nn.Embedding):
         return values.mul_(F.embedding(indices, self.weight_scale[:, None]))
 
 
-# By exact type: a subclass may use its weight in other ways than its base does.
+# By exact type: a subclass may use its weight differently.
 INT8_CLASSES: dict[type[nn.Module], type[Int8Layer]] = {
     nn.Linear: Int8Linear,
     nn.Conv2d: Int8Conv2d,
@@ -134,26 +135,26 @@ _PLAIN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {int8: plain for plain,
 
 
 def int8_layers(network: nn.Module) -> Iterator[tuple[str, Int8Layer]]:
-    """Yield the layers of a network that are in int8, by name."""
+    """Yield the names and layers of a network that are in int8."""
     return ((name, module) for name, module in network.named_modules() if isinstance(module, Int8Layer))
 
 
 def check_finite_rows(shape: torch.Size, rows: Rows, who: str) -> None:
-    """Raise what :func:`quantize_rows` raises of a weight with a value that is not finite."""
+    """Raise the error of :func:`quantize_rows` if a weight has values that are not finite."""
     for begin, end in _blocks(shape):
-        if not torch.isfinite(torch.stack(rows(begin, end).detach().aminmax())).all():  # NaN is least and largest
+        if not torch.isfinite(torch.stack(rows(begin, end).detach().aminmax())).all():  # aminmax propagates NaN
             raise _not_finite(who)
 
 
 def quantize_rows(shape: torch.Size, rows: Rows, who: str) -> tuple[Tensor, Tensor]:
-    """Quantise a weight symmetrically, output channel by output channel.
+    """Quantise a weight symmetrically per output channel.
 
     LLM.int8(), arXiv 2208.07339, equation 2: the largest magnitude of a channel becomes 127.
 
     Args:
-        shape: Of the weight, (O, …).
-        rows: Gives its rows, a few at a time.
-        who: Names the weight in messages.
+        shape: Shape of the weight, (O, …).
+        rows: Returns rows of the weight; called for a few at a time.
+        who: Name of the weight in error messages.
 
     Returns:
         The int8 weight and its scales (O,), float32, on the device of the rows.
@@ -187,7 +188,7 @@ def _not_finite(who: str) -> UsageError:
 
 
 def to_int8(layer: nn.Module, weight: Tensor, scale: Tensor, *, kernel: str, threshold: float) -> Int8Layer:
-    """Turn a layer into its int8 kind, in place."""
+    """Convert a layer to its int8 class, in place."""
     new: Any = layer
     original: Tensor = new.weight
     del new.weight
@@ -201,7 +202,7 @@ def to_int8(layer: nn.Module, weight: Tensor, scale: Tensor, *, kernel: str, thr
 
 
 def to_float(layer: Int8Layer) -> None:
-    """Turn an int8 layer into the plain one, in place, with the values that int8 left of its weight."""
+    """Convert an int8 layer to the plain class, in place, with the dequantised weight."""
     weight = nn.Parameter(layer.dequantized(layer.compute_dtype), requires_grad=False)
     plain: Any = layer
     for name in ("weight", "weight_scale", "compute_dtype"):

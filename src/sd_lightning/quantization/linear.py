@@ -1,6 +1,6 @@
-"""What multiplies in int8: activations with weights.
+"""Kernels that multiply int8 activations with int8 weights.
 
-The kernels read the same int8 weight and scales, so that a saved model does not depend on the choice.
+All kernels read the same int8 weight and scales, so a saved model does not depend on the kernel.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from sd_lightning._imports import require
 def multiply(
     x: Tensor, dtype: torch.dtype, kernel: str, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float
 ) -> Tensor:
-    """Multiply in int8: by :data:`KERNELS`, which have no gradient.
+    """Multiply in int8 with one of :data:`KERNELS`, which have no gradient.
 
     Args:
         x: (…, I).
-        dtype: Of the result.
+        dtype: Dtype of the result.
         kernel: A name in ``KERNELS``.
         weight: (O, I), int8.
         scale: (O,), float32.
         bias: (O,).
-        threshold: Columns of activations with a magnitude as large as this are multiplied apart; 0 for none.
+        threshold: Columns with activations of at least this magnitude are multiplied unquantised; 0 for none.
 
     Returns:
         (…, O).
     """
     shape = (*x.shape[:-1], len(weight))
-    if x.is_meta:  # a trace of memory: what is alive in a kernel is the int8 input, int32 products and the output
+    if x.is_meta:  # a memory trace: allocate what is live in a kernel: int8 input, int32 products and output
         _quantized, _products = x.to(torch.int8), x.new_empty(shape, dtype=torch.int32)
         return x.new_empty(shape)
-    rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()  # the CUDA kernels do not look at strides
+    rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()  # the CUDA kernels ignore strides
     return KERNELS[kernel](rows, weight, scale, bias, threshold).view(shape)
 
 
 def bitsandbytes(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
-    """LLM.int8(), arXiv 2208.07339: activations in int8 row by row, columns of outliers apart."""
+    """Multiply by LLM.int8(), arXiv 2208.07339: int8 activations per row, outlier columns unquantised."""
     return _llm_int8(rows, weight, scale, bias, threshold)
 
 
 def torchao(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
-    """Activations in int8 row by row, multiplied by torchao's kernel; it has no threshold."""
+    """Multiply with torchao's kernel: int8 activations per row; ``threshold`` is ignored."""
     return _torchao_int8(rows, weight, scale, bias)
 
 
-# Both kernels are operators of their own for torch.compile, which can trace neither: the number of outliers is not
-# known in advance, and torchao 0.18 asks the CPU what it can do.
+# Both kernels are custom operators, because torch.compile cannot trace them: the number of outliers depends on the
+# data, and torchao 0.18 queries the CPU's capabilities.
 
 
 @torch.library.custom_op("sd_lightning::llm_int8", mutates_args=())
 def _llm_int8(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
     if rows.is_cpu:
         return _llm_int8_on_cpu(rows, weight, scale, bias, threshold)
-    dtype, rows = rows.dtype, rows.to(torch.float16)  # the one dtype of the CUDA kernel
+    dtype, rows = rows.dtype, rows.to(torch.float16)  # the CUDA kernel takes float16 only
     quantized, row_scale, outliers = torch.ops.bitsandbytes.int8_vectorwise_quant.default(rows, threshold)
-    largest = scale * 127  # bitsandbytes keeps the largest magnitudes themselves
+    largest = scale * 127  # bitsandbytes takes the largest magnitudes as scales
     bias = None if bias is None else bias.to(rows.dtype)
     out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default(
         rows, quantized, weight, row_scale, largest, outliers, bias
@@ -68,14 +68,14 @@ def _llm_int8(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, 
 
 
 _BLOCK_ROWS = 256
-"""Rows that are quantised, multiplied and scaled at a time on a CPU: they stay in its cache."""
+"""Rows that are quantised, multiplied and scaled at a time on a CPU, so that they stay in its cache."""
 
 
 def _llm_int8_on_cpu(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
-    """Do what bitsandbytes does in torch operations over the whole input, block by block.
+    """Compute LLM.int8() block by block; bitsandbytes runs torch operations over the whole input.
 
-    It takes half the time and less: the int8 product is fast, and what is around it waits for memory. Columns with
-    outliers are those of a block, and do not count when its rows are scaled.
+    This takes at most half the time: the int8 product is fast, and the other operations are memory-bound. Outlier
+    columns are found per block and excluded from its row scales.
     """
     out = rows.new_empty(len(rows), len(weight))
     for begin in range(0, len(rows), _BLOCK_ROWS):
@@ -116,7 +116,7 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tens
 
 
 def load_kernels(name: str) -> None:
-    """Import what a kernel needs, once, before it is called.
+    """Import the package of a kernel, before the kernel is called.
 
     Raises:
         UsageError: The package is not installed.

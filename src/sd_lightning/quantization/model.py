@@ -1,4 +1,4 @@
-"""Put a model into int8 and back, in place."""
+"""Quantise a model to int8 and dequantise it, in place."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 
 
 Filter = Callable[[nn.Module, str], bool]
-"""(layer, its name, beginning with the network's: "vae.conv_out") -> whether to quantise it."""
+"""(layer, its name with the network's name first: "vae.conv_out") -> whether to quantise it."""
 Model = TypeVar("Model", bound="LatentDiffusion | nn.Module")
 
 _KINDS = {"linear": nn.Linear, "conv2d": nn.Conv2d, "embedding": nn.Embedding}
 
 
 def quantize_(model: Model, config: Int8 | None = None, filter_fn: Filter | None = None) -> Model:
-    """Put the weights of a model into int8, in place.
+    """Quantise the weights of a model to int8, in place.
 
-    Weights that are still in their files (``LatentDiffusion.from_pretrained(…, deferred=[…])``) are read a few rows at
-    a time: the model is never in memory in another form than int8. Networks on the meta device get the structure.
+    Deferred weights (``LatentDiffusion.from_pretrained(…, deferred=[…])``) are read a few rows at a time and never
+    held whole in floating point. Networks on the meta device get int8 layers without values.
 
     Args:
         model: A model, or one network.
-        config: What to quantise, and what computes with it.
-        filter_fn: Chooses the layers, in the place of ``config.exclude``; weights of LoRA are never quantised.
+        config: Layers to quantise and the kernel; ``Int8()`` if not given.
+        filter_fn: Chooses the layers instead of ``config.exclude``; LoRA weights are never quantised.
 
     Returns:
-        The model. Another call with a config that differs in what computes (``linear``, ``threshold``, ``dtype``)
-        changes just that, and one with the same config nothing.
+        The model. A second call can change ``linear``, ``float_inputs``, ``threshold`` and ``dtype``; with the same
+        config it changes nothing.
 
     Raises:
-        UsageError: Something else was given, other layers of the model are in int8 already, a weight is not finite,
-            a name in the config is no layer's, or a package is missing. The model is then as it was.
+        UsageError: ``model`` or ``config`` has a wrong type, other layers of the model are in int8 already, a weight
+            is not finite, a name in the config matches no layer, or a package is missing. The model is not changed.
     """
     networks = _networks(model, "quantize_")
     config = Int8() if config is None else config
@@ -82,7 +82,7 @@ def quantize_(model: Model, config: Int8 | None = None, filter_fn: Filter | None
         _check_finite(layers, deferred.get(name), name)
     for name, network in networks.items():
         if name in chosen:
-            if name in deferred:  # before the rest is read, so that it is converted on the way
+            if name in deferred:  # first, so that read_rest converts while it reads
                 cast_rest(network, config, overflows=overflows)
             _quantize_network(network, chosen[name], config, deferred.pop(name, None), name)
         elif int8_config(network) != config:
@@ -92,14 +92,14 @@ def quantize_(model: Model, config: Int8 | None = None, filter_fn: Filter | None
 
 
 def replace_module(model: Model) -> Model:
-    """Put a model into int8 with the defaults, in place: ColossalAI's name of :func:`quantize_`."""
+    """Quantise a model to int8 with the defaults, in place: ColossalAI's name for :func:`quantize_`."""
     return quantize_(model)
 
 
 def dequantize_(model: Model) -> Model:
-    """Put a model that is in int8 back into floating point, in place.
+    """Dequantise a model that is in int8, in place.
 
-    The values are those that int8 left of the weights; load the model again for the original ones.
+    The weights keep their int8 rounding; load the model again for the original weights.
     """
     for network in _networks(model, "dequantize_").values():
         for _, layer in list(int8_layers(network)):
@@ -109,18 +109,18 @@ def dequantize_(model: Model) -> Model:
 
 
 def int8_config(network: nn.Module) -> Int8 | None:
-    """Return how a network was quantised; None if it was not."""
+    """Return the int8 settings of a network; None if it is not quantised."""
     return getattr(network, "int8_config", None)
 
 
 def int8_record(network: nn.Module) -> dict[str, Any]:
-    """Return what belongs into the ``config.json`` of a network on account of int8."""
+    """Return the int8 entries of a network's ``config.json``."""
     config = int8_config(network)
     return {} if config is None else {QUANTIZATION: config.record(sum(1 for _ in int8_layers(network)))}
 
 
 def describe(network: nn.Module, config: Int8 | None) -> None:
-    """Let a network say how it is quantised: to this package, and in the ``config.json`` that its library writes."""
+    """Set a network's int8 settings, for this package and for the ``config.json`` that its library writes."""
     if config is None:
         network.__dict__.pop("int8_config", None)
     else:
@@ -136,7 +136,7 @@ def describe(network: nn.Module, config: Int8 | None) -> None:
 
 
 def set_structure(network: nn.Module, names: set[str], config: Int8, network_name: str) -> None:
-    """Turn layers whose weights are on the meta device into int8 ones there: a place for weights that are int8."""
+    """Convert layers on the meta device to int8 layers there, without values."""
     for name in names:
         layer: Any = network.get_submodule(name)
         weight = torch.empty_like(layer.weight, dtype=torch.int8)
@@ -146,12 +146,12 @@ def set_structure(network: nn.Module, names: set[str], config: Int8, network_nam
 
 
 def cast_rest(network: nn.Module, config: Int8, *, overflows: bool) -> None:
-    """Cast what is not int8 to the dtype of the config; a VAE that overflows in float16 stays in float32."""
-    # diffusers' default of force_upcast is True, so it alone does not tell.
+    """Cast all weights that are not int8 to ``config.dtype``; a VAE that overflows in float16 stays in float32."""
+    # diffusers' default of force_upcast is True, so force_upcast alone does not mean that the VAE overflows.
     upcast = overflows and getattr(network.config, "force_upcast", False)
     dtype = torch.float32 if upcast and config.dtype == "float16" else config.torch_dtype
     if dtype is not None:
-        nn.Module.to(network, dtype)  # diffusers' own warns at every cast
+        nn.Module.to(network, dtype)  # diffusers' own method warns at every cast
 
 
 def _networks(model: LatentDiffusion | nn.Module, who: str) -> Mapping[str, nn.Module]:
@@ -172,7 +172,7 @@ def _networks(model: LatentDiffusion | nn.Module, who: str) -> Mapping[str, nn.M
 
 
 def _full(network: str, key: str) -> str:
-    """Return the name of a layer, beginning with the network's, if that has one."""
+    """Return the full name of a layer, prefixed by the network's name if there is one."""
     return ".".join(filter(None, [network, key]))
 
 
@@ -185,7 +185,7 @@ def _layers(network: nn.Module) -> list[str]:
 def _is_chosen(layer: nn.Module, name: str, config: Int8, filter_fn: Filter | None) -> bool:
     if type(layer) not in {_KINDS[kind] for kind in config.layers} or "lora_" in name:
         return False
-    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:  # rescales its weight when it is called
+    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:  # it rescales its weight at each call
         return False
     if filter_fn is not None:
         return filter_fn(layer, name)
@@ -214,7 +214,7 @@ def _compute_with(network: nn.Module, config: Int8, name: str) -> None:
 
 
 def _check_finite(layers: Mapping[str, nn.Module], deferred: DeferredWeights | None, name: str) -> None:
-    """Look for NaN while nothing has been changed: a pass over weights that are read again when they are quantised."""
+    """Raise if a weight is not finite, before any layer changes; deferred weights are read a second time later."""
     for key, layer in layers.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if weight.numel() and (deferred is not None or not weight.is_meta):
@@ -240,7 +240,7 @@ def _quantize_network(
 
 
 def read_rest(network: nn.Module, deferred: DeferredWeights, without: set[str]) -> None:
-    """Read the parameters that are not quantised, and what is saved of the buffers."""
+    """Read the parameters that are not quantised, and the persistent buffers, except those named in ``without``."""
     parameters = dict(network.named_parameters())
     deferred.fill_parameters(network, [key for key in parameters if key not in without])
     for key in network.state_dict().keys() - parameters.keys() - without:

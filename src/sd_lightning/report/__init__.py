@@ -1,7 +1,7 @@
-"""What a person looks at after a run: image grids, metric series and the self-contained ``report.html``.
+"""Results of a run for people: image grids, metric series and the self-contained ``report.html``.
 
-Nothing here knows Lightning: the inputs are PIL images, the ``metrics.csv`` that Lightning's ``CSVLogger`` writes and a
-mapping of summary values, so that a report can be made again from a run folder alone.
+Nothing here imports Lightning: the inputs are PIL images, the ``metrics.csv`` that Lightning's ``CSVLogger`` writes and
+a mapping of summary values. So a report can be rebuilt from a run folder alone.
 """
 
 from sd_lightning.report.grid import image_grid

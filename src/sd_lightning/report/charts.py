@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 _INKS = {"--ink": "#010101", "--muted": "#020202", "--rule": "#030303"}
 _LINES = {"--line-1": "#040404", "--line-2": "#050505", "--line-3": "#060606"}
 AREAS = {f"--area-{number}": f"#0{number}0{number}0f" for number in range(1, 7)}
-# Colours that matplotlib writes into the SVG and that are then replaced by the CSS variables they stand for.
+# Placeholder colours: matplotlib writes them into the SVG, then _themed replaces them by the CSS variables.
 
 _SMOOTH_FROM = 20
-"""Points below which a curve is drawn as it is."""
+"""Number of points from which a curve is smoothed."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One kind of curve of a chart."""
+    """One kind of curve in a chart."""
 
     label: str
-    """What the key beside the chart says; the metric's name is used where several metrics fit."""
+    """Legend text; the metric's name is used if several metrics match."""
     patterns: tuple[str, ...]
-    """File-name patterns of metric names, the first that fits anything counts."""
+    """File-name patterns of metric names; the first with any match is used."""
     smoothed: bool = False
     """Draw the raw points faintly under a smoothed curve."""
 
@@ -45,12 +45,12 @@ class Chart:
     """One sentence on how to read it."""
     lines: tuple[Line, ...]
     number: Callable[[float], str] = "{:.3g}".format
-    """How a value is written."""
+    """Formats a value."""
     percent: bool = False
-    """Values are shares, which the axis shows in per cent."""
+    """Values are fractions; the axis shows them in per cent."""
     wide: bool = False
     required: bool = True
-    """Say so where nothing was logged; other charts are just left out."""
+    """Say so if nothing was logged; other charts are then omitted."""
     from_zero: bool = False
     """The value axis begins at zero, and a line marks it where values are negative."""
     may_be_log: bool = False
@@ -119,8 +119,8 @@ def render_charts(metrics: Mapping[str, Series], charts: Sequence[Chart] = CHART
     """Return the charts as HTML figures, followed by a sentence that names what was not logged.
 
     Args:
-        metrics: Points by metric name, at steps that count from 0 as Lightning's do; the charts count from 1, as the
-            pictures and checkpoints do. What has a single point is no curve, and left out.
+        metrics: Points by metric name. Their steps count from 0, as in Lightning; the charts count from 1, as pictures
+            and checkpoints do. A chart whose curves all have a single point is left out.
         charts: What to draw, in this order.
     """
     figures, absent = [], []
@@ -135,7 +135,7 @@ def render_charts(metrics: Mapping[str, Series], charts: Sequence[Chart] = CHART
 
 
 def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
-    """Return a chart; empty text if there is no curve to draw, None if nothing was logged."""
+    """Return a chart as HTML; "" if all curves have a single point, None if nothing was logged."""
     curves: list[tuple[str, Series, bool]] = []
     dropped = 0
     for line in chart.lines:
@@ -185,12 +185,12 @@ def _svg(chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> str:
 
 
 def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool) -> str:
-    """Draw a figure and return it as an element of the page.
+    """Draw a figure and return it as an SVG element.
 
     Args:
-        label: What it is, for who cannot see it; no other figure of the page has the same.
+        label: Description for screen readers, unique on the page.
         draw: Fills the axes, in the colours of ``AREAS`` and the lines.
-        wide: Whether it takes the page's whole width.
+        wide: Whether it spans the page's whole width.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -223,7 +223,7 @@ def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) 
         shown = _shown(series, smoothed)
         if shown is not series:
             axes.plot(*zip(*series), color=colour, alpha=0.3, linewidth=1)
-        # Few points are marked, so that what was measured can be told from what was joined.
+        # Few points get markers, which show the measured values on the curve.
         axes.plot(*zip(*shown), color=colour, linewidth=2, marker="o" if len(shown) <= 30 else "", markersize=3.5)
     values = [value for _, series, _ in curves for _, value in series]
     if chart.may_be_log and wants_log_axis(values):
@@ -249,7 +249,7 @@ def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) 
 
 
 def tick_labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
-    """Write the values of an axis in one format: as many digits as one of them needs, and one power of ten if small."""
+    """Format the values of an axis alike: the most digits that any needs, and one power of ten if all are small."""
     largest = max(map(abs, values), default=0.0)
     power = math.floor(math.log10(largest)) if 0 < largest < 1e-3 and not percent else 0
     values = [value * (100 if percent else 10.0**-power) for value in values]
@@ -263,7 +263,7 @@ def tick_labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
 
 
 def tidy(axes: Axes) -> None:
-    """Leave only horizontal rules and the lower axis."""
+    """Keep only horizontal grid lines and the lower axis."""
     axes.grid(axis="y", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["left", "right", "top"]].set_visible(False)
@@ -271,7 +271,7 @@ def tidy(axes: Axes) -> None:
 
 
 def _themed(svg: str, label: str) -> str:
-    """Turn matplotlib's SVG document into an element whose size, font and colours the page decides."""
+    """Turn matplotlib's SVG document into an element whose size, font and colours the page sets."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # matplotlib's style sheet would apply to the whole page.

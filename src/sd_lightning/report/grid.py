@@ -35,7 +35,7 @@ def image_grid(
             pixel by pixel, so that the sheet can be looked at and every original pixel value is still in it.
 
     Returns:
-        An RGB image with a white ground.
+        An RGB image with a white background.
 
     Raises:
         UsageError: No images, ``columns`` below 1, or a number of captions that differs from the number of images.
@@ -94,7 +94,7 @@ def _draw_caption(sheet: Image.Image, lines: Sequence[str], font: FreeTypeFont, 
 
 
 def _two_lines(text: str, font: FreeTypeFont, width: int) -> list[str]:
-    """Break ``text`` at spaces into at most two lines of ``width`` pixels; what is cut ends in an ellipsis."""
+    """Break ``text`` at spaces into at most two lines of ``width`` pixels; a truncated line ends in an ellipsis."""
     words = text.split()
     first = ""
     while words and font.getlength(f"{first} {words[0]}".strip()) <= width:

@@ -1,4 +1,4 @@
-"""The memory of a traced training step, as a picture."""
+"""Chart of the memory of a traced training step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LABELS = {
     "staged": "weights on their way",
     "kept": "kept to be used again",
 }
-"""What is drawn, from the bottom up."""
+"""Label of each kind of memory, in drawing order from the bottom up."""
 
 
 def memory_section(path: Path) -> str:
-    """Return the section of the report that shows a step's memory, nothing if no step was traced.
+    """Return the report's section on a step's memory; "" if no step was traced.
 
     Args:
         path: JSON: ``step``, ``rank`` and ``events``, each with ``phase``, ``unit`` and ``bytes`` (tier -> kind ->

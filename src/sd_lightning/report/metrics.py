@@ -1,4 +1,4 @@
-"""Metric series out of the CSV files of a run."""
+"""Metric series from the CSV files of a run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Series = Sequence[tuple[int, float]]
 
 
 def read_metrics(path: str | Path) -> dict[str, Series]:
-    """Read what Lightning's ``CSVLogger`` wrote.
+    """Read the metrics that Lightning's ``CSVLogger`` wrote.
 
     A resumed run repeats the steps since its last checkpoint, in the same file or in the next ``version_<n>`` folder:
     the later value of a step counts.
 
     Args:
-        path: A ``metrics.csv``, or a folder in which all ``metrics.csv`` are joined in the order of their versions.
+        path: A ``metrics.csv``, or a folder whose ``metrics.csv`` files are joined in the order of their versions.
 
     Returns:
-        For each metric its points ascending in step, without the empty cells. NaN and infinite values are kept. The
-        epoch column, which Lightning adds, is left out.
+        The points of each metric, ascending in step, without empty cells. NaN and infinite values are kept.
+        Lightning's epoch column is left out.
 
     Raises:
         UsageError: ``path`` does not exist, or a file has rows but no ``step`` column.
@@ -66,7 +66,7 @@ def _number(cell: object) -> float | None:
 
 
 def _natural_order(path: Path) -> list[tuple[int, str]]:
-    """Sort key that puts ``version_2`` before ``version_10``."""
+    """Return a sort key that puts ``version_2`` before ``version_10``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
@@ -95,7 +95,7 @@ def smooth(series: Series, width: float) -> Series:
 
 
 def wants_log_axis(values: Sequence[float]) -> bool:
-    """Say whether positive ``values`` span more than a decade, leaving out 2 % at either end."""
+    """Return whether ``values`` are positive and span more than a decade, without 2 % at either end."""
     if len(values) < 3 or min(values) <= 0:
         return False
     ordered = sorted(values)
@@ -104,7 +104,7 @@ def wants_log_axis(values: Sequence[float]) -> bool:
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Return the names that fit the first pattern (as in file names) which any name fits."""
+    """Return the names that match the first file-name pattern with any match."""
     for pattern in patterns:
         found = [name for name in names if fnmatchcase(name, pattern)]
         if found:

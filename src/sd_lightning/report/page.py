@@ -24,11 +24,11 @@ from sd_lightning.storage import atomic
 log = logging.getLogger(__name__)
 
 _MAX_GRIDS = 12
-"""Sample grids shown besides the last one; more are thinned out evenly."""
+"""Limit on the sample grids shown besides the last one; more are subsampled evenly."""
 _HERO_PIXELS = 1600
 _THUMB_PIXELS = 640
 _PNG_BYTES = 400_000
-"""Pictures that are larger than this as PNG are stored as JPEG, so that the page stays small enough to mail."""
+"""Pictures larger than this as PNG are stored as JPEG, so that the page stays small enough to mail."""
 
 
 def write_report(
@@ -37,19 +37,19 @@ def write_report(
     """Write ``report.html``: one file that opens anywhere, without a network and without JavaScript.
 
     It shows the key numbers, the sample grids ``samples/step-*.png`` of the run folder, loss, caption gap, throughput
-    and learning rate by step, all of the summary, and the configuration. What is missing is said.
+    and learning rate by step, the whole summary, and the configuration. It says what is missing.
 
     Args:
-        run_dir: The run's folder, which is named in the title.
-        summary: What ``summary.json`` holds. ``prompted_accuracy``, ``caption_gap`` (or ``no_caption_gap``, why it
-            was not measured), ``final_loss``,
-            ``images_per_second``, ``train_seconds``, ``steps`` and ``bad_samples`` stand out at the top where they are
-            present; ``prompted_accuracy_samples`` gives the accuracy its confidence interval.
+        run_dir: The run's folder; its name is the title.
+        summary: Contents of ``summary.json``. If present, ``prompted_accuracy``, ``caption_gap`` (or
+            ``no_caption_gap``, why it was not measured), ``final_loss``, ``images_per_second``, ``peak_memory_gib``,
+            ``train_seconds``, ``steps`` and ``bad_samples`` are shown at the top; ``prompted_accuracy_samples`` gives
+            the accuracy its confidence interval.
         metrics: Points by metric name, as :func:`~sd_lightning.report.read_metrics` returns them.
         resolved_config: The configuration as YAML.
 
     Returns:
-        The path of the report. An earlier report there is replaced in one move.
+        The path of the report. An earlier report is replaced atomically.
     """
     run_dir = Path(run_dir)
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ _STEP = re.compile(r"step-(\d+)\.png")
 
 
 def _picture(step: int, path: Path, max_pixels: int) -> tuple[str, float]:
-    """Return the picture as an HTML element with its data inside, and its width by its height."""
+    """Return the picture as an HTML element with embedded data, and its aspect ratio (width / height)."""
     try:
         with Image.open(path) as file:
             image = file.convert("RGB")

@@ -1,1 +1,1 @@
-"""What a rank owns of every trained parameter, and the optimizer states with it, whatever the engine."""
+"""Training state of any engine: this rank's part of every trained parameter, with optimizer states."""

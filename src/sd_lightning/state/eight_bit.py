@@ -23,7 +23,7 @@ class EightBitOptimizer(Protocol):
 
 
 def is_eight_bit(optimizer: object) -> TypeGuard[EightBitOptimizer]:
-    """Return whether an optimizer is one of bitsandbytes', without importing that."""
+    """Return whether an optimizer is from bitsandbytes, without importing bitsandbytes."""
     return hasattr(optimizer, "init_state")
 
 
@@ -46,9 +46,9 @@ def fill_quantised(state: dict[str, Any], name: str, saved: SavedParameter, read
     """Fill a parameter's states that ``init_state`` has made; not bit-exact, since blocks are quantised again.
 
     Args:
-        state: The optimizer's, of the parameter.
-        name: The parameter's.
-        saved: What the checkpoint holds of it.
+        state: The optimizer's state of the parameter.
+        name: The parameter's name.
+        saved: The checkpoint's record of the parameter.
         read: Reads its saved states.
     """
     from bitsandbytes.functional import quantize_blockwise

@@ -1,8 +1,8 @@
-"""Keep of a checkpoint what a run can use that resumes with another optimizer, or with other settings of the same.
+"""Resume a checkpoint with another optimizer, or with other settings of the same optimizer.
 
-One rule for all strategies: states are kept where the run's optimizer keeps states of the same names and meaning, and
-finds all that it needs among them. Else none is kept, nor the step count (which would correct the bias of moments that
-are not there), and the optimizer starts as in a new run. What is not kept is in no later checkpoint.
+One rule for all strategies: saved states are kept if they match the new optimizer's states in name and meaning and
+include all that it needs. Otherwise no state is kept, nor the step count (which would correct the bias of missing
+moments), and the optimizer starts as in a new run. Dropped states are in no later checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ADAMS_8BIT = frozenset(
     for bits in ("", "8bit", "32bit")
 )  # fmt: skip
 _INTERCHANGEABLE = (_ADAMS, _ADAMS_8BIT)
-"""Optimizers whose states mean the same: moments of the gradients, and a count of steps."""
+"""Families of optimizers whose states mean the same: moments of the gradients, and a step count."""
 
 _STATES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "torch.ASGD": (("ax",), {}),
@@ -34,17 +34,17 @@ _STATES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "torch.SGD": ((), {"momentum": "momentum_buffer"}),
     **dict.fromkeys(_ADAMS_8BIT, (("state1", "state2"), {})),
 }
-"""States with one value per weight: those that an optimizer always keeps, and those that a setting brings."""
+"""States with one value per weight: those that an optimizer always keeps, and those that a setting adds."""
 
 _ENGINES = ("deepspeed", "colossalai")
 _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-"""What schedulers make of any optimizer's groups."""
+"""Group keys of any optimizer: ``params``, and those that schedulers write."""
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
-    """Return the name by which checkpoints know an optimizer: its package and class, such as ``torch.AdamW``.
+    """Return an optimizer's name in checkpoints: its package and class, such as ``torch.AdamW``.
 
-    The Adams of engines go by the name of torch's that they stand for.
+    Adam classes of engines have the name of the torch class they replace.
     """
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
@@ -55,16 +55,16 @@ def optimizer_name(optimizer: Optimizer) -> str:
 
 
 def keep_states(saved: dict[str, Any], optimizers: Sequence[str], configured: list[list[dict[str, Any]]]) -> str:
-    """Leave in a checkpoint only what the optimizers of the run that resumes can go on with.
+    """Remove from a checkpoint all states that the optimizers of the resuming run cannot use.
 
     Args:
-        saved: The checkpoint's ``trainer.json``, which is changed. One of an earlier release does not name its
-            optimizers; there the names of its states tell.
-        optimizers: From :func:`optimizer_name`, of the run that resumes.
+        saved: The checkpoint's ``trainer.json``, changed in place. Earlier releases did not name the optimizers: then
+            the names of the states decide.
+        optimizers: The resuming run's, from :func:`optimizer_name`.
         configured: Their groups as configured.
 
     Returns:
-        What is kept and what starts anew; "" where all goes on.
+        A message on what is kept and what starts anew; "" if everything is kept.
     """
     told = []
     theirs: Sequence[str | None] = saved.get("optimizers") or [None] * len(saved["optimizer_groups"])
@@ -74,7 +74,7 @@ def keep_states(saved: dict[str, Any], optimizers: Sequence[str], configured: li
         kinds = tuple(dict.fromkeys(kind for entry in entries for kind in entry["states"]))
         is_other = not _is_known_of(ours, kinds) if before is None else before != ours
         means_the_same = not is_other or any({ours, before} <= family for family in _INTERCHANGEABLE)
-        # What an earlier release has not said to be configured stays as it was.
+        # Earlier releases did not save the configured groups: use the saved settings.
         settings = groups if is_other or "configured_groups" in saved else saved["optimizer_groups"][number]
         kept = _needed(ours, settings, kinds) if means_the_same else ()
         if not set(kept) <= set(kinds):
@@ -92,7 +92,7 @@ def keep_states(saved: dict[str, Any], optimizers: Sequence[str], configured: li
 
 
 def _is_known_of(name: str, kinds: Sequence[str]) -> bool:
-    """Whether an optimizer may have kept such states; of one that is not known, yes."""
+    """Return whether an optimizer may have kept these states; True for unknown optimizers."""
     if name not in _STATES:
         return True
     always, by_setting = _STATES[name]
@@ -100,7 +100,7 @@ def _is_known_of(name: str, kinds: Sequence[str]) -> bool:
 
 
 def _needed(name: str, groups: Sequence[dict[str, Any]], kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the states that an optimizer keeps with its settings; of one that is not known, those of before."""
+    """Return the states that an optimizer keeps with its settings; the saved ones for unknown optimizers."""
     if name not in _STATES:
         return kinds
     always, by_setting = _STATES[name]
@@ -108,12 +108,12 @@ def _needed(name: str, groups: Sequence[dict[str, Any]], kinds: tuple[str, ...])
 
 
 def _take_settings(saved: dict[str, Any], number: int, configured: Sequence[dict[str, Any]]) -> None:
-    """Put the settings of another optimizer in the place of the saved ones, but for what schedules have set."""
+    """Replace the saved settings by those of another optimizer, except the values that schedulers have set."""
     for group, ours in zip(saved["optimizer_groups"][number], configured):
         scheduled = {key: value for key, value in group.items() if key in _SCHEDULED}
         group.clear()
         group.update({key: value for key, value in ours.items() if key not in _SCHEDULED} | scheduled)
-    for scheduler in saved["schedulers"]:  # all of the one optimizer that a module has
+    for scheduler in saved["schedulers"]:  # all belong to the one optimizer of the module
         for group in scheduler["groups"]:
             for key in group.keys() - set(_SCHEDULED):
                 del group[key]

@@ -1,4 +1,4 @@
-"""Training state of engines in which every rank holds whole parameters; those that shard override three methods."""
+"""Training state of engines that hold whole parameters on every rank; sharding engines override three methods."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ReplicatedState:
     Args:
         parameters: Trained parameters by name.
         optimizers: The optimizers that step them.
-        rank: This process; rank 0 writes checkpoints.
+        rank: Rank of this process; rank 0 writes checkpoints.
 
     Raises:
-        UsageError: An 8-bit optimizer is given weights in another layout than the contiguous one.
+        UsageError: An 8-bit optimizer got weights that are not contiguous.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ReplicatedState:
         self._refuse_replaced_parameters()
 
     def parameter_shards(self) -> list[ParameterShard]:
-        """Return one shard per parameter: what this rank holds of it."""
+        """Return one shard per parameter: this rank's part of it."""
         shards = []
         for name, parameter in self._parameters.items():
             states, scalars = self._states_of(parameter)
@@ -71,11 +71,11 @@ class ReplicatedState:
         ]
 
     def optimizer_names(self) -> list[str]:
-        """Return the class of each optimizer."""
+        """Return the name of each optimizer's class."""
         return [optimizer_name(optimizer) for optimizer in self._optimizers]
 
     def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
-        """Fill parameters and create the optimizers' states; with ``groups=None`` only weights are loaded.
+        """Load parameters and optimizer states; only parameters with ``groups=None``.
 
         Raises:
             UsageError: The optimizers' groups do not hold the same parameters as those saved.
@@ -100,7 +100,7 @@ class ReplicatedState:
                         optimizer.state[parameter] = self._load_states(group, parameter, name, saved[name], read)
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Point the parameters at other weights: no copy where dtype, device and layout agree."""
+        """Point the parameters at other weights, without a copy if dtype and device agree."""
         if self._trained is not None:
             raise RuntimeError("swap_in called twice without swap_out")
         self._trained = {}
@@ -120,24 +120,24 @@ class ReplicatedState:
         self._trained = None
 
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
-        """Return whether the parameters still are what :meth:`swap_in` has made of these weights."""
+        """Return whether the parameters still equal these weights, as after :meth:`swap_in`."""
         return all(
             torch.equal(parameter.detach(), weights[name, 0].to(parameter.device, parameter.dtype))
             for name, parameter in self._parameters.items()
         )
 
     def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Give the parameters memory of their own where :meth:`swap_in` has pointed them at these weights."""
+        """Copy the parameters that :meth:`swap_in` has pointed at these weights to separate memory."""
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() == weights[name, 0].data_ptr():
                 parameter.data = parameter.data.clone()
 
     def forget(self) -> None:
-        """Let the parameters stay what they are: there is no going back to the trained weights."""
+        """Keep the swapped-in weights for good: drop the trained ones."""
         self._trained = None
 
     def _refuse_replaced_parameters(self) -> None:
-        """bitsandbytes puts a contiguous copy in the place of a weight in another layout: all views of it go stale."""
+        """Raise for non-contiguous weights: bitsandbytes replaces them by copies, so all views of them go stale."""
         for optimizer in self._optimizers:
             if is_eight_bit(optimizer) and not all(p.is_contiguous() for p in self._parameters.values()):
                 raise UsageError(
@@ -145,7 +145,7 @@ class ReplicatedState:
                     "set speed.channels_last=false or choose optimizer=adamw"
                 )
 
-    # Engines that shard override what a rank holds of a parameter, or of an optimizer state like it.
+    # Sharding engines override which part of a parameter, or of an optimizer state like it, this rank holds.
 
     def _local(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
@@ -176,7 +176,7 @@ class ReplicatedState:
         return next((o.state[parameter] for o in self._optimizers if parameter in o.state), {})
 
     def _states_of(self, parameter: nn.Parameter) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
-        """Divide what an optimizer keeps for a parameter into elementwise states and scalars."""
+        """Return the optimizer's state of a parameter, split into tensors and scalars."""
         state = self._optimizer_state(parameter)
         if "qmap1" in state:
             return dequantised(state), {"step": state["step"]}

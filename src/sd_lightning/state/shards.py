@@ -1,7 +1,6 @@
-"""The one view of training state: what a rank owns of every trained parameter, whatever the engine.
+"""Training state that is independent of the engine: this rank's part of every trained parameter.
 
-EMA, portable checkpoints, export and the parity tests stand on :class:`ParameterShard` and
-:class:`TrainingState` alone.
+EMA, portable checkpoints, export and the parity tests use only :class:`ParameterShard` and :class:`TrainingState`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 
 LazyTensor = Tensor | Callable[[], Tensor]
-"""A tensor, or a function that makes it when it is needed."""
+"""A tensor, or a function that makes it when needed."""
 
 OptimizerGroups = list[list[dict[str, Any]]]
 """Per optimizer and parameter group: its hyper-parameters, and the names of its parameters under ``params``."""
@@ -26,13 +25,13 @@ _IMPLEMENTATION_KEYS = ("params", "fused", "foreach", "capturable", "differentia
 
 
 def tensor_of(values: LazyTensor) -> Tensor:
-    """Return the tensor, made now if it is lazy."""
+    """Return the tensor; make it now if it is lazy."""
     return values if isinstance(values, Tensor) else values()
 
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The range ``[begin, end)`` of a row-major flattened tensor, known by its name."""
+    """The range ``[begin, end)`` of a named, row-major flattened tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,11 +41,11 @@ class TensorRange:
     values: LazyTensor
     """``end - begin`` values in row-major order, any shape, strides and device."""
     dtype: torch.dtype | None = None
-    """Needed where the values are lazy; otherwise their own."""
+    """Required if the values are lazy; otherwise that of the values."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Dtype in a file."""
+        """Dtype in the file."""
         if self.dtype is not None:
             return self.dtype
         if not isinstance(self.values, Tensor):
@@ -67,26 +66,26 @@ class ParameterShard:
     """The range ``[begin, end)`` of the row-major flattened parameter that this rank owns."""
     master: LazyTensor
     """The weights that the optimizer updates; ``end - begin`` elements in row-major order, any strides. A function
-    reads a float32 copy from where it is swapped to."""
+    reads a float32 copy of swapped-out weights."""
     states: dict[str, LazyTensor] = field(default_factory=dict)
-    """Optimizer states by name, elementwise like the master; a function makes a dequantised one when needed. Only a
+    """Optimizer states by name, elementwise like the master; a function dequantises them when called. Only a
     shard that is the whole parameter may have states of another shape (Adafactor's rows and columns)."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """What the optimizer keeps once per parameter, such as ``step``."""
+    """Scalars that the optimizer keeps per parameter, such as ``step``."""
     writes: bool = True
-    """Whether this rank writes the range to checkpoints (one of several that hold the same does)."""
+    """Whether this rank writes the range to checkpoints; of the ranks that hold the same range, one does."""
 
     @property
     def key(self) -> tuple[str, int]:
         return self.name, self.begin
 
     def saved(self) -> SavedParameter:
-        """Return what ``trainer.json`` records about the parameter."""
+        """Return the parameter's record for ``trainer.json``."""
         shapes = {kind: tuple(s.shape) if self._is_other(s) else self.shape for kind, s in self.states.items()}
         return SavedParameter(self.shape, shapes, self.scalars)
 
     def ranges(self, **averages: Tensor) -> list[TensorRange]:
-        """Return what a checkpoint stores: ``master/<name>``, one range per state, and averages by their kind."""
+        """Return the ranges that a checkpoint stores: ``master/<name>``, one per state, and one per average."""
         found = []
         for kind, tensor in {"master": self.master, **self.states, **averages}.items():
             name = f"{kind}/{self.name}"
@@ -98,17 +97,17 @@ class ParameterShard:
         return found
 
     def _is_other(self, state: LazyTensor) -> TypeGuard[Tensor]:
-        """Whether a state does not hold one value per element of the master."""
+        """Return whether a state does not have one value per element of the master."""
         return isinstance(state, Tensor) and state.numel() != self.end - self.begin
 
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """What a checkpoint's ``trainer.json`` records about one parameter."""
+    """The record of one parameter in a checkpoint's ``trainer.json``."""
 
     shape: tuple[int, ...]
     states: dict[str, tuple[int, ...]]
-    """Shape by name of each optimizer state."""
+    """Shape of each optimizer state, by name."""
     scalars: dict[str, Any]
 
 
@@ -117,10 +116,10 @@ Read = Callable[[str, str, Tensor, int, int], None]
 
 
 class TrainingState(Protocol):
-    """What every engine implements."""
+    """The interface that every engine implements."""
 
     def parameter_shards(self) -> list[ParameterShard]:
-        """Return what this rank owns, as live tensors."""
+        """Return this rank's shards as live tensors."""
         ...
 
     def optimizer_groups(self) -> OptimizerGroups:
@@ -132,28 +131,28 @@ class TrainingState(Protocol):
         ...
 
     def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
-        """Take weights, optimizer states and hyper-parameters from a checkpoint; only weights if groups are None."""
+        """Load weights, optimizer states and hyper-parameters from a checkpoint; only weights if groups are None."""
         ...
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Compute with other weights until :meth:`swap_out`; keys are ``ParameterShard.key``."""
+        """Swap other weights in until :meth:`swap_out`; keys are ``ParameterShard.key``."""
         ...
 
     def swap_out(self) -> None:
-        """Compute with the trained weights again, bit for bit."""
+        """Restore the trained weights, bit for bit."""
         ...
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer group sets for its parameters, without how the update is computed."""
+    """Return an optimizer group's settings, without ``params`` and keys that only choose the implementation."""
     return {k: v for k, v in group.items() if k not in _IMPLEMENTATION_KEYS}
 
 
 def check_same_groups(ours: OptimizerGroups, theirs: OptimizerGroups) -> None:
-    """Compare the parameters of optimizer groups with those of a checkpoint.
+    """Check that optimizer groups hold the same parameters as those of a checkpoint.
 
     Raises:
-        UsageError: They differ.
+        UsageError: The parameters differ.
     """
     names = [[group["params"] for group in optimizer] for optimizer in ours]
     saved = [[group["params"] for group in optimizer] for optimizer in theirs]

@@ -1,6 +1,6 @@
-"""Files and folders that are there complete or not at all: written under another name, forced to disk, and renamed.
+"""Atomic files and folders: written under a temporary name, synced to disk, and renamed.
 
-What a killed process leaves begins with a dot: ``.tmp-…`` (being written), ``.trash-…`` (being deleted) and ``.old-…``
+Leftovers of a killed process begin with a dot: ``.tmp-…`` (being written), ``.trash-…`` (being deleted) and ``.old-…``
 (being replaced).
 """
 
@@ -26,10 +26,10 @@ if hasattr(errno, "EDQUOT"):  # Windows has none
 
 
 def no_space(error: BaseException) -> str | None:
-    """Return which limit an error says was reached; None for any other error."""
+    """Return which space limit an error reports; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and not isinstance(error, UsageError):
-        # safetensors' own writer raises its own class with the number in the text.
+        # safetensors' writer raises a class of its own with the number in the text.
         match = re.search(r"\(os error (\d+)\)", str(error))
         number = int(match[1]) if match else None
     return _NO_SPACE.get(number) if number is not None else None
@@ -38,16 +38,16 @@ def no_space(error: BaseException) -> str | None:
 def check_free_space(
     folder: str | os.PathLike[str], need_bytes: int, who: str, *, purpose: str = "checkpoints"
 ) -> None:
-    """Refuse a run that could not save.
+    """Raise if a disk has too little free space.
 
     Args:
         folder: Where the files go; it need not exist yet.
         need_bytes: Bytes that must be free.
-        who: Begins the message.
-        purpose: What needs them.
+        who: Start of the message.
+        purpose: Use of the space, for the message.
 
     Raises:
-        UsageError: Less is free.
+        UsageError: Fewer bytes are free.
     """
     existing = Path(folder).absolute()
     while not existing.exists():
@@ -61,14 +61,14 @@ def check_free_space(
 
 
 def hidden(path: Path, kind: str = "tmp") -> Path:
-    """Return an unused name beside a path; it ends like that, since some libraries choose the format by it."""
+    """Return an unused hidden name beside a path; it keeps the suffix, by which some libraries choose the format."""
     stem = path.stem.removeprefix(".")
     return path.with_name(f".{kind}-{stem}-{secrets.token_hex(4)}{path.suffix}")
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, whose file takes the place of the one at ``path`` at the end; an error leaves that."""
+    """Yield a temporary path; its file replaces ``path`` at the end, but not after an error."""
     tmp = hidden(path)
     try:
         yield tmp
@@ -80,7 +80,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which takes the place of the one at ``path`` at the end; an error leaves that one."""
+    """Yield a temporary folder; it replaces ``path`` at the end, but not after an error."""
     tmp = hidden(path)
     try:
         tmp.mkdir(parents=True)
@@ -92,10 +92,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _replace(path: Path, tmp: Path) -> None:
-    """Force a folder to disk and give it its final name.
+    """Sync a folder to disk and rename it to its final name.
 
-    A folder cannot be replaced in one step: killed between the two renames, the old one lies under its ``.old-`` name,
-    until :func:`restore_replaced` puts it back.
+    Replacing a folder takes two renames. If the process is killed between them, the old folder keeps its ``.old-``
+    name until :func:`restore_replaced` renames it back.
     """
     for part in [*tmp.rglob("*"), tmp]:
         sync(part)
@@ -114,10 +114,10 @@ def _replace(path: Path, tmp: Path) -> None:
 
 
 def restore_replaced(folder: Path, names: str) -> None:
-    """Put back folders whose replacement was interrupted between the two renames.
+    """Rename back folders whose replacement was interrupted between the two renames.
 
     Args:
-        folder: Where they lie.
+        folder: Their parent.
         names: Regular expression of their final names.
     """
     for path in folder.glob(".old-*") if folder.is_dir() else ():
@@ -127,7 +127,7 @@ def restore_replaced(folder: Path, names: str) -> None:
 
 
 def clean(folder: Path, names: str) -> None:
-    """Put back what was being replaced, and delete what else killed processes left of folders of these names."""
+    """Call :func:`restore_replaced`, then delete other leftovers of killed processes for these names."""
     restore_replaced(folder, names)
     for path in folder.iterdir() if folder.is_dir() else ():
         if re.fullmatch(rf"\.(tmp|old|trash)-(old-)?({names})(-\w+)*", path.name):
@@ -136,14 +136,14 @@ def clean(folder: Path, names: str) -> None:
 
 
 def delete_folder(path: Path) -> None:
-    """Delete a folder; interrupted, it leaves no half of one under a name that is ever used."""
+    """Delete a folder; it is renamed first, so that an interruption leaves no partial folder at ``path``."""
     trash = hidden(path, "trash")
     path.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Force a file or folder to disk."""
+    """Sync a file or folder to disk."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open a folder
         return
     handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -154,9 +154,9 @@ def sync(path: Path) -> None:
 
 
 def hard_link_tree(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
-    """Make a directory tree with the files of another, sharing the bytes on disk where possible.
+    """Copy a directory tree by :func:`hard_link`, which shares the bytes on disk where possible.
 
-    Symbolic links in ``src`` are followed: the copy stands when a model cache is cleaned.
+    Symbolic links in ``src`` are followed, so that the copy survives when a model cache is cleaned.
 
     Raises:
         UsageError: ``src`` is not a directory.
@@ -172,7 +172,7 @@ def hard_link_tree(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> 
 
 
 def hard_link(src: Path, dst: Path) -> None:
-    """Give a file a second name, or copy it where links do not work: to another disk, or a file system without."""
+    """Hard-link a file, or copy it where links do not work (another disk, a file system without links)."""
     source = src.resolve()
     try:
         os.link(source, dst)

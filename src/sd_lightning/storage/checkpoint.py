@@ -1,9 +1,9 @@
-"""Checkpoint directories: complete or absent, checksummed, never half of one.
+"""Checkpoint directories: written atomically and checksummed.
 
 Layout: ``<run>/checkpoints/step-00000240/{pipeline/,state/,trainer.json,manifest.json}``. ``manifest.json`` holds the
-size and SHA-256 of every file. Rank 0 makes, completes and removes it; all ranks write into it. For how it gets its
-name in one step, and what a killed process leaves, see :mod:`sd_lightning.storage.atomic`. Checkpoints of later steps
-than the one that a run went back to are renamed ``set-aside-…``.
+size and SHA-256 of every file. Rank 0 creates, completes and removes a checkpoint; all ranks write into it. For the
+atomic rename and the leftovers of killed processes, see :mod:`sd_lightning.storage.atomic`. When a run goes back to an
+earlier step, the checkpoints of later steps are renamed ``set-aside-…``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
 SMALL_BYTES = 2**20
-"""Files up to this size hold what processes decide by; larger ones hold tensors."""
+"""Files up to this size hold metadata that processes make decisions by; larger ones hold tensors."""
 
 _STEP_NAME = r"step-\d{8,}"
 _Inode = tuple[int, int]
 
 
 def checkpoint_path(run_dir: str | os.PathLike[str], step: int) -> Path:
-    """Return where the checkpoint of an optimizer step lies once it is complete."""
+    """Return the final path of an optimizer step's checkpoint."""
     return Path(run_dir, "checkpoints", f"step-{step:08d}")
 
 
@@ -50,15 +50,15 @@ def step_of(checkpoint: str | os.PathLike[str]) -> int:
 
 
 def is_portable(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is one of our checkpoints, or a run with some: other folders may be an engine's own."""
+    """Return whether a path is one of our checkpoints or a run with some; others may be an engine's own."""
     root = Path(path)
     return (root / MANIFEST_NAME).is_file() or bool(all_checkpoints(root))
 
 
 def manifest_digest(path: Path) -> str | None:
-    """Return what tells a checkpoint from any other: the checksum of its files' names, sizes and checksums.
+    """Return a checkpoint's identity: the checksum of its files' names, sizes and checksums.
 
-    None where no manifest of ours lies; whether the files are as it says, :func:`verify` finds out.
+    Return None without a manifest of ours. The files are not read; :func:`verify` checks them.
     """
     try:
         manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
@@ -70,16 +70,16 @@ def manifest_digest(path: Path) -> str | None:
 
 @contextmanager
 def saving(run_dir: str | os.PathLike[str], step: int, *, known: Mapping[str, str] | None = None) -> Iterator[Path]:
-    """Build a checkpoint in the yielded directory; it is complete at the end, and absent after any error.
+    """Yield a directory for a checkpoint's files; the checkpoint is complete at the end, absent after any error.
 
-    A checkpoint of the same step that was there before is replaced.
+    An existing checkpoint of the same step is replaced.
 
     Args:
         run_dir: The run's directory.
         step: Optimizer step.
-        known: SHA-256 by path relative to the directory (with ``/``) of files that were hashed while they were written;
-            read at the end, so it may be filled meanwhile. The others are read and hashed, each inode once; files
-            hard-linked from the previous checkpoint are taken over from its manifest.
+        known: SHA-256 of files that were hashed while they were written, by path relative to the directory (with
+            ``/``); it is read at the end, so it may be filled meanwhile. Other files are read and hashed, each inode
+            once; the checksums of files hard-linked from the previous checkpoint come from its manifest.
 
     Raises:
         UsageError: The disk is full; the message names the last good checkpoint.
@@ -96,7 +96,7 @@ def saving(run_dir: str | os.PathLike[str], step: int, *, known: Mapping[str, st
 
 
 def disk_full(error: BaseException, run_dir: str | os.PathLike[str], step: int) -> UsageError | None:
-    """Return the message for an error of saving that means "no space"; None for any other error."""
+    """Return the ``UsageError`` for a saving error that means "no space"; None for any other error."""
     reason = atomic.no_space(error)
     if reason is None:
         return None
@@ -113,7 +113,7 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
 
     Args:
         checkpoint: The checkpoint's directory.
-        hash_up_to: Of files with more bytes look only at names and sizes; None reads and hashes every file.
+        hash_up_to: Check only names and sizes of files with more bytes; None reads and hashes every file.
 
     Returns:
         One line per problem, beginning with the file's name; empty if it is intact.
@@ -152,10 +152,10 @@ def all_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def newest_valid(run_dir: str | os.PathLike[str], *, hash_up_to: int | None = None) -> Path | None:
-    """Return the newest checkpoint whose files match their checksums; warns about each it passes over.
+    """Return the newest checkpoint whose files match their checksums; warn about each one skipped.
 
-    Reads whole checkpoints, unless ``hash_up_to`` is given as to :func:`verify`: call it on one rank and send the
-    others the answer.
+    This reads whole checkpoints, unless ``hash_up_to`` is given as in :func:`verify`: call it on one rank and
+    broadcast the result.
     """
     atomic.restore_replaced(Path(run_dir, "checkpoints"), _STEP_NAME)
     for path in reversed(all_checkpoints(run_dir)):
@@ -175,11 +175,11 @@ def prune(
     Args:
         run_dir: The run's directory.
         keep: How many to keep, at least 1.
-        trusted: A checkpoint known to be valid (just committed); spares reading it again.
-        also: A further one that stays.
+        trusted: A checkpoint known to be valid (just committed); it is not read again.
+        also: Another checkpoint to keep.
 
     Returns:
-        What was deleted.
+        The deleted checkpoints.
     """
     if keep < 1:
         raise UsageError(f"prune got keep={keep}; expected at least 1 checkpoint to keep.")
@@ -195,13 +195,13 @@ def prune(
 
 
 def set_aside(run_dir: str | os.PathLike[str], step: int) -> list[Path]:
-    """Rename the checkpoints of later steps than the one that a run goes on from: they belong to a future it has left.
+    """Rename the checkpoints of later steps than the one that a run resumes from.
 
-    Nothing looks for checkpoints under the new names, and nothing deletes them.
+    They belong to a history that the run has left. Under the new names they are neither found nor deleted.
 
     Args:
         run_dir: The run's directory.
-        step: Where the run stands.
+        step: Step that the run resumes from.
 
     Returns:
         The new paths.
@@ -214,12 +214,12 @@ def set_aside(run_dir: str | os.PathLike[str], step: int) -> list[Path]:
 
 
 def clean(run_dir: str | os.PathLike[str]) -> None:
-    """Remove what killed runs left; call it once at the start of a run, on one rank, before any save."""
+    """Remove the leftovers of killed runs; call it once at the start of a run, on one rank, before any save."""
     atomic.clean(Path(run_dir, "checkpoints"), _STEP_NAME)
 
 
 def shape_differences(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Name each tensor that a checkpoint and a model do not share, with its shape in either."""
+    """Return a line for each tensor whose shape differs or that is absent in the checkpoint or the model."""
     return [
         f"{name}: {theirs.get(name, 'absent')} in the checkpoint, {ours.get(name, 'absent')} in the model"
         for name in dict.fromkeys([*ours, *theirs])
@@ -256,10 +256,10 @@ def _write_manifest(tmp: Path, known: Mapping[str, str]) -> None:
 
 
 def _linked_digests(run_dir: Path) -> dict[_Inode, str]:
-    """Return checksums by inode of the newest checkpoint's files that other names share.
+    """Return the checksums, by inode, of the newest checkpoint's files with several hard links.
 
-    A frozen encoder that every checkpoint links is hashed once in a run. Were such a file altered
-    in place, its old checksum stays, and every checkpoint that links it is rightly found damaged.
+    A frozen encoder that every checkpoint links is hashed once in a run. If such a file is altered in place, its old
+    checksum stays, and every checkpoint that links it is correctly reported as damaged.
     """
     paths = all_checkpoints(run_dir)
     if not paths or verify(paths[-1], hash_up_to=0):

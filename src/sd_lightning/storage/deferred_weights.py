@@ -1,6 +1,6 @@
-"""Weights that stay in their files until it is decided which process keeps which part of them.
+"""Weights that stay in their files until each process knows its shard.
 
-With sd21's UNet (3.46 GB in float32) on two processes FSDP2 peaks at 1.76 GB each for the 1.73 GB that it keeps.
+With sd21's UNet (3.46 GB in float32) on two processes, FSDP2 peaks at 1.76 GB per process and keeps 1.73 GB.
 """
 
 from __future__ import annotations
@@ -15,61 +15,61 @@ from sd_lightning.storage.streamed_tensor import StreamedTensor
 from sd_lightning.storage.tensor_store import ShardedTensors
 
 Local = Callable[[Any], tuple[Tensor, int, int]]
-"""Parameter -> what this process holds of it, and the flat range ``[begin, end)`` that this is."""
+"""Parameter -> this process's shard, and the shard's flat range ``[begin, end)``."""
 
 
 def whole(parameter: Tensor) -> tuple[Tensor, int, int]:
-    """Hold all of a parameter."""
+    """Return the whole parameter as the shard."""
     return parameter, 0, parameter.numel()
 
 
 class DeferredWeights:
-    """The weights of a network whose parameters are on the meta device, and no use until they are read.
+    """Weights, still in files, of a network whose parameters are on the meta device.
 
-    Nothing is held but the files' headers. Values are read in slices and converted to the parameters' type on the
-    way, so that a process needs memory for what it keeps and for one slice.
+    Only the files' headers are in memory. Values are read in slices and converted to the parameters' dtype, so that a
+    process needs memory for its shard and one slice.
 
     Args:
         store: The files.
-        keys: Name in the network -> key in the files, for every parameter and persistent buffer; renaming a network
-            changes these alone.
+        keys: Name in the network -> key in the files, for every parameter and persistent buffer; renaming parameters
+            changes only this mapping.
     """
 
     def __init__(self, store: ShardedTensors, keys: Mapping[str, str]) -> None:
         self._store = store
         self._keys = dict(keys)
         self._present: dict[str, Tensor] = {}
-        """Values, by name, of parameters that are in no file, such as adapters', once they have been taken apart."""
+        """Values, by name, of parameters that are in no file, such as adapters'; set by :meth:`fill_in_turn`."""
 
     def renamed(self, names: Mapping[str, str]) -> DeferredWeights:
         """Return the same weights for a network whose parameters have been renamed.
 
         Args:
-            names: Name as it was -> name as it is, for all of them.
+            names: Old name -> new name, for all of them.
         """
         return DeferredWeights(self._store, {names[name]: key for name, key in self._keys.items()})
 
     def streamed(self, name: str) -> StreamedTensor:
-        """Describe a weight, by its name in the network, for a writer; call :meth:`close` after."""
+        """Return a weight, by its name in the network, for a writer; call :meth:`close` afterwards."""
         return self._store.streamed(self._keys[name])
 
     def read(self, name: str, out: Tensor, begin: int = 0, end: int | None = None) -> None:
-        """Fill a tensor with the flat range ``[begin, end)`` of the weight of that name in the network."""
+        """Fill ``out`` with the flat range ``[begin, end)`` of a weight, by its name in the network."""
         if name in self._present:
             out.copy_(self._present[name].reshape(-1)[begin:end].view_as(out))
             return
         self._store.read_into(self._keys[name], out, begin, end)
 
     def fill_(self, network: nn.Module, device: torch.device, local: Local = whole) -> None:
-        """Give parameters that are on the meta device storage, and read what this process holds of each.
+        """Allocate the parameters on the meta device, and read this process's shard of each.
 
         Args:
-            network: As it was built, or sharded since.
+            network: The network, sharded or not.
             device: Where the values go.
-            local: What this process holds of a parameter.
+            local: Returns this process's shard of a parameter.
         """
         names = [name for name, parameter in network.named_parameters() if _is_meta(parameter)]
-        # As to_empty does, which would also empty what is not on the meta device.
+        # Not to_empty: it would also empty tensors that are not on the meta device.
         network._apply(lambda t: torch.empty_like(t, device=device) if _is_meta(t) else t)
         with torch.no_grad(), self._store:
             for name in names:
@@ -79,16 +79,16 @@ class DeferredWeights:
     def fill_in_turn(
         self, network: nn.Module, device: torch.device, dtype: torch.dtype | None, *, reading: bool
     ) -> Iterator[nn.Parameter]:
-        """Give one parameter after the other storage and values, for a caller that takes each apart at once.
+        """Allocate and fill one parameter after the other, for a caller that shards each one at once.
 
         Args:
-            network: As it was built.
+            network: The network, not sharded.
             device: Where the values go.
-            dtype: What parameters are made in; their own type if None.
+            dtype: Dtype of the allocated parameters; None keeps their own.
             reading: False leaves the values to the caller.
 
         Yields:
-            The parameters, all of them; those that were not on the meta device in ``dtype`` as well.
+            Every parameter; those that were not on the meta device are converted to ``dtype``, too.
         """
         with torch.no_grad(), self._store:
             for prefix, module in network.named_modules():
@@ -107,7 +107,7 @@ class DeferredWeights:
         self.fill_buffers(network)
 
     def fill_parameters(self, network: nn.Module, names: list[str]) -> None:
-        """Read some parameters as a whole into host memory: those that are not trained."""
+        """Read whole parameters into host memory: those that are not trained."""
         with torch.no_grad(), self._store:
             for name in names:
                 prefix, _, key = name.rpartition(".")
@@ -118,11 +118,11 @@ class DeferredWeights:
                 network.get_submodule(prefix).register_parameter(key, filled)
 
     def close(self) -> None:
-        """Close the files that have been opened to read single weights."""
+        """Close the files that were opened to read single weights."""
         self._store.close()
 
     def fill_buffers(self, network: nn.Module) -> None:
-        """Read buffers that are saved with the weights over what the constructor made, and close the files."""
+        """Overwrite the persistent buffers with their saved values, and close the files."""
         with torch.no_grad(), self._store:
             for name, buffer in network.named_buffers():
                 if name in self._keys:

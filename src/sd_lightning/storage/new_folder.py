@@ -1,4 +1,4 @@
-"""Folders for results: none of the user's is replaced, and a new one is complete or absent."""
+"""Folders for results: the user's folders are never replaced, and new ones are complete or absent."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sd_lightning._errors import UsageError
 from sd_lightning.storage import atomic
 
 TEMPORARY = ".tmp-sd_lightning-"
-"""How names begin that exist for a moment only."""
+"""Prefix of short-lived files and folders."""
 
 
 def check_place(name: str | os.PathLike[str], *, key: str) -> None:
-    """Refuse what is no place for results: nothing, the root, the home and the current folder, by whatever name.
+    """Raise for a path unfit for results: empty, with ``~``, or the root, home or current folder by any name.
 
     Args:
-        name: As the user gave it.
-        key: What the user gave it as, for messages; its last word is the setting: "PortableCheckpoint got run_dir".
+        name: Path as the user gave it.
+        key: Start of the message; its last word is the setting: "PortableCheckpoint got run_dir".
 
     Raises:
-        UsageError: It is one of these.
+        UsageError: It is one of them.
     """
     given, setting, home = os.fspath(name), key.split()[-1], os.path.expanduser("~")
     if not given.strip():
@@ -46,13 +46,13 @@ def check_place(name: str | os.PathLike[str], *, key: str) -> None:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    with suppress(OSError):  # one of them is not there, or cannot be
+    with suppress(OSError):  # one of them does not exist, or is no valid path
         return one == other.resolve() or one.samefile(other)
     return False
 
 
 def unused(path: str | os.PathLike[str]) -> str:
-    """Return a path, or with a number if something is there."""
+    """Return a path, with a number appended if something exists there."""
     text, number = os.fspath(path), 1
     while os.path.lexists(text):
         number += 1
@@ -61,7 +61,7 @@ def unused(path: str | os.PathLike[str]) -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """Try whether a folder can be written, or made if it does not exist; nothing is left behind.
+    """Check that a folder can be written, or created if it does not exist; nothing is left behind.
 
     Raises:
         OSError: It cannot.
@@ -74,15 +74,14 @@ def check_writable(folder: Path) -> None:
 
 
 def check_new_folder(name: str, *, key: str) -> Path:
-    """Check that a new folder can be made there, without making it yet.
+    """Check that a new folder can be created, without creating it.
 
     Args:
         name: Its path, as the user gave it.
-        key: What the user gave it as, for messages: "output_dir".
+        key: Name of the setting, for messages: "output_dir".
 
     Raises:
-        UsageError: Something is there already, nothing can be written there, or it is the root, the home or the
-            current folder.
+        UsageError: It is not empty, is a file, cannot be written, or :func:`check_place` refuses it.
     """
     check_place(name, key=key)
     path = Path(name).resolve()
@@ -99,7 +98,7 @@ def check_new_folder(name: str, *, key: str) -> Path:
 
 @contextmanager
 def complete_or_absent(path: Path, *, given: str) -> Iterator[Path]:
-    """Yield a temporary folder that takes the place of a new one at the end; any error leaves neither.
+    """Yield a temporary folder that is renamed to ``path`` at the end; after an error neither exists.
 
     Args:
         path: From :func:`check_new_folder`.
@@ -113,10 +112,10 @@ def complete_or_absent(path: Path, *, given: str) -> Iterator[Path]:
         with atomic.new_folder(path) as tmp:
             yield tmp
             if path.exists():
-                path.rmdir()  # fails if something has come into it
+                path.rmdir()  # fails if it is no longer empty
     except BaseException as error:
         for parent in made:
-            with suppress(OSError):  # it was not made, or something else is in it by now
+            with suppress(OSError):  # it was not created, or is not empty
                 parent.rmdir()
         if isinstance(error, OSError):
             raise UsageError(

@@ -1,7 +1,7 @@
-"""A run's folder: it is marked before anything else is written there, and none that holds other files is entered.
+"""Run folders: marked before anything else is written; folders with foreign files are refused.
 
-The mark is ``.sd_lightning``. Folders of earlier releases carry none; they are recognised by what lies in them. What
-operating systems put into folders by themselves (``.DS_Store``, ``lost+found``, …) counts as nothing.
+The mark is the file ``.sd_lightning``. Folders of earlier releases have none and are recognised by their contents.
+Files that operating systems create by themselves (``.DS_Store``, ``lost+found``, …) are ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MARK = ".sd_lightning"
 """A small JSON file in every run's folder."""
 LOCK = ".lock"
-"""Holds who is at work in a run's folder: process and machine."""
+"""Lock file with the process and machine that work in a run's folder."""
 
 _FORMAT = 1
 _FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
@@ -37,7 +37,7 @@ NAMES = (
     *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples", "summary.json"),
     *("report.html", "report.html.tmp", "memory_timeline.json", ".tmp-frozen", ".tmp-pipeline", ".old-pipeline"),
 )
-"""What lies in a run's folder; the last ones only in those of earlier releases."""
+"""Names in a run's folder; the last ones only from earlier releases."""
 _WRITTEN = (
     *("config.yaml", "frozen", "frozen-weights", "pipeline", "summary.json", "report.html", "report.html.tmp"),
     *("checkpoints/step-[0-9]*", "checkpoints/set-aside-*", "checkpoints/.old-step-*", "checkpoints/.tmp-step-*"),
@@ -45,13 +45,13 @@ _WRITTEN = (
     *("logs/**/events.out.tfevents.*", "memory_timeline.json", ".tmp-frozen*", ".tmp-pipeline*", ".old-pipeline*"),
     *(".old-frozen*", ".trash-old-*", ".tmp-report-*"),
 )
-"""What a run leaves in its folder, as patterns; ``overwrite=true`` deletes this and nothing else there."""
+"""Patterns of what a run writes into its folder; ``overwrite=true`` deletes only these."""
 _CONFIG_KEYS = {"output_dir", "resume", "model", "module", "objective", "trainer", "callbacks", "data"}
 _SHOWN = 5
 
 
 class RunFolder:
-    """A run's folder, which one process at a time works in.
+    """A run's folder, locked by one process at a time.
 
     Args:
         path: The folder; it need not exist.
@@ -62,24 +62,24 @@ class RunFolder:
         self._lock: FileLock | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path, "_lock": None}  # a process that is started by this one holds no lock itself
+        return {"path": self.path, "_lock": None}  # a child process holds no lock itself
 
     def open(self, *, overwrite: bool = False, key: str = "output_dir", others: Collection[str] = ()) -> None:
-        """Make the folder, lock it and mark it as a run's; the last step before training.
+        """Create the folder, lock it and mark it as a run's; the last step before training.
 
         Args:
-            overwrite: Delete what an earlier run left in it.
-            key: What the user gave it as, for messages.
-            others: Names in it that others write beside the run.
+            overwrite: Delete the files of an earlier run in it.
+            key: Start of the message, as in :func:`check_ours`.
+            others: Name patterns of foreign files that are allowed in it.
 
         Raises:
-            UsageError: Another process runs there, or it holds what no run has written: neither is touched.
+            UsageError: Another process runs there, or it holds foreign files; neither is touched.
         """
-        check_ours(self.path, key=key, others=others)  # before there is a lock file
+        check_ours(self.path, key=key, others=others)  # before the lock file is created
         held = self._is_held()
         self.lock()
         try:
-            check_ours(self.path, key=key, others=others)  # again, now that nobody else can begin a run
+            check_ours(self.path, key=key, others=others)  # again, now that no other run can begin
             mark(self.path)
             if overwrite:
                 delete_written(self.path)
@@ -89,9 +89,9 @@ class RunFolder:
             raise
 
     def lock(self) -> None:
-        """Keep other processes from running in the folder, which is made; the system unlocks it when this one dies.
+        """Create the folder and lock it against other processes; the system unlocks it when this process dies.
 
-        Only rank 0 locks; a process that the holder has started counts as the holder.
+        Only rank 0 locks; a child process of the holder counts as the holder.
 
         Raises:
             UsageError: Another process runs there.
@@ -112,21 +112,21 @@ class RunFolder:
             file.write_text(f"{os.getpid()} {socket.gethostname()}", encoding="utf-8")
 
     def unlock(self) -> None:
-        """Let other processes run in the folder, if this object has locked it."""
+        """Unlock the folder if this object has locked it."""
         if self._lock is not None and self._is_held():
-            with suppress(OSError):  # Windows removes no open file
+            with suppress(OSError):  # Windows cannot delete an open file
                 Path(self._lock.lock_file).unlink()
             self._lock.release()
         self._lock = None
 
     def _is_held(self) -> bool:
-        return self._lock is not None and self._lock.is_locked  # no longer, after a fork
+        return self._lock is not None and self._lock.is_locked  # is_locked is False after a fork
 
     def _refuse_locked(self, file: Path) -> None:
-        """Say who holds the lock, unless it is this process or the one that started it."""
+        """Raise with the lock's holder, unless that is this process or its parent."""
         try:
             holder = file.read_text(encoding="utf-8", errors="replace").split()
-        except OSError:  # Windows lets nobody else read it
+        except OSError:  # on Windows, only the holder can read it
             holder = []
         parent = multiprocessing.parent_process()
         own = {str(process) for process in (os.getpid(), parent and parent.pid)}
@@ -140,12 +140,12 @@ class RunFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's: by its mark or, from a release that wrote none, by what lies in it."""
+    """Return whether a folder is a run's: by its mark or, from earlier releases, by its contents."""
     return _mark(folder) is not None or _has_layout(folder)
 
 
 def mark(run_dir: Path) -> None:
-    """Mark a folder as a run's; the mark is there complete or not at all.
+    """Mark a folder as a run's; the mark is written atomically.
 
     Raises:
         OSError: It cannot be written.
@@ -157,7 +157,7 @@ def mark(run_dir: Path) -> None:
 
 
 def _mark(folder: Path) -> int | None:
-    """Return the format that a folder's mark names; None if there is no mark."""
+    """Return the format version in a folder's mark; None without a mark."""
     try:
         return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["format"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -165,7 +165,7 @@ def _mark(folder: Path) -> int | None:
 
 
 def _has_layout(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint of ours, or our ``config.yaml`` and nothing that no run writes."""
+    """Return whether a folder holds a checkpoint of ours, or our ``config.yaml`` and no foreign files."""
     config = folder / "config.yaml"
     is_ours = config.is_file() and _CONFIG_KEYS <= _keys(config)
     if any(checkpoint.manifest_digest(path) is not None for path in checkpoint.all_checkpoints(folder)):
@@ -181,7 +181,7 @@ def _keys(config: Path) -> set[str]:
 
 
 def _entries(folder: Path) -> list[str]:
-    """List a folder, without files of the operating system, locks, and marks that were not completed."""
+    """List a folder, without files of the operating system, locks and unfinished marks."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     return [name for name in names if not (_matches(name, _FROM_SYSTEMS) or _is_passing(folder / name))]
 
@@ -200,12 +200,12 @@ def _is_passing(path: Path) -> bool:
 
 
 def check_ours(run_dir: Path, *, key: str = "output_dir", others: Collection[str] = ()) -> None:
-    """Refuse a folder in which anything lies but a run of ours; nothing is written.
+    """Raise if a folder holds anything but a run of ours; nothing is written.
 
     Args:
         run_dir: The run's folder; it need not exist.
-        key: What the user gave it as, for messages; its last word is the setting.
-        others: Names in it that others write beside the run: loggers begin before it.
+        key: Start of the message; its last word is the setting.
+        others: Name patterns of foreign files that are allowed in it: loggers begin before the run.
 
     Raises:
         UsageError: It holds something else, is not a folder, or a newer release wrote it.
@@ -234,7 +234,7 @@ def check_ours(run_dir: Path, *, key: str = "output_dir", others: Collection[str
 
 
 def delete_written(run_dir: Path) -> None:
-    """Delete what an earlier run wrote into its folder; its mark, and what others have put there, stay."""
+    """Delete the files of an earlier run in its folder; its mark and foreign files stay."""
     for path in [path for pattern in _WRITTEN for path in run_dir.glob(pattern)]:
         kept = added_to(path) if path.name == "pipeline" else []
         if not path.is_dir() or path.is_symlink():
@@ -244,14 +244,14 @@ def delete_written(run_dir: Path) -> None:
         else:
             for part in set(path.iterdir()) - set(kept):
                 shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
-    emptied = sorted((run_dir / "logs").glob("**/"), reverse=True)  # loggers make theirs before they write
+    emptied = sorted((run_dir / "logs").glob("**/"), reverse=True)  # loggers create their folders before they write
     for folder in [*emptied, *(run_dir / name for name in ("checkpoints", "samples", "pipeline"))]:
         with suppress(OSError):  # it is not empty, not there, or a link
             folder.rmdir()
 
 
 def added_to(pipeline: Path) -> list[Path]:
-    """Return what others have put into a pipeline's folder, such as a model card."""
+    """Return the foreign files in a pipeline's folder, such as a model card."""
     try:
         index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -3,8 +3,8 @@
 ``<run>/`` holds ``.sd_lightning`` (the mark of a run: see :mod:`sd_lightning.storage.run_folder`), ``config.yaml``,
 ``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint),
 ``frozen-weights/`` (weights within trained networks that are not trained, if there are any), ``pipeline/`` (the
-result, linked from the last checkpoint), ``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, where an
-engine's bytes are counted, ``memory_timeline.json``.
+result, linked from the last checkpoint), ``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, if a step's
+memory was traced, ``memory_timeline.json``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LIGHTNING_SUFFIX = ".ckpt"
-"""Ending of plain Lightning checkpoints, from which only weights are taken."""
+"""Suffix of plain Lightning checkpoints, from which only weights are loaded."""
 
 
 def find_checkpoint(resume: str, run_dir: Path, *, who: str = "resume", thorough: bool = True) -> Path | None:
-    """Return the checkpoint that ``resume=`` means.
+    """Return the checkpoint that ``resume=`` selects.
 
     Args:
         resume: "auto" (the newest valid one of this run, None if there is none), a checkpoint or a run directory.
         run_dir: The run's own directory.
-        who: The setting it was given by, for the message.
-        thorough: Hash all files. One process of a run does, and tells the others in ``PortableCheckpoint.setup``; until
-            then they go by names, sizes and small files, unless the run is finished and they may leave before.
+        who: Name of the setting, for the message.
+        thorough: Hash all files. One process of a run does, and broadcasts the result in ``PortableCheckpoint.setup``.
+            Before that, the others check only names, sizes and small files; they also hash all files if the run is
+            finished, since they may exit before ``setup``.
 
     Raises:
         UsageError: The path holds no valid checkpoint.
@@ -76,11 +77,11 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
     """Return the pipeline folder of a run, a checkpoint or a pipeline folder.
 
     Args:
-        path: Any of the three; of a run that is unfinished, or was trained on, the newest valid checkpoint's.
-        who: The setting it was given by, for the message.
+        path: Any of the three. The newest valid checkpoint is used if the run is unfinished or was continued.
+        who: Name of the setting, for the message.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no pipeline.
     """
     root = Path(path)
     for candidate in (root, root / "pipeline"):
@@ -99,13 +100,13 @@ def find_pipeline(path: str | os.PathLike[str], *, who: str) -> Path:
 
 
 def holds(run_dir: Path, path: Path) -> bool:
-    """Return whether a path is in a run's directory, links followed; parts of the run may lie behind links."""
+    """Return whether a path lies in a run's directory; links are followed, also those of the run's parts."""
     place = path.resolve()
     return any(place.is_relative_to(part.resolve()) for part in (run_dir, *(run_dir / n for n in run_folder.NAMES)))
 
 
 def _newest_after(run_dir: Path, step: int) -> Path | None:
-    """Return the newest valid checkpoint of a run if it is of a later step; reads none where names tell enough."""
+    """Return a run's newest valid checkpoint if its step is later; read none if no name has a later step."""
     if not any(checkpoint.step_of(path) > step for path in checkpoint.all_checkpoints(run_dir)):
         return None
     newest = checkpoint.newest_valid(run_dir)
@@ -113,10 +114,10 @@ def _newest_after(run_dir: Path, step: int) -> Path | None:
 
 
 def check_lightning_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Check that ``init_from=`` names a file, which is read later.
+    """Check that ``init_from=`` is a file; it is read later.
 
     Raises:
-        UsageError: It does not.
+        UsageError: It is not.
     """
     if not Path(path).is_file():
         given = "a folder" if Path(path).is_dir() else "no such file"
@@ -127,7 +128,7 @@ def check_lightning_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -> None:
-    """Fill a module with the weights of a plain Lightning checkpoint of the same module; the rest of it is not used.
+    """Load only the weights of a plain Lightning checkpoint into the same kind of module.
 
     Raises:
         UsageError: The file cannot be read without running code from it, or is of another model.
@@ -155,17 +156,16 @@ def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -
 def check_output_dir(
     run_dir: Path, *, resuming: bool, overwrite: bool, reads: Mapping[str, str | os.PathLike[str]]
 ) -> None:
-    """Refuse a directory that is not a run's or holds another run, and one that cannot be written; touch nothing.
+    """Raise if a run cannot use its output directory; nothing is changed.
 
     Args:
         run_dir: The run's directory.
         resuming: Whether a run in it is continued.
         overwrite: Whether an earlier run in it is deleted.
-        reads: What the run will read: setting -> path.
+        reads: Setting -> path that the run will read.
 
     Raises:
-        UsageError: It holds another run or anything else, is not a directory, or cannot be written; or the run reads
-            what lies in it.
+        UsageError: It holds another run, foreign files or what the run reads, is not a directory, or cannot be written.
     """
     try:
         _check_apart(run_dir, reads)
@@ -190,10 +190,10 @@ def _check_apart(run_dir: Path, reads: Mapping[str, str | os.PathLike[str]]) -> 
 
 
 def check_unused(run_dir: Path) -> None:
-    """Refuse to start a run where another has left checkpoints or its results.
+    """Raise if a directory holds the checkpoints or results of a run.
 
     Raises:
-        UsageError: It has.
+        UsageError: It does.
     """
     if checkpoint.all_checkpoints(run_dir):
         raise UsageError(
@@ -213,7 +213,7 @@ def is_finished(run_dir: Path, step: int) -> bool:
 
 
 def _finished_step(run_dir: Path) -> int:
-    """Return the step that a run's results are of, -1 if they do not say it."""
+    """Return the step of a run's results, -1 if ``summary.json`` has none."""
     try:
         return int(json.loads((run_dir / "summary.json").read_text())["steps"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -221,10 +221,10 @@ def _finished_step(run_dir: Path) -> int:
 
 
 def go_back(run_dir: Path, step: int) -> None:
-    """Set aside what a run that continues at an earlier step has left: later checkpoints, and the results of them."""
+    """Set aside the checkpoints and results of later steps when a run resumes at an earlier one."""
     moved = checkpoint.set_aside(run_dir, step)
-    if _finished_step(run_dir) > step or step == 0:  # no result is of a run that has made no step
-        for name in ("pipeline", "report.html", "summary.json"):  # the last one tells what the others are of
+    if _finished_step(run_dir) > step or step == 0:  # results cannot belong to a run at step 0
+        for name in ("pipeline", "report.html", "summary.json"):  # summary.json last: it has the step of the others
             if (run_dir / name).is_file() or (run_dir / name / "model_index.json").is_file():
                 new = run_dir / "checkpoints" / f"set-aside-{secrets.token_hex(4)}-{name}"
                 new.parent.mkdir(exist_ok=True)
@@ -236,9 +236,9 @@ def go_back(run_dir: Path, step: int) -> None:
 
 
 def publish_pipeline(run_dir: Path, newest: Path) -> Path:
-    """Make ``<run>/pipeline`` the pipeline of a checkpoint, by hard links; it is never half of one.
+    """Hard-link a checkpoint's pipeline to ``<run>/pipeline``, atomically.
 
-    What others have put into that folder, such as a model card, stays in it.
+    Foreign files in that folder, such as a model card, are kept.
     """
     final = run_dir / "pipeline"
     atomic.restore_replaced(run_dir, final.name)

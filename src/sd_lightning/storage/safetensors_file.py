@@ -1,8 +1,8 @@
-"""The safetensors format, and tensors' bytes in slices: one small host buffer is all that reading and writing take.
+"""The safetensors format, read and written in slices through one small host buffer.
 
-A file is 8 bytes of header length, a JSON header, and the tensors' bytes in a row
-(https://github.com/huggingface/safetensors#format). Files are read with plain reads, not by memory mapping: mapped
-pages count as resident memory, so loading a file would seem (and under a memory limit would be) as large as the file.
+A file is 8 bytes of header length, a JSON header, and the tensors' bytes one after the other
+(https://github.com/huggingface/safetensors#format). Files are not memory-mapped: mapped pages count as resident memory,
+so loading would appear to need (and under a memory limit would need) as much memory as the file has bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 
 SLICE_BYTES = 16 * 2**20
-"""Host memory used for one copy; also how much is hashed and written at a time."""
+"""Size of the host buffer and of the slices that are hashed and written."""
 
-# The names of the safetensors format.
+# Dtype names of the safetensors format.
 NAME_OF_DTYPE = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,8 +44,8 @@ DTYPE_OF_NAME = {name: dtype for dtype, name in NAME_OF_DTYPE.items()}
 def flat_blocks(tensor: Tensor, begin: int, end: int, max_numel: int) -> Iterator[Tensor]:
     """Cut the row-major range ``[begin, end)`` of a tensor into views of at most ``max_numel`` elements.
 
-    No values are copied: the views, flattened and concatenated in order, are the range, whatever the strides.
-    Contiguous stretches come as 1-D views.
+    No values are copied. The views, flattened and concatenated in order, are the range, for any strides. Contiguous
+    stretches are 1-D views.
     """
     if begin >= end:
         return
@@ -74,13 +74,13 @@ def bytes_of(block: Tensor) -> memoryview:
 
 
 class HostBuffer:
-    """A host buffer that is allocated at its first use, and reused for every slice."""
+    """A host buffer that is allocated at its first use and reused for every slice."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous view of at most ``SLICE_BYTES``; it invalidates the last one."""
+        """Return an uninitialised contiguous view of at most ``SLICE_BYTES``; earlier views become invalid."""
         if self._memory is None:
             self._memory = torch.empty(SLICE_BYTES, dtype=torch.uint8)
         numel = math.prod(shape)
@@ -94,7 +94,7 @@ class OpenFile:
     handle: BinaryIO
     header: dict[str, Any]
     data_start: int
-    """First byte of the tensors."""
+    """Offset of the tensors' first byte."""
 
 
 def open_safetensors(path: Path) -> OpenFile:
@@ -102,7 +102,7 @@ def open_safetensors(path: Path) -> OpenFile:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no safetensors file.
+        ValueError: It is not a safetensors file.
     """
     handle: BinaryIO = open(path, "rb", buffering=0)
     try:
@@ -116,7 +116,7 @@ def open_safetensors(path: Path) -> OpenFile:
 
 
 def read_exactly(handle: BinaryIO, memory: memoryview) -> bool:
-    """Fill memory from an unbuffered file; False if that ends before."""
+    """Fill ``memory`` from an unbuffered file; return False if the file ends too early."""
     while len(memory):
         count = handle.readinto(memory)  # type: ignore[attr-defined]
         if not count:
@@ -126,14 +126,14 @@ def read_exactly(handle: BinaryIO, memory: memoryview) -> bool:
 
 
 def indexed_files(path: Path, *, variant: str | None = None) -> list[Path]:
-    """Return the file, or the files that the index beside it names where there are several.
+    """Return a safetensors file, or its shards if an index beside it lists several.
 
     Args:
-        path: What a single file is called: ``folder/model.safetensors``.
-        variant: The second but last part of its name: "fp16" for ``folder/model.fp16.safetensors``.
+        path: Path of a single file: ``folder/model.safetensors``.
+        variant: Variant in its name: "fp16" for ``folder/model.fp16.safetensors``.
 
     Raises:
-        UsageError: The index cannot be read. A file that is missing shows when it is opened.
+        UsageError: The index cannot be read. A missing file is only noticed when it is opened.
     """
     file = path if variant is None else path.with_suffix(f".{variant}{path.suffix}")
     index = path.with_name(".".join([path.name, "index", *([variant] if variant else []), "json"]))

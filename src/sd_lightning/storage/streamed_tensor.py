@@ -1,4 +1,4 @@
-"""Tensors that are made or read, slice by slice, while they are written: no network is ever in memory as a whole."""
+"""Tensors computed or read slice by slice while they are written, so that no whole network is in memory."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from sd_lightning.storage.safetensors_file import (
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A whole tensor, described by how its values are read."""
+    """A whole tensor whose values are read in slices, on demand."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     slices: Callable[[], Iterator[Tensor]]
-    """Gives the values in row-major order as successive blocks, each of which the next one may overwrite."""
+    """Yields the values in row-major order as blocks; the next block may overwrite the last one."""
 
     @classmethod
     def of(
         cls, values: LazyTensor, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
     ) -> StreamedTensor:
-        """Describe a tensor, of any strides and device, or a function that makes one; that needs dtype and shape."""
+        """Wrap a tensor of any strides and device, or a function that makes one (give dtype and shape)."""
         if isinstance(values, Tensor):
             dtype, shape = dtype or values.dtype, tuple(values.shape) if shape is None else shape
         assert dtype is not None and shape is not None
@@ -70,7 +70,7 @@ class StreamedTensor:
         return StreamedTensor(self.dtype, shape, self.slices)
 
     def transposed(self) -> StreamedTensor:
-        """Return the transposed matrix; it is read as a whole when its turn comes."""
+        """Return the transposed matrix; the whole matrix is in memory while it is written."""
         rows, columns = self.shape
         return StreamedTensor(self.dtype, (columns, rows), lambda: iter([self.read().T.reshape(-1)]))
 
@@ -81,7 +81,7 @@ def _blocks(values: LazyTensor, itemsize: int) -> Iterator[Tensor]:
 
 
 def joined(tensors: Sequence[StreamedTensor]) -> StreamedTensor:
-    """Return tensors joined along their first axis."""
+    """Return tensors concatenated along dim 0."""
     first = tensors[0]
     if any((t.dtype, t.shape[1:]) != (first.dtype, first.shape[1:]) for t in tensors):
         raise ValueError(f"Cannot join {[(t.dtype, t.shape) for t in tensors]}.")
@@ -90,7 +90,7 @@ def joined(tensors: Sequence[StreamedTensor]) -> StreamedTensor:
 
 
 def tensors_in(path: Path) -> dict[str, StreamedTensor]:
-    """Describe the tensors of one safetensors file.
+    """Return the tensors of one safetensors file by name; only the header is read.
 
     Raises:
         UsageError: There is no such file, or it is damaged.
@@ -129,7 +129,7 @@ def _stored(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Iterator
 
 
 def file_tensors(path: str | os.PathLike[str]) -> dict[str, StreamedTensor]:
-    """Describe the tensors of a safetensors file, or of several that ``<path>.index.json`` names.
+    """Return the tensors of a safetensors file, or of the shards that ``<path>.index.json`` lists, by name.
 
     Raises:
         UsageError: There is no such file, or it is damaged.
@@ -148,9 +148,9 @@ def write_streamed(
 
     Args:
         path: File to create.
-        tensors: By name in the file.
-        dtype: Convert floating-point values to it; as they are if not given.
-        metadata: Free strings of the header, besides ``format``.
+        tensors: Tensors by name in the file.
+        dtype: Dtype for floating-point values; None keeps theirs.
+        metadata: Extra strings of the header, besides ``format``.
 
     Returns:
         The SHA-256 of the file.
@@ -165,7 +165,7 @@ def write_streamed(
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Do the same with tensors in memory; a file that is there is replaced, not overwritten.
+    """Write tensors in memory as :func:`write_streamed` does; an existing file is unlinked, not overwritten.
 
     Returns:
         The SHA-256 of the file.
@@ -195,18 +195,18 @@ def _converted(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
                 f"{name} holds {largest:.4g}, which is too large for {str(dtype).removeprefix('torch.')}; write "
                 "dtype=bfloat16"
             )
-    return block  # the writer narrows it
+    return block  # the writer converts it
 
 
 def write_file(
     path: str | os.PathLike[str], tensors: Mapping[str, StreamedTensor], *, metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write one safetensors file, durably, tensor by tensor.
+    """Write one safetensors file, tensor by tensor, and sync it to disk.
 
     Args:
-        path: File to create; it must not exist. On an error what was written stays for the caller to delete.
-        tensors: By name in the file. Wide dtypes come first in it, as safetensors has it, so that all are aligned.
-        metadata: Free strings of the header.
+        path: File to create; it must not exist. After an error, the caller deletes the partial file.
+        tensors: Tensors by name in the file. Wide dtypes come first, as in safetensors, so that all are aligned.
+        metadata: Extra strings of the header.
 
     Returns:
         The SHA-256 of the file.
@@ -217,7 +217,7 @@ def write_file(
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     header = _header(ordered, metadata)
-    # hashlib and write() both release the GIL: hashing costs nothing where a core is free.
+    # hashlib and write() both release the GIL: hashing costs no time if a core is free.
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
         output = _HashedOutput(file, hasher)
         output.append(memoryview(header))
@@ -239,7 +239,7 @@ class _HashedOutput:
         self._buffer = HostBuffer()
 
     def append_tensor(self, tensor: StreamedTensor) -> int:
-        """Append all values, as contiguous ones of the tensor's dtype, and return their number."""
+        """Append all values, contiguous and in the tensor's dtype, and return their number."""
         numel = 0
         for block in tensor.slices():
             numel += block.numel()

@@ -1,7 +1,7 @@
-"""A directory of named tensors that several ranks write together, and that any number of ranks reads.
+"""Sharded tensor store: a directory of named tensors, written by several ranks and read at any world size.
 
-Every rank writes its flat ranges of the global tensors into one ordinary safetensors file of 1-D pieces, and rank 0
-merges the lists of pieces into ``index.json``. Any flat range can then be read at any other world size.
+Every rank writes its flat ranges of the global tensors into one ordinary safetensors file of 1-D pieces; rank 0 merges
+the lists of pieces into ``index.json``. Then any flat range can be read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INDEX_NAME = "index.json"
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where a file holds a range of a tensor; a ``TensorRange`` knows its values, not their place."""
+    """Location in a file of a tensor's flat range (a ``TensorRange`` holds the values)."""
 
     file: str
     tensor: str
@@ -47,7 +47,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A line of the index."""
+    """Index entry of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,11 +59,11 @@ class _Stored:
 
 
 class ShardedTensors:
-    """Read flat ranges of the named tensors of a store (not thread-safe).
+    """Reader of flat ranges of a store's named tensors (not thread-safe).
 
     Args:
         directory: Holds ``index.json`` and the safetensors files it names.
-        files: Ordinary safetensors files in it, such as a pipeline's, whose tensors to read in the place of a store's.
+        files: Ordinary safetensors files in it, such as a pipeline's, to read instead of a store.
 
     Raises:
         UsageError: The index or one of the files is missing or cannot be read.
@@ -87,7 +87,7 @@ class ShardedTensors:
         return self._entry(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return the dtype in the files."""
+        """Return the dtype of a tensor in the files."""
         return self._entry(key).dtype
 
     def read_into(self, key: str, out: Tensor, begin: int = 0, end: int | None = None) -> None:
@@ -122,7 +122,7 @@ class ShardedTensors:
                     block.copy_(host)
 
     def streamed(self, key: str) -> StreamedTensor:
-        """Describe a tensor for a writer; the store must stay open until it is written."""
+        """Return a tensor for a writer; the store must stay open until it is written."""
         stored = self._entry(key)
         return StreamedTensor(stored.dtype, stored.shape, lambda: self._slices(key))
 
@@ -154,7 +154,7 @@ class ShardedTensors:
         return self._stored[key]
 
     def _spans(self, key: str, begin: int, end: int) -> Iterator[tuple[_Piece, int, int]]:
-        """Say which pieces hold ``[begin, end)``: (piece, first flat index, one past the last)."""
+        """Yield the pieces that hold ``[begin, end)`` as (piece, first flat index, one past the last)."""
         position = begin
         for piece in self._entry(key).pieces:
             start, stop = max(piece.begin, position), min(piece.end, end)
@@ -170,7 +170,7 @@ class ShardedTensors:
             )
 
     def _read(self, key: str, piece: _Piece, start: int, out: Tensor) -> None:
-        """Fill a contiguous host tensor from a piece, whose place is checked against the file's own header."""
+        """Fill a contiguous host tensor from a piece, after checking the piece's size in the file's header."""
         path, itemsize = self.directory / piece.file, out.dtype.itemsize
         try:
             if piece.file not in self._files:
@@ -212,14 +212,14 @@ def write_shards(directory: str | os.PathLike[str], rank: int, world_size: int, 
     """Write the flat ranges that one rank owns; every rank calls it, in any order, with no communication.
 
     Writes ``shard-<rank>-of-<world_size>.safetensors`` and beside it the list of its pieces.
-    Together the ranks must give every element of every tensor exactly once: what all ranks
-    hold (DDP) is given by one of them, or each gives a part.
+    Together the ranks must write every element exactly once: one rank writes a tensor that all
+    hold (DDP), or each rank writes a part.
 
     Args:
-        directory: Exists and is seen by all ranks.
+        directory: Existing directory that all ranks share.
         rank: This process, in ``[0, world_size)``.
         world_size: Number of processes that write.
-        ranges: What this rank owns; an empty range is allowed.
+        ranges: Ranges that this rank owns; empty ones are allowed.
 
     Returns:
         The SHA-256 of the safetensors file.
@@ -248,7 +248,7 @@ def write_shards(directory: str | os.PathLike[str], rank: int, world_size: int, 
 
 
 def merge_index(directory: str | os.PathLike[str], world_size: int) -> dict[str, str]:
-    """Merge the ranks' lists of pieces into ``index.json``; rank 0 calls it when all have written.
+    """Merge the ranks' lists of pieces into ``index.json``; rank 0 calls it when all ranks have written.
 
     Args:
         directory: Where ``write_shards`` wrote.
@@ -258,8 +258,8 @@ def merge_index(directory: str | os.PathLike[str], world_size: int) -> dict[str,
         SHA-256 by file name of every rank's safetensors file, for the manifest.
 
     Raises:
-        UsageError: A rank's list is not there (the ranks do not share the directory).
-        ValueError: Ranks disagree on a tensor, or an element was given twice or not at all.
+        UsageError: A rank's list is missing (the ranks do not share the directory).
+        ValueError: Ranks disagree on a tensor, or an element was written twice or not at all.
     """
     directory = Path(directory)
     index: dict[str, dict[str, Any]] = {}
@@ -289,7 +289,7 @@ def merge_index(directory: str | os.PathLike[str], world_size: int) -> dict[str,
 
 
 def _check_complete(key: str, entry: dict[str, Any]) -> None:
-    """Sort the pieces of a tensor, and demand every element exactly once."""
+    """Sort a tensor's pieces; raise unless every element was written exactly once."""
     entry["pieces"].sort(key=lambda piece: piece["begin"])
     position = 0
     for piece in [*entry["pieces"], {"begin": entry["numel"], "end": entry["numel"]}]:

@@ -1,8 +1,7 @@
-"""JSON that gives back the very values it was given, and never runs anything when it is read.
+"""JSON that preserves Python types and executes no code when it is read.
 
-Plain JSON turns ``MultiStepLR``'s integer milestones into strings, tuples into lists, and has no
-tensors. Here what JSON cannot say is written as an object with the key ``"$type"``; everything
-else is ordinary JSON.
+Plain JSON turns ``MultiStepLR``'s integer milestones into strings, tuples into lists, and has no tensors. Here, such
+values are written as an object with the key ``"$type"``; everything else is ordinary JSON.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from sd_lightning._errors import UsageError
 TAG = "$type"
 
 MAX_TENSOR_BYTES = 16 * 2**20
-"""Larger tensors belong into the tensor store: as JSON text they would be held in memory three times."""
+"""Larger tensors belong in the tensor store: JSON text would hold them in memory three times."""
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
-# Named one by one: some of torch's dtypes (quantised, less than a byte) crash the process when a
-# file makes a tensor of them.
+# An explicit list: some of torch's dtypes (quantised, less than a byte) crash the process when a
+# tensor of them is read.
 _TENSOR_DTYPES = {
     f"torch.{name}": getattr(torch, name)
     for name in (
@@ -45,11 +44,11 @@ def dumps(obj: object) -> str:
     Args:
         obj: Built from None, bool, int, float, str, list, tuple, set, frozenset, dict, OrderedDict,
             Counter, ``torch.Tensor`` (kept on the CPU, without its graph), ``torch.dtype``, numpy
-            scalars and numeric arrays. A path becomes a string. Subclasses are refused, since they
-            would come back as something else.
+            scalars and numeric arrays. A path becomes a string. Subclasses are refused: they would
+            be read as another type.
 
     Raises:
-        UsageError: Something else is inside; the message gives its place, as in
+        UsageError: It holds another type; the message gives its place, as in
             ``schedulers[0].foo: cannot store …``.
     """
     try:
@@ -59,7 +58,7 @@ def dumps(obj: object) -> str:
 
 
 def loads(text: str) -> Any:
-    """Read what ``dumps`` wrote; the result is built from the plain types listed there only.
+    """Read the output of ``dumps``; the result holds only the types listed there.
 
     Raises:
         UsageError: The text is not typed JSON (truncated, altered, or from another program).
@@ -81,7 +80,7 @@ def _encode(obj: Any, path: str) -> Any:
     if kind is tuple:
         return {TAG: "tuple", "items": _encode(list(obj), path)}
     if kind in (set, frozenset):
-        # Sets have no order; a sorted text makes equal sets equal files.
+        # Sorted, so that equal sets give equal files.
         items = [_encode(value, f"{path}{{}}") for value in obj]
         return {TAG: kind.__name__, "items": sorted(items, key=json.dumps)}
     if kind in (dict, collections.OrderedDict, collections.Counter):

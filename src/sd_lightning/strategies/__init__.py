@@ -1,4 +1,4 @@
-"""Strategies: the contract of all of them is in ``base.py``, and each engine has a file or a folder."""
+"""Lightning strategies: ``base.py`` defines their interface, and each engine has a file or a folder."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def training_state(trainer: pl.Trainer) -> TrainingState:
 
 
 def single() -> str:
-    """One process on one device: Lightning picks it from ``accelerator``."""
+    """Return the strategy for one process on one device, which Lightning picks from ``accelerator``."""
     return "auto"

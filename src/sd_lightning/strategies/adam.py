@@ -1,4 +1,4 @@
-"""The Adam of another package in the place of torch's."""
+"""Replacement of torch's Adam by another package's."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.optim import Optimizer
 
 
 def is_adam(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is torch's Adam or AdamW, and no subclass."""
+    """Return whether an optimizer is torch's Adam or AdamW, not a subclass."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
 
 
 def unsupported_option(optimizer: Optimizer) -> str | None:
-    """Name an option of torch's Adam that a group sets and the others do not have."""
+    """Return an option that a group sets and only torch's Adam has, or None."""
     options = ("amsgrad", "maximize")
     return next((option for group in optimizer.param_groups for option in options if group.get(option)), None)
 
 
 def replace_adam(optimizer: Optimizer, kind: Callable[..., Optimizer]) -> Optimizer:
-    """Return another Adam for the groups of torch's Adam or AdamW, with their hyper-parameters.
+    """Return an Adam of class ``kind`` for the groups of torch's Adam or AdamW, with their hyper-parameters.
 
-    It shares the groups with the optimizer that it replaces, so learning-rate schedulers of that one work on.
+    Both optimizers share the groups, so learning-rate schedulers of the old one keep working.
     """
     defaults: dict[str, Any] = optimizer.defaults
     adam = kind(

@@ -1,4 +1,4 @@
-"""The contract of strategies: everything that the module, callbacks and programs may ask of one."""
+"""The interface of strategies for modules, callbacks and programs."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from sd_lightning.state.shards import TrainingState
 
 
 class EngineStrategy:
-    """Declare what others may ask of a strategy; the defaults hold where every process has whole weights.
+    """Interface of strategies; the defaults suit those that keep whole weights in every process.
 
-    Our strategies inherit from this class and from one of Lightning's. :func:`engine_of` answers for Lightning's own,
-    so that nobody outside of this folder asks a strategy whether it has a member.
+    Our strategies inherit from this class and from one of Lightning's. :func:`engine_of` wraps Lightning's own, so
+    code outside of this folder need not test whether a strategy has a member.
     """
 
     @property
     def loads_weights(self) -> bool:
-        """Whether :meth:`setup` reads deferred weights; otherwise the module reads them before."""
+        """Whether :meth:`setup` reads deferred weights; if not, the module reads them earlier."""
         return False
 
     @property
     def owns_precision(self) -> bool:
-        """Whether the strategy replaces Lightning's precision plugins by its engine's."""
+        """Whether the strategy replaces Lightning's precision plugin by its engine's."""
         return False
 
     @property
     def moves_weights(self) -> bool:
-        """Whether weights move between tiers of memory: a live tensor would keep the memory that they leave."""
+        """Whether weights move between memory tiers; a reference to one would keep the memory it moved out of."""
         return False
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Refuse a run that cannot work; called before processes start, and again by :meth:`setup`.
+        """Raise if the run cannot work; called before processes start, and again by :meth:`setup`.
 
-        Optimizers are configured, which makes no states yet: their own constructors refuse settings.
+        Configure the optimizers: their constructors check settings, and create no states yet.
 
         Raises:
-            UsageError: The parts of the run and the strategy cannot go together.
+            UsageError: The trainer's or module's settings do not fit the strategy.
         """
         module.configure_optimizers()
 
     def skip_update(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of the step that is about to be taken: the weights stay as they are.
+        """Drop the gradients of the next step, so that it leaves the weights unchanged.
 
         Args:
-            optimizer: Whose step it is.
+            optimizer: The optimizer of that step.
         """
-        # Two unrelated plugins of Lightning's have gradient scalers, which skip such a step themselves.
+        # Two unrelated plugins of Lightning have gradient scalers, which skip such a step themselves.
         if getattr(self._lightning.precision_plugin, "scaler", None) is not None:
             return
         for group in optimizer.param_groups:
@@ -61,13 +61,13 @@ class EngineStrategy:
                 parameter.grad = None
 
     def training_state(self) -> TrainingState:
-        """Return this rank's view of the trained parameters, with which ``swap_in`` and ``swap_out`` exchange weights.
+        """Return this rank's view of the trained parameters; ``swap_in`` and ``swap_out`` exchange their weights.
 
-        After a fit of an engine that took weights apart, it is a
-        :class:`~sd_lightning.strategies.plain_module.PlainState`, which exchanges weights only.
+        After a fit with a sharding engine it is a :class:`~sd_lightning.strategies.plain_module.PlainState`, which
+        only exchanges weights.
 
         Raises:
-            UsageError: Lightning's strategy of that name has no view of its sharded state.
+            UsageError: It is a sharding strategy of Lightning, whose state cannot be read.
         """
         strategy = self._lightning
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
@@ -80,18 +80,18 @@ class EngineStrategy:
         return ReplicatedState(parameters, strategy.optimizers, rank=strategy.global_rank)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the engine's counters by name: bytes on each tier of memory, bytes moved, hits and evictions."""
+        """Return the engine's counters by name: bytes per memory tier, bytes moved, hits and evictions."""
         return {}
 
     @property
     def _lightning(self) -> Strategy:
-        """The strategy that Lightning drives."""
+        """This strategy, or the wrapped one."""
         assert isinstance(self, Strategy)
         return self
 
 
 class _LightningsOwn(EngineStrategy):
-    """A strategy of Lightning's own, or the name of one that is yet to be built."""
+    """Wrapper of one of Lightning's own strategies, or of the name of one that is not built yet."""
 
     def __init__(self, strategy: Strategy | str) -> None:
         self._strategy = strategy
@@ -104,29 +104,29 @@ class _LightningsOwn(EngineStrategy):
 
 
 def engine_of(strategy: Strategy | str) -> EngineStrategy:
-    """Return the contract of a strategy: our own itself, or the answers for one of Lightning's."""
+    """Return a strategy's interface: the strategy itself if it is ours, else a wrapper."""
     return strategy if isinstance(strategy, EngineStrategy) else _LightningsOwn(strategy)
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether ZeRO-3 has partitioned a parameter: DeepSpeed leaves an empty one with this mark."""
+    """Return whether ZeRO-3 has partitioned a parameter: DeepSpeed empties it and sets ``ds_shape``."""
     return hasattr(parameter, "ds_shape")
 
 
 def is_whole(weight: Tensor) -> bool:
-    """Return whether a weight is whole in memory, and not in the shards of an engine of this run or an earlier one."""
-    from torch.distributed.tensor import DTensor  # slow to import, and the module imports this file
+    """Return whether a weight is whole in memory, not sharded by an engine of this or an earlier run."""
+    from torch.distributed.tensor import DTensor  # slow to import, and the LightningModule imports this file
 
     if isinstance(weight, DTensor) or is_partitioned(weight) or is_in_colossalai_chunk(weight):
         return False
-    return weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves one NaN for all values
+    return weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves a single NaN, expanded to the shape
 
 
 def is_in_colossalai_chunk(parameter: Tensor) -> bool:
-    """Return whether ColossalAI's engine holds a parameter: ``ColossalAIEngine`` marks them."""
+    """Return whether a parameter is in a chunk of ColossalAI; ``ColossalAIEngine`` sets this mark."""
     return hasattr(parameter, "taken_apart")
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, also of one that ZeRO-3 has partitioned."""
+    """Return the shape of the whole parameter, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -21,12 +21,12 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     """Lightning's DDP with the options that matter here.
 
     Args:
-        static_graph: The same parameters are used in every step: DDP may then skip looking for unused ones.
-        find_unused_parameters: Some trained parameters take no part in the loss: look for them after every forward.
-        bucket_cap_mb: MiB of gradients that are reduced together.
-        gradient_as_bucket_view: Let gradients be views of the buckets: saves their size once.
+        static_graph: Every step uses the same parameters, so DDP may skip the search for unused ones.
+        find_unused_parameters: Search for trained parameters without a part in the loss, after every forward pass.
+        bucket_cap_mb: Size in MiB of the buckets in which gradients are reduced.
+        gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
         compression: Send gradients in half precision; "fp16" or "bf16" halve the traffic and round the gradients.
-        timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
+        timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
             super()._register_ddp_hooks()
             return
         assert isinstance(self.model, DistributedDataParallel)
-        # Lightning ignores hooks elsewhere, without a word; and torch refuses that for bfloat16 by its name.
+        # Lightning silently ignores hooks on other devices. The lambda hides the bf16 hook's name, which torch refuses.
         self.model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 
@@ -71,7 +71,7 @@ def compression_hook(name: Compression) -> Callable[..., Any] | None:
     """Return torch's communication hook of that name.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The name is unknown.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

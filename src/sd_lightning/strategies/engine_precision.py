@@ -1,4 +1,4 @@
-"""What the precision plugins of engines share."""
+"""The common base of the engines' precision plugins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sd_lightning.strategies.networks import keeps_batches
 
 
 class EnginePrecision(Precision):
-    """Mixin of precision plugins: a module may keep its batches; then only its networks are converted."""
+    """Mixin of precision plugins: if a module has ``keeps_batches``, only its networks are converted."""
 
     _keeps_batches = False
 

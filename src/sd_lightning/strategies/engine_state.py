@@ -1,4 +1,4 @@
-"""What the training states of engines share that divide weights among optimizers of their own."""
+"""The base of the training states of engines that shard weights and step them with their own optimizers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Groups = list[list[dict[str, Any]]]
 
 
 class EngineState(TrainingState):
-    """A view of shards whose optimizers' groups hold the hyper-parameters."""
+    """Training state of an engine whose optimizers' ``param_groups`` hold the hyper-parameters."""
 
     def _optimizers(self) -> Sequence[Any]:
-        """Return the objects whose groups are stepped with."""
+        """Return the optimizers, whose ``param_groups`` are used in a step."""
         raise NotImplementedError
 
     def _group_names(self) -> list[list[list[str]]]:
@@ -26,7 +26,7 @@ class EngineState(TrainingState):
         raise NotImplementedError
 
     def _inner(self, optimizer: Any) -> Any:
-        """Return the torch optimizer whose class names the states."""
+        """Return the torch optimizer inside of an engine's; its class is the optimizer's name."""
         return optimizer
 
     @override
@@ -44,7 +44,7 @@ class EngineState(TrainingState):
         return [optimizer_name(self._inner(optimizer)) for optimizer in self._optimizers()]
 
     def _take_groups(self, saved: Groups) -> None:
-        """Take hyper-parameters from a checkpoint.
+        """Load hyper-parameters from a checkpoint.
 
         Raises:
             UsageError: The optimizers' groups do not hold the same parameters as those saved.

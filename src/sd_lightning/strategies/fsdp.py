@@ -39,7 +39,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
-    """Shard weights, gradients and optimizer states over all processes (PyTorch FSDP2).
+    """Strategy that shards weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
     Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
 
@@ -48,10 +48,10 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
             more memory, less communication (SHARD_GRAD_OP, ZeRO-2).
         cpu_offload: Keep weights, gradients and optimizer states in host memory.
         replicas: Copies of the sharded model (HSDP): weights are sharded over ``world_size / replicas`` processes.
-        param_dtype: Gather and compute in this type; the weights' own type if not given.
-        reduce_dtype: Reduce gradients in this type; ``param_dtype`` if not given.
-        forward_prefetch: Blocks gathered ahead of the one that computes; 0 leaves it to the order of execution.
-        timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
+        param_dtype: Gather and compute in this dtype; the weights' own dtype if not given.
+        reduce_dtype: Reduce gradients in this dtype; ``param_dtype`` if not given.
+        forward_prefetch: Number of blocks gathered ahead of the one that computes; 0 keeps FSDP2's default.
+        timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
     """
 
     loads_weights = True  # each rank reads its rows
@@ -121,7 +121,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         _refuse_shared_weights(networks)
         blocks = blocks_of(module, networks)
         for name, network in networks.items():
-            if not isinstance(network, FSDPModule):  # a run that could not give it back has left it sharded
+            if not isinstance(network, FSDPModule):  # else an earlier run could not restore it and left it sharded
                 shard_network(network, self.device_mesh, self, blocks)
             weights = take_deferred(module, name)
             if weights is not None:
@@ -176,13 +176,13 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.lightning_module is not None
         for part in self._sharded_modules():
-            part.reshard()  # where a pass has left weights gathered, parameters are not the shards
+            part.reshard()  # where a pass left weights gathered, parameters are not shards
         for name, parameter in list(self.lightning_module.named_parameters()):
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy, blocks: Iterable[nn.Module]) -> None:
-    """Apply ``fully_shard`` to those blocks that are in the network, and then to what is left of it, its root."""
+    """Apply ``fully_shard`` to the network's blocks, and then to its root, which takes the remaining parameters."""
     settings: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": options.reshard_after_forward,
@@ -201,7 +201,7 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy, b
 
 
 def _shares_weights(block: nn.Module, network: nn.Module) -> bool:
-    """Whether a parameter of a block belongs to another part of the network, too: then the root gathers it."""
+    """Return whether another part of the network shares a parameter with the block; the root then gathers it."""
     parts, parameters = set(block.modules()), {id(parameter) for parameter in block.parameters()}
     others = (part for part in network.modules() if part not in parts)
     return any(id(parameter) in parameters for part in others for parameter in part._parameters.values())
@@ -219,7 +219,7 @@ def _refuse_shared_weights(networks: Mapping[str, nn.Module]) -> None:
 
 
 def local_rows(parameter: DTensor) -> tuple[Tensor, int, int]:
-    """Return this rank's rows of a sharded parameter, and the flat range that they are."""
+    """Return this rank's rows of a sharded parameter, and the begin and end of their flat range."""
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     inner = parameter.numel() // max(parameter.shape[0], 1)
     begin = min(offset[0], parameter.shape[0]) * inner
@@ -231,8 +231,8 @@ class DTensorState(ReplicatedState):
 
     Args:
         parameters: Trained parameters by name.
-        optimizers: What steps them.
-        modules: The modules that gather them.
+        optimizers: The optimizers that step them.
+        modules: The FSDP modules that gather them.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class DTensorState(ReplicatedState):
 
     @override
     def _writes(self, parameter: nn.Parameter) -> bool:
-        """One of the replicas (HSDP) writes."""
+        """Return whether this rank is in the one replica (HSDP) that writes."""
         assert isinstance(parameter, DTensor)
         coordinate = parameter.device_mesh.get_coordinate()
         assert coordinate is not None
@@ -287,6 +287,6 @@ class DTensorState(ReplicatedState):
         self._trained = None
 
     def _reshard(self) -> None:
-        """Free gathered weights: after a forward pass without backward the root keeps them, and they would be used."""
+        """Free gathered weights: after a forward pass without backward the root keeps them and would use them."""
         for module in self._modules:
             module.reshard()

@@ -1,4 +1,4 @@
-"""Gemini: our engine of flat chunks, sharded over processes and placed on several tiers of memory."""
+"""Gemini: our engine of flat chunks, sharded over processes and placed on several memory tiers."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from sd_lightning.strategies.whole_tensors import load_torch_optimizer_states, t
 
 
 class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
-    """Shard weights, gradients and optimizer states in chunks, and keep a part of them off the device.
+    """Strategy that shards weights, gradients and optimizer states in chunks, and can offload them.
 
     Usage: ``Trainer(strategy=GeminiStrategy(offload_optim_frac=0.5))`` or ``Trainer(strategy="gemini")``. The
     engine is in :mod:`sd_lightning.gemini`; ``docs/gemini.md`` explains it.
 
     Args:
         config: Settings of the engine.
-        timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
-        **settings: Fields of ``GeminiConfig`` by name, instead of or on top of ``config``.
+        timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
+        **settings: Fields of ``GeminiConfig`` by name; they override ``config``.
 
     Raises:
-        UsageError: A setting is unknown or cannot work.
+        UsageError: A setting is unknown or invalid.
     """
 
     owns_precision = True
-    loads_weights = True  # each rank reads what it owns of the chunks
+    loads_weights = True  # each rank reads its shards of the chunks
 
     def __init__(self, config: GeminiConfig | None = None, *, timeout_seconds: float = 1800.0, **settings: Any) -> None:
         timeout = timeout_of("GeminiStrategy", timeout_seconds)
@@ -69,7 +69,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
     @property
     def engine(self) -> GeminiEngine:
-        """The engine of the present or the last run."""
+        """The engine of the current or the last run."""
         assert self._engine is not None
         return self._engine
 
@@ -109,7 +109,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
                 for network in networks.values():
                     _convert_buffers(network, rest_dtype)
             self._taken()
-        module.to(self.root_device)  # what is not trained; chunks are there, and stay
+        module.to(self.root_device)  # moves what is not trained; chunks are already placed
         place_rest(module, networks, self.root_device, rest_dtype)
 
     @property
@@ -123,7 +123,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         assert self.lightning_module is not None
         networks = trained_networks(self.lightning_module)
         parameters = [parameter for network in networks.values() for parameter in network.parameters()]
-        # float64 is narrowed only where compute_dtype says so: Lightning leaves such networks alone.
+        # float64 is narrowed only if compute_dtype says so: Lightning does not convert such networks.
         implied = None if any(p.dtype == torch.float64 for p in parameters) else self._precision.compute_dtype
         return replace(self.config, compute_dtype=self.config.compute_dtype or implied)
 
@@ -189,7 +189,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return whole weights on rank 0, gathered one after the other, and nothing on others; a collective call."""
+        """Gather whole weights one at a time; return them on rank 0, nothing on other ranks; a collective call."""
         assert self.lightning_module is not None
         if self.is_together:
             return super().lightning_module_state_dict()
@@ -201,7 +201,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load before the weights go into chunks; those that are still in their files would not take any."""
+        """Load before the weights go into chunks; deferred weights are read first, as meta tensors take no values."""
         assert self.lightning_module is not None
         for name, network in trained_networks(self.lightning_module).items():
             weights = take_deferred(self.lightning_module, name) if checkpoint["state_dict"] else None
@@ -211,7 +211,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return on rank 0 what the user's own optimizer would save, gathered tensor by tensor; a collective call."""
+        """Gather the state that the user's own optimizer would save, tensor by tensor, to rank 0; a collective call."""
         ours = engine_optimizer(optimizer)
         groups = ours.inner.state_dict()["param_groups"]
         number = self.optimizers.index(ours)
@@ -219,7 +219,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if checkpoint["optimizer_states"]:  # there are none where PortableCheckpoint restores
+        if checkpoint["optimizer_states"]:  # empty if PortableCheckpoint restores them
             load_torch_optimizer_states(self.training_state(), checkpoint["optimizer_states"])
 
 
@@ -252,7 +252,7 @@ def _convert_buffers(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _position(networks: Sequence[str], name: str) -> tuple[int, ...]:
-    """Return a sort key for the order in which parts of the trained networks run; networks are in that order."""
+    """Return a sort key for the execution order of the trained networks' parts; ``networks`` is in that order."""
     index, prefix = next((i, each) for i, each in enumerate(networks) if f"{name}.".startswith(f"{each}."))
     return index, *execution_position(name.removeprefix(prefix).removeprefix("."))
 

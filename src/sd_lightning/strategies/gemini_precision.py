@@ -27,18 +27,18 @@ _COMPUTE_DTYPES = {
 
 
 class GeminiPrecision(EnginePrecision):
-    """Weights are gathered in the compute type; the optimizer's weights and states are float32 in every case.
+    """Precision plugin that gathers weights in the compute dtype; master weights and states are always float32.
 
-    ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32; ``bf16-true``
-    computes in bfloat16 throughout, and as Lightning does for it, batches are converted and new tensors are made in it,
-    unless the module keeps its batches. float16 scales the loss by itself.
+    ``bf16-mixed`` and ``16-mixed`` run under autocast, so that norms and the softmax compute in float32. ``bf16-true``
+    computes in bfloat16 throughout. As in Lightning, it converts batches and creates new tensors in bfloat16, unless
+    the module has ``keeps_batches``. With float16, the engine scales the loss.
 
     Args:
-        precision: Lightning's word for it.
-        engine: Gives the engine, once there is one.
+        precision: Lightning's name of the precision.
+        engine: Returns the engine, once it exists.
 
     Raises:
-        UsageError: The engine cannot compute in it.
+        UsageError: The engine does not support the precision.
     """
 
     def __init__(self, precision: str, engine: Callable[[], GeminiEngine]) -> None:
@@ -95,7 +95,7 @@ class GeminiPrecision(EnginePrecision):
 
 
 def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:
-    """Return the engine's optimizer inside of Lightning's."""
+    """Return the engine's optimizer inside of Lightning's wrapper."""
     ours = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     assert isinstance(ours, GeminiOptimizer)
     return ours

@@ -14,11 +14,11 @@ from sd_lightning.strategies.engine_state import EngineState, Groups
 
 
 class GeminiState(EngineState):
-    """The ranges of parameters in this rank's shards of all chunks.
+    """Training state of Gemini: the parameter ranges in this rank's shards of all chunks.
 
     Args:
-        engine: Owns the chunks.
-        optimizers: What steps them.
+        engine: The engine that owns the chunks.
+        optimizers: The engine's optimizers, which step them.
     """
 
     def __init__(self, engine: GeminiEngine, optimizers: Sequence[Any]) -> None:
@@ -39,11 +39,11 @@ class GeminiState(EngineState):
         return optimizer.inner
 
     def parameter_shards(self) -> list[ParameterShard]:
-        """Return what this rank owns, as live tensors."""
+        """Return this rank's ranges, as live tensors."""
         return self._engine.state.shards()
 
     def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
-        """Take weights, optimizer states and hyper-parameters from a checkpoint.
+        """Load weights, optimizer states and hyper-parameters from a checkpoint.
 
         Raises:
             UsageError: The optimizers' groups do not hold the same parameters as those saved.

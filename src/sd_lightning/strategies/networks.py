@@ -1,7 +1,7 @@
-"""What strategies ask of a LightningModule.
+"""The interface of a LightningModule for strategies.
 
-The members of :class:`TrainingProtocol` are optional; ``docs/modules.md`` explains them. Only this file reads them, and
-it holds the default of each.
+The members of :class:`TrainingProtocol` are optional; ``docs/modules.md`` explains them. Only this file reads them and
+defines their defaults.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
 class TrainingProtocol(Protocol):
-    """Members by which a LightningModule may direct strategies; each is optional."""
+    """Optional members of a LightningModule that strategies use."""
 
     keeps_batches: bool
-    """Whether batches stay as they are under every precision: the module itself casts what its networks take."""
+    """Whether no precision converts batches, because the module itself casts its networks' inputs."""
 
     def trained_networks(self) -> dict[str, nn.Module]:
-        """Return the networks to train, by the prefix of their parameters' names, in the order in which they run.
+        """Return the networks to train by prefix of their parameters' names, in execution order.
 
         The default is the module's children.
         """
         ...
 
     def repeated_blocks(self) -> Mapping[str, nn.Module]:
-        """Return the units to gather one after the other; see :mod:`sd_lightning.models.families.blocks`."""
+        """Return the blocks to gather one at a time; see :mod:`sd_lightning.models.families.blocks`."""
         ...
 
     def take_deferred(self, name: str) -> DeferredWeights | None:
-        """Return the weights of a network that are still in their files, once; by default they are in memory."""
+        """Return a network's weights that are still in their files, once; None by default."""
         ...
 
 
 def trained_networks(module: pl.LightningModule) -> dict[str, nn.Module]:
-    """Return the networks of a module that are trained, by the prefix of their parameters' names.
+    """Return a module's trained networks by prefix of their parameters' names.
 
-    Without ``trained_networks()`` they are its children with trainable parameters; of lists and dictionaries of
-    modules, which are never called themselves, the modules in them.
+    Without ``trained_networks()`` they are its children with trainable parameters. ``ModuleList`` and ``ModuleDict``
+    are never called themselves, so the modules in them count instead.
     """
     named: Callable[[], dict[str, nn.Module]] | None = getattr(module, "trained_networks", None)
     return dict(_called("", module)) if named is None else named()
 
 
 def sharded_networks(module: pl.LightningModule, who: str) -> dict[str, nn.Module]:
-    """Return the networks of a module for an engine that gathers weights when a network is called.
+    """Return a module's trained networks for an engine that gathers weights when a network is called.
 
     Args:
         module: The module.
-        who: The strategy, for the message.
+        who: The strategy's name, for the message.
 
     Raises:
-        UsageError: Trained parameters are in none of them, and nothing would gather them.
+        UsageError: A trained parameter is in no network, so nothing would gather it; or no parameter is trained.
     """
     networks = trained_networks(module)
     inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
-    # A module that names its networks may have others, which no optimizer steps.
+    # A module with trained_networks() may have other networks, which no optimizer steps.
     named = module.named_parameters(recurse=not hasattr(module, "trained_networks"))
     outside = [n for n, p in named if p.requires_grad and id(p) not in inside]
     if outside:
@@ -78,7 +78,7 @@ def sharded_networks(module: pl.LightningModule, who: str) -> dict[str, nn.Modul
 
 
 def blocks_of(module: pl.LightningModule, networks: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Return the repeated units of networks: what engines gather one after the other."""
+    """Return the networks' repeated blocks, which engines gather one at a time."""
     named: Callable[[], Mapping[str, nn.Module]] | None = getattr(module, "repeated_blocks", None)
     if named is not None:
         return list(named().values())
@@ -86,38 +86,38 @@ def blocks_of(module: pl.LightningModule, networks: Mapping[str, nn.Module]) -> 
 
 
 def take_deferred(module: pl.LightningModule, name: str) -> DeferredWeights | None:
-    """Return the weights of a trained network that are still in their files, once: the caller reads them."""
+    """Return a trained network's weights that are still in their files, once; the caller reads them."""
     take: Callable[[str], DeferredWeights | None] | None = getattr(module, "take_deferred", None)
     return None if take is None else take(name)
 
 
 def keeps_batches(module: pl.LightningModule) -> bool:
-    """Return whether batches are not to be converted to the precision's type."""
+    """Return whether batches must not be converted to the precision's dtype."""
     return getattr(module, "keeps_batches", False)
 
 
 def configured_optimizers(module: pl.LightningModule) -> list[Optimizer]:
-    """Return the optimizer that a module configures, if it is one alone: lists and tuples are Lightning's to check."""
+    """Return a list with the module's optimizer if it configures a single one; Lightning checks lists and tuples."""
     configured = module.configure_optimizers()
     optimizer = configured["optimizer"] if isinstance(configured, Mapping) else configured
     return [optimizer] if isinstance(optimizer, Optimizer) else []
 
 
 def is_quantised(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of bitsandbytes, which is imported only where it is used."""
+    """Return whether an optimizer is from bitsandbytes, without importing it."""
     return hasattr(optimizer, "init_state")
 
 
 def place_rest(
     module: pl.LightningModule, networks: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Bring what is in none of the networks to a device: frozen parts, metrics, buffers.
+    """Move everything outside of the networks to a device: frozen parts, metrics, buffers.
 
     Args:
         module: The module.
-        networks: Stay where they are.
-        device: Where the rest goes.
-        dtype: What floating-point values are converted to; None leaves them.
+        networks: Networks that are not moved.
+        device: Target device.
+        dtype: Target dtype of floating-point values; None keeps theirs.
     """
     inside = {part for network in networks.values() for part in network.modules()}
     for part in module.modules():
@@ -136,10 +136,10 @@ def place_rest(
 
 
 def _called(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the outermost modules below one that are called and have trainable parameters."""
+    """Return the outermost submodules, by name, that are called and have trainable parameters."""
     found = []
     for name, child in module.named_children():
-        # Lists of parameters are never called: they are the module's own.
+        # ParameterLists are never called: their parameters are the module's own.
         is_trained = any(parameter.requires_grad for parameter in child.parameters())
         if not is_trained or isinstance(child, nn.ParameterList | nn.ParameterDict):
             continue

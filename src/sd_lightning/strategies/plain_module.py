@@ -1,4 +1,4 @@
-"""Restore a module to what it was before an engine took it apart."""
+"""Record of a module, to restore it after an engine sharded it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _LEFT_BEHIND = {
     "_is_fsdp_managed_module",
     "_fsdp_use_orig_params",
 }
-"""What DeepSpeed and FSDP2 leave in modules, besides what begins as in ``_PREFIXES``."""
+"""Attributes that DeepSpeed and FSDP2 leave in modules, besides those that start with ``_PREFIXES``."""
 _PREFIXES = ("ds_", "__composable_api_")
 
 
 class PlainModule:
-    """A record of a module before an engine takes it: classes, hooks, and types of parameters and buffers.
+    """A record of a module before an engine takes it: classes, hooks, and dtypes of parameters and buffers.
 
     Args:
         module: The module.
-        keeps_weights: Keep the weights, too: an evaluation changes none. They take memory beside the engine's.
+        keeps_weights: Also keep the weights, which an evaluation does not change. They take memory beside the engine's.
     """
 
     def __init__(self, module: pl.LightningModule, *, keeps_weights: bool) -> None:
@@ -60,18 +60,18 @@ class PlainModule:
         self._buffers = [(part, key, buffer.dtype) for part, key, buffer in buffers if buffer is not None]
         self.nbytes = sum(parameter.numel() * parameter.itemsize for parameter in names)
         self.kept = {name: parameter.detach() for parameter, name in names.items()} if keeps_weights else None
-        """The weights of before, where they were kept."""
+        """The original weights by name, if they were kept."""
 
     def note_hooks(self) -> None:
-        """Record which hooks the engine has added: anyone may add and remove others later."""
+        """Record which hooks the engine has added; others may be added and removed later."""
         self._added = {part: _hook_ids(part) - before for part, before in self._hooks.items()}
 
     @torch.no_grad()
     def restore(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Give the module whole weights, ordinary parameters, and its own classes and hooks again.
+        """Restore whole weights as ordinary parameters, and the module's own classes and hooks.
 
         Args:
-            weights: Name and value of every parameter, one after the other.
+            weights: Name and whole value of every parameter, one at a time.
         """
         for name, value in weights:
             dtype, requires_grad = self._like[name]
@@ -103,7 +103,7 @@ class PlainState:
 
     Args:
         module: The module.
-        owned: Keys of the ranges that this rank owned in the engine; over all ranks they are everything, once.
+        owned: Keys of the ranges that this rank owned in the engine; all ranks' ranges cover every element once.
     """
 
     def __init__(self, module: pl.LightningModule, owned: Iterable[tuple[str, int]]) -> None:
@@ -133,7 +133,7 @@ class PlainState:
         self._trained = None
 
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
-        """Return whether the module still holds what :meth:`swap_in` has made of these weights; a collective call."""
+        """Return whether the module still holds these weights as :meth:`swap_in` wrote them; a collective call."""
         same = all(
             torch.equal(self._flat(name)[begin : begin + tensor.numel()], tensor.reshape(-1).to(self._flat(name)))
             for (name, begin), tensor in weights.items()
@@ -143,10 +143,10 @@ class PlainState:
         return bool(whole((world_size,), torch.float32, [(rank, torch.tensor([float(same)]))]).all())
 
     def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Do nothing: the module shares no memory with what was put into it."""
+        """Do nothing: the module shares no memory with swapped-in weights."""
 
     def forget(self) -> None:
-        """Keep the present parameters, and drop the trained weights."""
+        """Keep the current parameters, and drop the trained weights."""
         self._trained = None
 
     def _fill(self, ranges: Mapping[tuple[str, int], Tensor]) -> None:
@@ -174,6 +174,6 @@ def _hook_ids(part: nn.Module) -> set[tuple[str, int]]:
 
 
 def _dtype_of(part: nn.Module) -> torch.dtype | None:
-    """Return the type that Lightning's modules and metrics remember as theirs."""
+    """Return the dtype that a Lightning module or metric has recorded as its own, or None."""
     dtype = part.__dict__.get("_dtype")
     return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,4 +1,4 @@
-"""The base of strategies that give a module its whole weights back when a run ends."""
+"""The base class of strategies that restore a module's whole weights when a run ends."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class RestoringStrategy(ShardingStrategy):
-    """Base of strategies that give the module its whole weights back, on every rank and in host memory, after a run.
+    """Base class of strategies that restore the module's whole weights after a run, in host memory on every rank.
 
-    A strategy calls :meth:`take` before its engine takes the module, and ``teardown`` gives it back. The module stays
-    in parts only if host memory cannot hold the whole for every process of a machine, or if a rank failed and no
-    collective can be relied on; the same strategy goes on with it, and others refuse it.
+    A strategy calls :meth:`take` before its engine takes the module, and ``teardown`` restores it. The module stays
+    sharded only if host memory cannot hold whole weights for every process of a machine, or if a rank failed and
+    collectives are unreliable. Then the same strategy can continue with it, and others refuse it.
     """
 
     _plain: PlainModule | None = None
@@ -38,19 +38,19 @@ class RestoringStrategy(ShardingStrategy):
     _fits = False
 
     def _adopts(self, other: RestoringStrategy) -> bool:
-        """Continue with the engine of an earlier run, if that is possible."""
+        """Take over the engine of an earlier run; return whether that is possible."""
         return False
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and whole value of every parameter, one gathered after the other; a collective call."""
+        """Gather every parameter, one at a time, and yield its name and whole value; a collective call."""
         raise NotImplementedError
 
     def _has_engine(self) -> bool:
-        """Whether the engine has the weights; a run may be refused before that."""
+        """Return whether the engine has the weights; a run may be refused before that."""
         raise NotImplementedError
 
     def _end_engine(self) -> None:
-        """Remove what the engine has left behind, once the weights are out of it."""
+        """Clean up after the engine, once the weights are out of it."""
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -61,10 +61,10 @@ class RestoringStrategy(ShardingStrategy):
         """Record the module before the engine takes its weights; a collective call.
 
         Returns:
-            Whether the engine of an earlier run, which still holds the module, continues.
+            Whether the engine of an earlier run, which still holds the module, is reused.
 
         Raises:
-            UsageError: The module is in the parts of another engine, and host memory cannot hold the whole.
+            UsageError: Another engine still shards the module, and host memory cannot hold whole weights.
         """
         module = self.lightning_module
         assert module is not None
@@ -90,7 +90,7 @@ class RestoringStrategy(ShardingStrategy):
         super().teardown()
 
     def _give_back(self) -> None:
-        """Make the module whole, or say why it stays in parts; a collective call unless a rank failed."""
+        """Restore whole weights, or log why the module stays sharded; a collective call unless a rank failed."""
         plain, module = self._plain, self.lightning_module
         if plain is None or module is None:
             return
@@ -113,7 +113,7 @@ class RestoringStrategy(ShardingStrategy):
             part.register_forward_pre_hook(refusal, prepend=True)
 
     def put_together(self) -> None:
-        """Gather the weights one after the other and end the engine; a collective call."""
+        """Gather the weights one at a time and end the engine; a collective call."""
         plain, module = self._plain, self.lightning_module
         assert plain is not None and module is not None
         if plain.kept is not None:
@@ -126,7 +126,7 @@ class RestoringStrategy(ShardingStrategy):
             plain.restore(self._whole_weights())
             self._whole = PlainState(module, owned) if has_fitted else None
         self._end_engine()
-        self.optimizers = []  # of weights that are no more
+        self.optimizers = []  # they step weights that no longer exist
         self._plain = None
 
     def _reason_to_hold(self, plain: PlainModule) -> str | None:
@@ -151,7 +151,7 @@ class RestoringStrategy(ShardingStrategy):
 
     @property
     def is_together(self) -> bool:
-        """Whether the last run is over and its module whole: there is no engine any more."""
+        """Whether the last run is over and its module whole, without an engine."""
         return self._plain is None
 
     @override
@@ -174,7 +174,7 @@ class RestoringStrategy(ShardingStrategy):
 
 
 class _Refusal:
-    """A hook on a module in parts: names the strategy that holds the weights, and keeps others from training."""
+    """Forward pre-hook of a sharded module: names the strategy with the weights, and refuses training."""
 
     def __init__(self, holder: RestoringStrategy, reason: str) -> None:
         self.holder = holder
@@ -186,7 +186,7 @@ class _Refusal:
 
 
 def _holder_of(module: pl.LightningModule) -> RestoringStrategy | None:
-    """Return the strategy whose engine holds the weights of a module that could not be given back."""
+    """Return the strategy whose engine still holds a module's weights after its run, or None."""
     return next((hook.holder for hook in module._forward_pre_hooks.values() if isinstance(hook, _Refusal)), None)
 
 
@@ -198,10 +198,10 @@ def _allow_training(module: pl.LightningModule) -> None:
 
 
 def put_together(module: pl.LightningModule) -> None:
-    """Make a module whole that an earlier run left in parts; a collective call.
+    """Restore whole weights of a module that an earlier run left sharded; a collective call.
 
     Raises:
-        UsageError: Host memory still cannot hold it.
+        UsageError: Host memory still cannot hold whole weights.
     """
     holder = _holder_of(module)
     if holder is None:
@@ -216,7 +216,7 @@ def put_together(module: pl.LightningModule) -> None:
 
 
 def free_host_bytes() -> int:
-    """Return how much host memory this process may still take: of the machine, or of its control group."""
+    """Return the free host memory in bytes, of the machine or of this process's control group."""
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     limit, used = group / "memory.max", group / "memory.current"

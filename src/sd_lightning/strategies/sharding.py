@@ -1,4 +1,4 @@
-"""The base of strategies whose engines take a module's weights apart."""
+"""The base class of strategies whose engines shard a module's weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
 CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
-"""Backends of engines whose checkpoints, object collectives and offloaded gradients are reduced on the CPU."""
+"""Process group backends; gloo serves checkpoints, object collectives and offloaded gradients on the CPU."""
 
 
 class ShardingStrategy(EngineStrategy, WatchedProcesses):
-    """Base of strategies whose engine holds the trained weights in place of the module's parameters during a run."""
+    """Base class of strategies whose engine, not the module, holds the trained weights during a run."""
 
     _state: TrainingState | None = None
 
@@ -78,18 +78,18 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         self._precision_plugin = None if plugin is None else self._engine_precision(plugin)
 
     def _engine_precision(self, plugin: Precision) -> Precision:
-        """Return the engine's plugin for the precision that one of Lightning's stands for."""
+        """Return the engine's plugin for the same precision as Lightning's ``plugin``."""
         return plugin
 
     def _once_per_machine(self, act: Callable[[], None], otherwise: str) -> None:
-        """Act on one process of each machine while the others wait; a collective call.
+        """Call a function on each machine's local rank 0 while the other ranks wait; a collective call.
 
         Args:
-            act: What to do.
-            otherwise: What the processes of other machines say if it fails.
+            act: The function.
+            otherwise: The error message of the other ranks.
 
         Raises:
-            UsageError: It failed on a machine, this one or another.
+            UsageError: The function failed on any machine.
         """
         error: UsageError | None = None
         try:
@@ -109,7 +109,7 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
 
     @override
     def teardown(self) -> None:
-        """Tear down as Lightning does, but leave the module where it is: its weights may be the engine's."""
+        """Tear down as Lightning does, but do not move the module: the engine may hold its weights."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -1,4 +1,4 @@
-"""Assemble whole tensors from the flat ranges that ranks own, one after the other."""
+"""Gathering of whole tensors, one at a time, from the flat ranges that ranks own."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, 
     """Assemble a tensor from the flat ranges that each rank owns; a collective call.
 
     Args:
-        shape: Of the whole tensor.
-        dtype: Of the whole tensor.
-        ranges: First element and values of each range; over all ranks they are everything, once.
+        shape: Shape of the whole tensor.
+        dtype: Dtype of the whole tensor.
+        ranges: First index and values of each range; together, all ranks' ranges cover every element once.
 
     Returns:
-        The tensor in host memory, on every rank, bit for bit.
+        The tensor in host memory on every rank, bit for bit.
     """
-    carried = dtype if dtype.itemsize >= 4 else torch.float32  # backends add integers of 32 and 64 bits
+    carried = dtype if dtype.itemsize >= 4 else torch.float32  # backends can sum integers of 32 and 64 bits
     flat = torch.zeros(math.prod(shape), dtype=carried, device=_device())
     for begin, values in ranges:
         flat[begin : begin + values.numel()].copy_(values.detach().reshape(-1))
-    if _is_distributed():  # others have zeros there: the sum of integers is the owner's bits
+    if _is_distributed():  # other ranks hold zeros: the integer sum is the owner's bits
         dist.all_reduce(flat.view(torch.int64 if carried.itemsize == 8 else torch.int32))
     return flat.view(*shape).to("cpu", dtype)
 
@@ -37,11 +37,11 @@ def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, 
 def whole_masters(
     shards: Sequence[ParameterShard], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole float32 master weights; a collective call.
+    """Gather and yield the whole float32 master weights by name; a collective call.
 
     Args:
-        shards: What this rank owns.
-        shapes: Of all trained parameters by name, in one order on all ranks.
+        shards: This rank's shards.
+        shapes: Shapes of all trained parameters by name, in the same order on all ranks.
     """
     mine = _by_name(shards)
     for name, shape in shapes.items():
@@ -50,15 +50,15 @@ def whole_masters(
 
 
 def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[str, Any]], *, keep: bool) -> Any:
-    """Return an optimizer's state as ``torch.optim.Optimizer.state_dict`` has it, with whole tensors.
+    """Return an optimizer's state in the format of ``torch.optim.Optimizer.state_dict``, with whole tensors.
 
-    A collective call; one tensor after the other is gathered.
+    A collective call that gathers one tensor at a time.
 
     Args:
-        state: The training state of an engine that shards.
-        number: Which of its optimizers.
+        state: The training state of a sharding engine.
+        number: Index of the optimizer.
         groups: ``param_groups`` of the user's own ``state_dict()``, which number the parameters.
-        keep: Whether this rank wants the result; others get an empty dictionary.
+        keep: Whether this rank wants the result; other ranks get an empty dictionary.
     """
     mine = _by_name(state.parameter_shards())
     known = _known_states(mine)
@@ -76,10 +76,10 @@ def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[s
 
 
 def load_torch_optimizer_states(state: TrainingState, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Load optimizer states that torch's optimizers or :func:`torch_optimizer_state` have saved; weights stay.
+    """Load optimizer states that torch's optimizers or :func:`torch_optimizer_state` have saved, but no weights.
 
     Raises:
-        UsageError: They are of other optimizers.
+        UsageError: The optimizers' groups have other sizes than those saved.
     """
     ours = state.optimizer_groups()
     sizes, theirs = _sizes(ours), _sizes([each["param_groups"] for each in saved])
@@ -122,7 +122,7 @@ def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]
 
 
 def _known_states(mine: Mapping[str, list[ParameterShard]]) -> dict[str, Any]:
-    """Return by parameter the kinds of states with shape and type, and the scalars, over all ranks."""
+    """Return each parameter's kinds of states, with shape and dtype, and its scalars; a collective call."""
     known = {
         name: ({k: (shards[0].shape, _read(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
         for name, shards in mine.items()
@@ -147,7 +147,7 @@ def _read(tensor: Any) -> Tensor:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the number of processes: 0 and 1 outside of a process group."""
+    """Return this process's rank and the world size: 0 and 1 without a process group."""
     is_one_of_many = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if is_one_of_many else (0, 1)
 

@@ -1,1 +1,1 @@
-"""The Lightning module and what it computes with: precision, speed switches, learning-rate schedules."""
+"""The Lightning module, and its precision, speed options, parameter groups and learning-rate schedules."""

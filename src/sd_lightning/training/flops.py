@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, counted on the meta device without computing anything."""
+"""Floating-point operations of a model, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 def training_flops_per_sample(
     latent_diffusion: LatentDiffusion, latents: Tensor, conditioning: dict[str, Any] | None
 ) -> int:
-    """Count the operations of forward and backward for one sample.
+    """Return the floating-point operations of forward and backward for one sample.
 
-    Backward counts as twice the forward; activations computed again by checkpointing do not count, as in the model
+    Backward counts as twice the forward. Recomputation by activation checkpointing does not count, as in the model
     FLOPs utilisation of PaLM (arXiv 2204.02311, appendix B).
 
     Args:
         latent_diffusion: The model.
-        latents: (B, C, h, w); only shapes are used.
-        conditioning: What captions were encoded to; None if the text encoder is trained, and then counted.
+        latents: (B, C, h, w); only the shape is used.
+        conditioning: Encoded captions; None if the text encoder is trained and must be counted.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by optimizer step, as torch schedulers."""
+"""Learning-rate schedules over optimizer steps, as torch schedulers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sd_lightning._errors import UsageError
 
 
 def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
-    """Rise linearly over ``warmup_steps``, then stay."""
+    """Return linear warmup over ``warmup_steps``, then a constant rate."""
     _check(warmup_steps)
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
 
 
 def cosine(optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, final_fraction: float = 0.0) -> LambdaLR:
-    """Rise linearly over ``warmup_steps`` and fall along half a cosine to ``final_fraction``.
+    """Return linear warmup over ``warmup_steps``, times half a cosine from 1 to ``final_fraction``.
 
     SGDR, arXiv 1608.03983, equation 5, without restarts.
 

@@ -1,4 +1,4 @@
-"""SDLightningModule: the training of a latent-diffusion model as Lightning hooks, and nothing else."""
+"""``SDLightningModule``: training of a latent-diffusion model as Lightning hooks."""
 
 from __future__ import annotations
 
@@ -38,28 +38,27 @@ def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 class SDLightningModule(pl.LightningModule):
-    """Train the denoiser, and the text encoder(s) if wished, of a latent-diffusion model.
+    """Lightning module that trains the denoiser, and optionally the text encoder(s), of a latent-diffusion model.
 
-    Only trained networks are submodules. Frozen encoders live in :attr:`encoder`, where no strategy sees them.
-    The module knows no strategy: strategies ask :meth:`trained_networks`.
+    Only trained networks are submodules. Frozen encoders live in :attr:`encoder`, hidden from strategies. The module
+    does not depend on the strategy; strategies call :meth:`trained_networks`.
 
     Args:
         latent_diffusion: The model.
-        objective: What is predicted and how the loss is weighted; the model's own prediction type by default.
+        objective: Prediction type and loss weighting; the model's own prediction type by default.
         optimizer: Parameter groups -> optimizer; AdamW with learning rate 1e-4 if not given.
         lr_scheduler: Optimizer -> learning-rate scheduler, stepped after every optimizer step.
         train_text_encoder: Train the text encoder(s) too.
-        text_encoder_lr: Learning rate of the text encoder(s), if another than the denoiser's.
-        encoder_dtype: What the frozen encoders compute in.
-        offload_encoders: Keep the frozen encoders in host memory while they have nothing to encode.
-        lora: Train adapters of the networks in the place of their weights.
-        learned_token: Also train a new word of the text encoder(s); without ``train_text_encoder`` nothing else there.
+        text_encoder_lr: Learning rate of the text encoder(s); the denoiser's if not given.
+        encoder_dtype: Compute dtype of the frozen encoders.
+        offload_encoders: Keep the frozen encoders in host memory while they do not encode.
+        lora: Train adapters instead of the networks' weights.
+        learned_token: Also train a new token; without ``train_text_encoder`` nothing else in the text encoder(s).
         seed: Seed of noise, timesteps, crops, …: all randomness of the run.
     """
 
     keeps_batches = True
-    """Batches stay float32 under every precision: the encoders and the noise own theirs, and networks are given what
-    they compute in."""
+    """Batches stay float32 under every precision; inputs are cast right before each network."""
 
     def __init__(
         self,
@@ -121,32 +120,32 @@ class SDLightningModule(pl.LightningModule):
         choose_trained(latent_diffusion, self.trained_networks(), lora=lora, train_text_encoder=train_text_encoder)
 
     def trained_networks(self) -> dict[str, nn.Module]:
-        """Return the networks that are trained, by name, in the order in which they run: what strategies shard."""
+        """Return the trained networks by name, in execution order; strategies shard these."""
         names = (*self._text_encoder_names, self.latent_diffusion.family.denoiser)
         return {name: self.get_submodule(name) for name in names}
 
     @property
     def denoiser(self) -> nn.Module:
-        """The network that predicts: a UNet, a transformer."""
+        """The denoising network: a UNet or a transformer."""
         return self.get_submodule(self.latent_diffusion.family.denoiser)
 
     def setup(self, stage: str) -> None:
-        """Read weights that are still in their files, unless the strategy does, once it has sharded the networks."""
+        """Read deferred weights, unless the strategy reads them after it has sharded the networks."""
         strategy = self.trainer.strategy
         if engine_of(strategy).loads_weights or not self.latent_diffusion.deferred:
             return
-        strategy.precision_plugin.convert_module(self)  # as strategies do later: the type that weights are read in
+        strategy.precision_plugin.convert_module(self)  # sets the dtype that weights are read in; strategies repeat it
         for name, network in self.trained_networks().items():
             weights = self.take_deferred(name)
             if weights is not None:
                 weights.fill_(network, strategy.root_device)
 
     def take_deferred(self, name: str) -> DeferredWeights | None:
-        """Return the weights of a trained network that are still in their files, once: the caller reads them."""
+        """Remove and return the deferred weights of a trained network, for the caller to read; None if it has none."""
         return self.latent_diffusion.deferred.pop(name, None)
 
     def cpu(self) -> Self:
-        """Move to host memory, as Lightning does at the end, also of a run that failed before weights were read."""
+        """Move to host memory; do nothing while weights are deferred, as Lightning calls this after failed runs too."""
         return self if self.latent_diffusion.deferred else super().cpu()
 
     def on_fit_start(self) -> None:
@@ -159,11 +158,11 @@ class SDLightningModule(pl.LightningModule):
         self._to_device()
 
     def _to_device(self) -> None:
-        """Bring to the strategy's device what the strategy does not know of, or has not moved."""
+        """Move encoder and noise schedule to the strategy's device, and buffers if the strategy has not moved them."""
         device = self.trainer.strategy.root_device
         if device.type != "cpu" and device != self.device:
-            # Engines that place weights themselves (FSDP2 with offloading, ZeRO-3 from files) never call Module.to(),
-            # which would move the weights as well.
+            # Engines that place weights themselves (FSDP2 with offloading, ZeRO-3 from files) never call Module.to().
+            # It would move the weights too, so only the buffers are moved here.
             self._device = device
             for module in self.modules():
                 for name, buffer in module._buffers.items():
@@ -172,16 +171,16 @@ class SDLightningModule(pl.LightningModule):
         self.schedule = self.schedule.to(self.device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Make what is left of global randomness (dropout) a function of seed, step and rank, so resumes are exact."""
+        """Seed the global generators (dropout) from seed, step and rank, so that resuming is exact."""
         self._check_accumulation()
         seed = hash((self.seed, self.global_step, batch_idx, self.global_rank)) % 2**63
-        # torch.manual_seed queues a call, with a formatted stack, for every kind of device that is not in use.
+        # Not torch.manual_seed: it queues a call, with a formatted stack, for every kind of device not in use.
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
 
     def _check_accumulation(self) -> None:
-        """Refuse callbacks that change the accumulation: the data's batches were divided by it when the fit began."""
+        """Raise if a callback changed ``accumulate_grad_batches``: the sampler has divided the batches by it."""
         trainer: Any = self.trainer
         sampler = getattr(trainer.datamodule, "train_sampler", None)
         if sampler is not None and sampler.accumulate != trainer.accumulate_grad_batches:
@@ -207,10 +206,10 @@ class SDLightningModule(pl.LightningModule):
         return loss
 
     def _is_logging_step(self) -> bool:
-        """Whether metrics of this step are read: by loggers at their interval, or where an epoch or the run ends.
+        """Return whether metrics of this step are read: at the logging interval, or at the end of an epoch or the run.
 
-        A callback that monitors one of them, as ModelCheckpoint may, reads it at any time. Logging costs half a
-        millisecond, and with several processes a barrier, so it is not done for nobody.
+        A callback that monitors one of them, such as ModelCheckpoint, may read it at any step. Metrics that nobody
+        reads are not logged, because logging costs half a millisecond, and with several processes a barrier.
         """
         trainer: Any = self.trainer
         step, every = self.global_step + 1, trainer.log_every_n_steps
@@ -219,10 +218,7 @@ class SDLightningModule(pl.LightningModule):
         return any(str(getattr(callback, "monitor", None)).startswith("train/") for callback in trainer.callbacks)
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
-        """Return the mean training loss of an encoded batch, without side effects.
-
-        Samples weigh what ``loss_weight`` (B,) of the batch says, if it is there.
-        """
+        """Return the mean training loss of an encoded batch, weighted by its ``loss_weight`` (B,) if it has one."""
         losses = self._sample_losses(self._add_noise(batch), self._conditioning(batch))
         return (losses * batch["loss_weight"]).mean() if "loss_weight" in batch else losses.mean()
 
@@ -230,13 +226,13 @@ class SDLightningModule(pl.LightningModule):
         """Log the held-out loss and the caption gap as ``val/loss`` and ``val/caption_gap``.
 
         The caption gap is the loss with wrong captions minus the loss with the right ones, on the noisier half of the
-        schedule, where the caption matters. A model that ignores its prompts has a gap of zero, long before that
-        shows in pictures. Batches without ``wrong_input_ids`` measure none.
+        schedule, where captions matter most. A model that ignores its prompts has a gap of zero; the gap shows this
+        long before images do. Batches without ``wrong_input_ids`` log no gap.
         """
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Log what :meth:`validation_step` does as ``test/loss`` and ``test/caption_gap``."""
+        """Log the metrics of :meth:`validation_step` as ``test/loss`` and ``test/caption_gap``."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: dict[str, Any], prefix: str) -> None:
@@ -247,7 +243,7 @@ class SDLightningModule(pl.LightningModule):
             noisy = self._add_noise(batch, min_timestep=self.schedule.num_train_timesteps // 2)
             right = self._sample_losses(noisy, conditioning)
             metrics["caption_gap"] = self._sample_losses(noisy, self._conditioning(batch, prefix="wrong_")) - right
-        # Samples that only fill the last batches up, so that all ranks make the same calls, weigh nothing.
+        # Padding samples, which fill up the last batches so that all ranks make the same calls, have weight 0.
         weight = batch.get("sample_weight", torch.ones_like(losses))
         count = int(weight.sum())
         for name, values in metrics.items():
@@ -256,7 +252,7 @@ class SDLightningModule(pl.LightningModule):
 
     @property
     def last_loss(self) -> Tensor | None:
-        """This rank's loss of the last training step, detached."""
+        """Loss of the last training step on this rank, detached."""
         return self._loss
 
     def _add_noise(self, batch: dict[str, Any], *, min_timestep: int = 0) -> NoisyBatch:
@@ -276,7 +272,7 @@ class SDLightningModule(pl.LightningModule):
         return self.latent_diffusion.condition(encoders, {**batch, "input_ids": batch[prefix + "input_ids"]})
 
     def _sample_losses(self, noisy: NoisyBatch, conditioning: Conditioning) -> Tensor:
-        dtype = next(self.denoiser.parameters()).dtype  # an engine may compute in another one than float32
+        dtype = next(self.denoiser.parameters()).dtype  # an engine may have cast the weights
         latents, conditioning = noisy.noisy_latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
         prediction = self.latent_diffusion.family.denoise(self.denoiser, latents, noisy.timesteps, conditioning)
         return self.objective.loss(prediction, noisy)
@@ -284,15 +280,15 @@ class SDLightningModule(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         text_encoders = {name: self.get_submodule(name) for name in self._text_encoder_names}
         optimizer = self._optimizer_factory(parameter_groups(self.denoiser, text_encoders, self.text_encoder_lr))
-        # Fused optimizers would take unscaling upon themselves, after gradients are clipped: Lightning then refuses to
-        # clip in mixed precision, even in bfloat16, where nothing is scaled.
+        # Fused optimizers would unscale gradients in step(), after clipping. Lightning therefore refuses to clip in
+        # mixed precision, even in bfloat16, where nothing is scaled.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if self._scheduler_factory is None:
             return optimizer
         scheduler = self._scheduler_factory(optimizer)
         config: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
         if isinstance(scheduler, ReduceLROnPlateau):
-            # Lightning would step it after the callbacks of the step, and a checkpoint written by one be a step behind.
+            # Lightning would step it after the step's callbacks, so their checkpoints would be one step behind.
             config |= {"reduce_on_plateau": False}
         return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
 
@@ -311,17 +307,17 @@ class SDLightningModule(pl.LightningModule):
         options: SamplingOptions | None = None,
         **sampling: Any,
     ) -> list[Image.Image]:
-        """Draw one picture per prompt.
+        """Generate one image per prompt.
 
         Args:
             prompts: One caption or several.
-            seed: The first picture's seed; the following pictures count up from it.
-            negative_prompt: What guidance leads away from.
+            seed: Seed of the first image; the following images use ``seed + 1``, ``seed + 2``, …
+            negative_prompt: Caption that guidance steers away from.
             options: See :class:`sd_lightning.SamplingOptions`.
             **sampling: Fields of the options by name, e.g. ``num_inference_steps=12, guidance_scale=3``.
 
         Raises:
-            UsageError: An option is unknown or cannot work.
+            UsageError: An option is unknown or invalid.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         seeds = range(seed, seed + len(prompts))
@@ -331,7 +327,7 @@ class SDLightningModule(pl.LightningModule):
     def sample_seeded(
         self, prompts: Sequence[str], seeds: Sequence[int], options: SamplingOptions, *, negative_prompt: str = ""
     ) -> list[Image.Image]:
-        """Draw one picture per prompt and seed, in the trainer's precision while one is attached."""
+        """Generate one image per prompt and seed, in the trainer's precision if a trainer is attached."""
         plugin = None if self._trainer is None else self.trainer.precision_plugin
         try:
             with contextlib.nullcontext() if plugin is None else plugin.forward_context():
@@ -345,9 +341,9 @@ class SDLightningModule(pl.LightningModule):
                 )
         finally:
             if self.encoder.offload:
-                self.encoder.to(self.encoder.device)  # back to where they wait
+                self.encoder.to(self.encoder.device)  # moves the encoders back to host memory
 
     def flops_per_sample(self, batch: dict[str, Any]) -> int:
-        """Floating-point operations of one training step for one sample of ``batch``, forward and backward."""
+        """Return the floating-point operations of forward and backward for one sample of ``batch``."""
         conditioning = self._conditioning(batch) if "conditioning" in batch else None
         return training_flops_per_sample(self.latent_diffusion, batch["latents"], conditioning)

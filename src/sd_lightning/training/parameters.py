@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained, and in which groups an optimizer gets them."""
+"""Selection of the trained parameters, and the optimizer's parameter groups."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 def choose_trained(
     model: LatentDiffusion, networks: Mapping[str, nn.Module], *, lora: Lora | None, train_text_encoder: bool
 ) -> None:
-    """Let those parameters require gradients that are trained, and get any.
+    """Set ``requires_grad`` on the trained parameters, except those that never get a gradient.
 
     Args:
         model: The model.
-        networks: Its denoiser, and the text encoders of which anything is trained.
-        lora: Is put into the networks, and trained in the place of their weights.
-        train_text_encoder: Train the text encoders' weights, and not only learned words.
+        networks: Its denoiser, and the text encoders with trained parameters.
+        lora: Adapters to insert into the networks and train instead of their weights.
+        train_text_encoder: Train the text encoders' weights, not only learned tokens.
     """
     adapted = {n: network for n, network in networks.items() if network is model.denoiser or train_text_encoder}
     for name, network in networks.items():
@@ -39,12 +39,12 @@ def choose_trained(
 def parameter_groups(
     denoiser: nn.Module, text_encoders: Mapping[str, nn.Module], text_encoder_lr: float | None
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: the denoiser, the text encoders, and their learned words without weight decay.
+    """Return the optimizer's groups: the denoiser, the text encoders, and their learned tokens without weight decay.
 
     Args:
         denoiser: Its trained parameters are the first group.
-        text_encoders: Of which anything is trained.
-        text_encoder_lr: Their learning rate, if another than the denoiser's.
+        text_encoders: The text encoders with trained parameters.
+        text_encoder_lr: Their learning rate; the denoiser's if not given.
     """
     words = {id(parameter) for parameter in LearnedToken.parameters(text_encoders)}
     parameters = [p for network in text_encoders.values() for p in network.parameters() if p.requires_grad]
@@ -52,7 +52,7 @@ def parameter_groups(
     groups: list[dict[str, Any]] = [
         {"params": [p for p in denoiser.parameters() if p.requires_grad]},
         {"params": [p for p in parameters if id(p) not in words], **rate},
-        # Weight decay would shrink the words that are not learned.
+        # Weight decay would also shrink the embeddings of all other tokens.
         {"params": [p for p in parameters if id(p) in words], **rate, "weight_decay": 0.0},
     ]
     return [groups[0], *(group for group in groups[1:] if group["params"])]

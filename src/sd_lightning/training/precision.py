@@ -1,4 +1,4 @@
-"""Weights in 16 bits, without what Lightning's plugin does to everything else."""
+"""16-bit precision that converts only the weights of the trained networks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sd_lightning.strategies.base import engine_of
 
 
 class HalfWeights(HalfPrecision):
-    """``precision="bf16-true"`` for diffusion: only the trained networks are in 16 bits.
+    """Precision plugin for ``precision="bf16-true"`` that casts only the trained networks to 16 bits.
 
-    Lightning's plugin also rounds the batch and makes 16 bits the default type of new tensors. Latents, noise and
-    timesteps then lose more bits than the network's inputs have; here they stay float32 until the network takes them.
+    Lightning's plugin also casts the batch and makes 16 bits the default dtype. Latents, noise and timesteps then lose
+    more precision than by casting the network's inputs. Here they stay float32 until the network's call.
     """
 
     @override
@@ -29,7 +29,7 @@ class HalfWeights(HalfPrecision):
 
 
 def precision_options(precision: Any, strategy: Strategy | str) -> dict[str, Any]:
-    """Return the arguments of ``Trainer`` that set a precision; engines have plugins of their own."""
+    """Return the arguments of ``Trainer`` that set a precision; engines bring their own plugins."""
     if precision in ("bf16-true", "16-true") and not engine_of(strategy).owns_precision:
         return {"plugins": [HalfWeights(precision)]}
     return {"precision": precision}

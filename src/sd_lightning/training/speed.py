@@ -1,4 +1,4 @@
-"""Switches that change how fast and in how much memory a model computes, never what it computes."""
+"""Options that change a model's speed and memory; results differ at most by rounding."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _KERNELS = ("math", "flash", "efficient", "cudnn")
 
 @dataclass(frozen=True)
 class Speed:
-    """What to switch on; applied from outside to the trained networks."""
+    """Speed and memory options, applied to the trained networks from outside."""
 
     gradient_checkpointing: bool = False
-    """Recompute every block in backward instead of keeping its activations."""
+    """Recompute the activations of every block in backward instead of keeping them."""
     channels_last: bool = False
     """Keep convolution weights and activations in the NHWC layout."""
     compile_blocks: bool = False
     """Compile the repeated blocks with torch.compile for training, one graph per kind and shape of block."""
     attention: AttentionKernel = "auto"
-    """The kernel that scaled_dot_product_attention uses; the math kernel does what it cannot (the VAE's attention is
-    too wide for flash). "auto" leaves the choice to torch."""
+    """Kernel of scaled_dot_product_attention, with the math kernel as fallback (the VAE's heads are too wide for
+    flash). "auto" leaves the choice to torch."""
     allow_tf32: bool = False
     """Let CUDA matrix products and convolutions of float32 tensors use TensorFloat-32."""
 
@@ -46,7 +46,7 @@ class Speed:
             )
 
     def apply_(self, networks: Iterable[nn.Module]) -> None:
-        """Switch the networks in place; attention kernel and TF32 are settings of the whole process."""
+        """Apply the options to the networks in place; attention kernel and TF32 are set for the whole process."""
         for network in networks:
             if self.gradient_checkpointing:
                 enable_gradient_checkpointing(network)
@@ -60,10 +60,10 @@ class Speed:
 
 
 def use_attention_kernel(name: AttentionKernel) -> None:
-    """Leave scaled_dot_product_attention one kernel beside the math kernel, in the whole process; "auto" allows all.
+    """Allow scaled_dot_product_attention only one kernel besides the math kernel; "auto" allows all.
 
-    The setting is global rather than a context around the forward pass, because gradient checkpointing computes the
-    forward pass again in backward.
+    The setting is global, not a context around the forward pass, because gradient checkpointing repeats the forward
+    pass in backward.
     """
     cuda = torch.backends.cuda
     cuda.enable_math_sdp(True)
@@ -73,12 +73,12 @@ def use_attention_kernel(name: AttentionKernel) -> None:
 
 
 def _compile_blocks(network: nn.Module) -> None:
-    """Compile the blocks for training; in evaluation, which has many batch sizes, they compute as they are."""
+    """Compile the blocks for training; in evaluation, which has many batch sizes, they run uncompiled."""
     blocks = repeated_blocks(network)
-    # Blocks of one kind and shape share a graph; all kinds together share one limit, and beyond it run uncompiled.
+    # Blocks of one kind and shape share a graph. The limit counts all kinds together; beyond it they run uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     for block in blocks.values():
-        # One block called with two shapes would get a graph for all shapes, over which torch 2.13's inductor stumbles.
+        # Not dynamic: a block called with two shapes would get one dynamic graph, on which torch 2.13's inductor fails.
         compiled = torch.compile(block._call_impl, dynamic=False)
         block._compiled_call_impl = partial(_call, block, compiled)
 
@@ -88,7 +88,7 @@ def _call(block: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def enable_gradient_checkpointing(network: Any) -> None:
-    """Recompute every block of a network in backward."""
+    """Recompute the activations of every block of a network in backward."""
     if hasattr(network, "enable_gradient_checkpointing"):  # diffusers
         network.enable_gradient_checkpointing()
     elif hasattr(network, "gradient_checkpointing_enable"):  # transformers

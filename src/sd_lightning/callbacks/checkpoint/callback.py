@@ -1,4 +1,4 @@
-"""Portable checkpoints as a callback: save at an interval and at the end, restore before the first step."""
+"""Callback for portable checkpoints: saves at an interval and at the end, restores before the first step."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 
 class PortableCheckpoint(Checkpoint):
-    """Write checkpoints that any strategy and world size can resume, and whose ``pipeline/`` diffusers loads.
+    """Callback for checkpoints that any strategy and world size can resume, and whose ``pipeline/`` diffusers loads.
 
     A checkpoint holds ``pipeline/`` (averaged weights if there is an EMA; frozen parts hard-linked), ``state/``
     (float32 weights, optimizer states and average as flat tensors in safetensors) and ``trainer.json``. Nothing in it
     is ever unpickled. It is complete or absent: see :mod:`sd_lightning.storage.checkpoint`.
 
-    Every checkpoint is a good one. None is written amid losses that are not finite; the one that was due follows after
-    the next finite loss, and the last one from before stays until the run has gone well from one checkpoint to the
-    next. Weights, or an average, that are not finite end the run.
+    While the loss is not finite no checkpoint is written; one that was due is written after the next finite loss. The
+    last checkpoint before such losses is kept until all losses from one checkpoint to the next are finite. Non-finite
+    weights or averages end the run.
 
     Args:
-        run_dir: Directory of the run, new, empty or a run's; checkpoints go to ``<run_dir>/checkpoints``.
+        run_dir: Directory of the run: new, empty, or of an earlier run; checkpoints go to ``<run_dir>/checkpoints``.
         every_n_steps: Optimizer steps between checkpoints; 0 saves only when training ends.
         keep: How many of the newest checkpoints stay on disk.
-        resume: Checkpoint directory to continue.
+        resume: Checkpoint directory to resume.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class PortableCheckpoint(Checkpoint):
         self.keep = keep
         self.resume = None if resume is None else Path(resume)
         self.folder = RunFolder(self.run_dir)
-        """Holds the run's lock, from before the first step until the fit ends."""
+        """The run's folder, locked from before the first step until the fit ends."""
         self.restored: Path | None = None
-        """The checkpoint that the last fit continued."""
+        """The checkpoint that the last fit resumed."""
         self._record = trainer_state.RunRecord()
         self._rotation = Rotation()
         self._saved_callbacks: str | None = None
@@ -79,11 +79,11 @@ class PortableCheckpoint(Checkpoint):
 
     @property
     def loss(self) -> float | None:
-        """Training loss of the step that the newest checkpoint is of, the mean over all processes."""
+        """Training loss at the step of the newest checkpoint, mean over all ranks."""
         return self._record.loss
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the run's folder, and keep frozen weights as they are before an engine shards them or rounds them."""
+        """Lock the run's folder, and write the frozen weights before an engine shards or rounds them."""
         if not isinstance(trainer.strategy.checkpoint_io, CheckpointFolders):
             trainer.strategy.checkpoint_io = CheckpointFolders(self, trainer, trainer.strategy.checkpoint_io)
         if stage != "fit":
@@ -105,12 +105,12 @@ class PortableCheckpoint(Checkpoint):
             self._record.data = data.data_fingerprint(trainer)
         self._record.configured = trainer_state.configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
-        typed_json.dumps(trainer_state.callback_states(trainer))  # raises before the first step, not after hours
+        typed_json.dumps(trainer_state.callback_states(trainer))  # an unsavable state raises now, not after hours
         if not trainer.strategy.restore_checkpoint_after_setup:
             self._open_run(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.strategy.restore_checkpoint_after_setup:  # not before now does Lightning say what ``ckpt_path`` is
+        if trainer.strategy.restore_checkpoint_after_setup:  # ``trainer.ckpt_path`` is known only now
             self._open_run(trainer, pl_module)
         if trainer.is_global_zero:
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
@@ -118,7 +118,7 @@ class PortableCheckpoint(Checkpoint):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # A validation that was due at the checkpoint is left out after it, and Lightning counts a step for loggers.
+        # On resume, Lightning skips a validation that was due at the checkpoint, but counts a logger step for it.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
     def on_train_batch_end(
@@ -128,7 +128,7 @@ class PortableCheckpoint(Checkpoint):
         if step == self._last_step:
             return
         self._last_step = step
-        # The last one is saved before the last pictures are drawn, which takes a while.
+        # Save the last checkpoint before the last pictures are drawn, which is slow.
         at_end = trainer.should_stop or step == trainer.max_steps
         is_owed = self._rotation.after_step(num_bad_steps(trainer))
         if at_end or is_owed or (self.every_n_steps and step % self.every_n_steps == 0):
@@ -161,14 +161,13 @@ class PortableCheckpoint(Checkpoint):
         self.folder.unlock()
 
     def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Path | None:
-        """Write the checkpoint of the present step; a collective call.
+        """Write the checkpoint of the current step; a collective call.
 
         Returns:
-            The checkpoint; None if the loss is not finite, on any rank, and nothing was saved.
+            The checkpoint; None if the loss is not finite on some rank and nothing was saved.
 
         Raises:
-            UsageError: The disk is full, on any rank, or weights are not finite; the last good checkpoint is left as
-                it was.
+            UsageError: The disk is full on some rank, or weights are not finite; the last good checkpoint remains.
         """
         module = cast(SDLightningModule, pl_module)
         with paused(trainer, "saving"):
@@ -189,9 +188,9 @@ class PortableCheckpoint(Checkpoint):
             return saved
 
     def _amend(self, trainer: pl.Trainer) -> None:
-        """Add to the checkpoint just written what callbacks learn from its step's validation, as EarlyStopping does.
+        """Update the callback states in the newest checkpoint after the validation of its step.
 
-        The validation comes after the save, and a resumed run does not repeat it.
+        That validation runs after the save, changes callbacks such as EarlyStopping, and is not repeated on resume.
         """
         newest, saved = self.last_saved, self._saved_callbacks
         if newest is None or saved is None or checkpoint.step_of(newest) != trainer.global_step:
@@ -204,10 +203,10 @@ class PortableCheckpoint(Checkpoint):
             self._saved_callbacks = text
 
     def _open_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a directory that holds another run; then write what checkpoints share."""
+        """Raise if the directory holds another run; then write the files that checkpoints share."""
         start = self.restored or trainer.ckpt_path
         goes_on = self._is_later_fit
-        if not goes_on and start is not None:  # which run a file of Lightning is of, it does not say
+        if not goes_on and start is not None:  # a Lightning file does not name its run
             goes_on = runs.holds(self.run_dir, Path(start)) or not checkpoint.is_portable(start)
         opening.refuse_another_run(trainer, self.run_dir, goes_on=goes_on)
         has_frozen = self.restored is not None and runs.holds(self.run_dir, self.restored)
@@ -215,10 +214,10 @@ class PortableCheckpoint(Checkpoint):
         opening.prepare_folder(trainer, module, self.run_dir, keep=self.keep, has_frozen=has_frozen)
 
     def check_resume(self, pl_module: SDLightningModule, datamodule: Any) -> None:
-        """Compare the checkpoint to resume, if any, with a run that has not been started yet.
+        """Compare the checkpoint to resume, if any, with the run before it starts.
 
         Raises:
-            UsageError: The checkpoint is of another model, or of a run with another batch size, seed or adapters.
+            UsageError: The checkpoint has another model, batch size, seed or adapters.
         """
         if self.resume is not None:
             saved = trainer_state.read_trainer_state(self.resume)
@@ -226,16 +225,16 @@ class PortableCheckpoint(Checkpoint):
             frozen_weights.check_same_frozen(saved, frozen_weights.fingerprints(pl_module), self.resume)
 
     def check_data(self, datamodule: pl.LightningDataModule) -> None:
-        """Compare the training set with that of the checkpoint to resume, if any, before a run is started.
+        """Compare the training set with that of the checkpoint to resume, if any, before the run starts.
 
         Raises:
-            UsageError: The epoch that the checkpoint is in the middle of holds other samples by now.
+            UsageError: The checkpoint is in the middle of an epoch whose samples have changed.
         """
         if self.resume is not None:
             data.compare_data(datamodule, trainer_state.read_trainer_state(self.resume), self.resume)
 
     def restore(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue from ``resume``, if it is given, before the first step; a second ``fit`` goes on from there."""
+        """Restore the checkpoint ``resume``, if given, before the first step; only the first ``fit`` restores it."""
         if self.resume is not None:
             restore.restore(trainer, cast(SDLightningModule, pl_module), self.resume, self._record)
             self._rotation.newest = self.restored = self.resume

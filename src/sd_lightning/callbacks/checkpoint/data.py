@@ -1,4 +1,4 @@
-"""Compare the training set with that of a checkpoint, and carry over which samples could not be used."""
+"""Comparison of the training set with a checkpoint's, and restoring of its list of bad samples."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def check_datamodule(datamodule: object) -> ResumableData:
-    """Return the trainer's datamodule, which knows where a run stands.
+    """Return the trainer's datamodule, checked to be :class:`ResumableData`.
 
     Raises:
-        UsageError: It does not.
+        UsageError: It is not.
     """
     if isinstance(datamodule, ResumableData):
         return datamodule
@@ -34,27 +34,27 @@ def check_datamodule(datamodule: object) -> ResumableData:
 
 
 def data_fingerprint(trainer: pl.Trainer) -> Fingerprint | None:
-    """Return the fingerprint of the training set, by which a later run notices changes."""
+    """Return the fingerprint of the training set, by which a later run detects changes; None if it has none."""
     datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule.fingerprint() if isinstance(datamodule, ComparableData) else None
 
 
 def gather_bad_samples(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the samples that any rank could not use; a collective call."""
+    """Return the bad samples of all ranks; a collective call."""
     datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
     return dict(datamodule.gather_bad_samples()) if isinstance(datamodule, CountedData) else {}
 
 
 def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Change | None:
-    """Return how the training set has changed since a checkpoint; it reads files.
+    """Return how the training set has changed since a checkpoint; reads files.
 
     Args:
-        datamodule: Of the run that resumes.
+        datamodule: Datamodule of the run that resumes.
         saved: The checkpoint's ``trainer.json``.
         path: The checkpoint.
 
     Raises:
-        UsageError: The epoch that the checkpoint is in the middle of holds other samples by now.
+        UsageError: The checkpoint is in the middle of an epoch whose samples have changed.
     """
     if saved.get("data") is None or not isinstance(datamodule, ComparableData):
         return None
@@ -71,12 +71,12 @@ def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Chang
 
 
 def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> RunPosition:
-    """Log changes of the training set, count the bad samples of earlier starts, and return where the run goes on.
+    """Log changes of the training set, restore its bad samples, and return the position at which the run resumes.
 
-    A collective call; rank 0 looks at the files.
+    A collective call; rank 0 reads the files.
 
     Raises:
-        UsageError: The epoch holds other samples by now, or too many samples cannot be used.
+        UsageError: The samples of the checkpoint's epoch have changed, or too many samples are bad.
     """
     datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
 
@@ -94,5 +94,5 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
         datamodule.recall_bad(bad)
     position = RunPosition(**saved["position"])
     if change is not None and change.is_resized and position.steps_in_epoch:
-        return replace(position, epoch=position.epoch + 1, steps_in_epoch=0)  # every order is another
+        return replace(position, epoch=position.epoch + 1, steps_in_epoch=0)  # the order of every epoch has changed
     return position

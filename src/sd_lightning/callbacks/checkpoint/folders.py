@@ -1,4 +1,4 @@
-"""``trainer.fit``, ``validate`` and ``test`` with ``ckpt_path=<one of our checkpoints>``."""
+"""Loading of portable checkpoints given as ``ckpt_path`` to ``trainer.fit``, ``validate`` and ``test``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class CheckpointFolders(CheckpointIO):
-    """Take our checkpoint folders beside the files that Lightning writes.
+    """``CheckpointIO`` that loads portable checkpoint folders besides Lightning's own files.
 
-    Lightning asks a strategy's ``CheckpointIO`` for a dictionary and distributes what is in it. Ours restores by
-    itself, into whatever the engine has made of the parameters, and returns a dictionary with nothing left to do.
+    Lightning expects a dictionary from ``CheckpointIO`` and restores its entries. For a folder this class restores the
+    state itself, in the engine's layout, and returns a dictionary that changes nothing.
 
     Args:
-        callback: Who restores a run.
-        files: Who reads and writes everything else.
+        callback: Restores a run from a folder.
+        files: Reads and writes Lightning's files.
     """
 
     def __init__(self, callback: PortableCheckpoint, trainer: pl.Trainer, files: CheckpointIO) -> None:
@@ -42,7 +42,7 @@ class CheckpointFolders(CheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Restore from a folder, or let Lightning read a file.
+        """Restore a portable checkpoint folder, or load a Lightning file.
 
         Raises:
             UsageError: The folder holds no valid checkpoint, or one of another model.
@@ -54,7 +54,7 @@ class CheckpointFolders(CheckpointIO):
         assert found is not None
         if trainer.state.fn == TrainerFn.FITTING:
             self._callback.resume = found
-            if trainer.strategy.restore_checkpoint_after_setup:  # else on_fit_start is yet to come
+            if trainer.strategy.restore_checkpoint_after_setup:  # else on_fit_start restores
                 self._callback.restore(trainer, trainer.lightning_module)
         else:
             load_weights(found, trainer.lightning_module)
@@ -80,10 +80,10 @@ class CheckpointFolders(CheckpointIO):
 
 
 def load_weights(path: Path, module: pl.LightningModule) -> None:
-    """Fill a module's trained parameters with what a checkpoint exports: its average, or its weights without one.
+    """Load a checkpoint's average, or its weights if it has none, into a module's trained parameters.
 
     Raises:
-        UsageError: It is of another model, or an engine has taken the parameters apart.
+        UsageError: The checkpoint is of another model, or the parameters are already sharded.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not all(is_whole(parameter) for parameter in parameters.values()):

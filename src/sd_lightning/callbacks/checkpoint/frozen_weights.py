@@ -1,4 +1,4 @@
-"""Weights that a run does not change: kept exactly for its pipelines, and recognised when it is resumed."""
+"""Frozen weights of a run: saved exactly for its pipelines, and compared on resume."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sd_lightning.strategies.base import is_whole
 from sd_lightning.training.module import SDLightningModule
 
 _SAMPLE = 64
-"""Values of each weight that are compared; another model differs in nearly all of them."""
+"""Number of values of each weight to compare; another model differs in nearly all of them."""
 
 
 def write_frozen_weights(run_dir: Path, module: SDLightningModule) -> None:
-    """Write what is frozen of each trained network, in float32, before an engine shards or rounds it.
+    """Write the frozen weights of each trained network in float32, before an engine shards or rounds them.
 
-    Weights that are still in their files go from there to here in slices.
+    Deferred weights are copied from their files in slices.
 
     Raises:
         UsageError: The disk is full.
@@ -49,9 +49,9 @@ def write_frozen_weights(run_dir: Path, module: SDLightningModule) -> None:
 
 
 def fingerprints(module: SDLightningModule) -> dict[str, str]:
-    """Return, by network, a digest of some values of each weight that is not trained.
+    """Return a digest of the first values of each frozen weight, by network.
 
-    Networks that have been sharded, or cast from float32, have none.
+    Networks that are sharded or not in float32 are left out.
     """
     model, trained = module.latent_diffusion, module.trained_networks()
     found = {}
@@ -70,10 +70,10 @@ def fingerprints(module: SDLightningModule) -> dict[str, str]:
 
 
 def check_same_frozen(saved: Mapping[str, Any], ours: Mapping[str, str], path: Path) -> None:
-    """Compare the frozen weights of a checkpoint's run with those of a run that is to continue it.
+    """Check that the frozen weights are those of the checkpoint's run.
 
     Args:
-        saved: The checkpoint's ``trainer.json``; an earlier release wrote no digests, and nothing is compared.
+        saved: The checkpoint's ``trainer.json``; one of an earlier release has no digests to compare.
         ours: From :func:`fingerprints`.
         path: The checkpoint.
 

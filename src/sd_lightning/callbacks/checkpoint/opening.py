@@ -1,4 +1,4 @@
-"""What happens in a run's folder before the first step: it is locked or refused, and gets what checkpoints share."""
+"""Preparation of a run's folder before the first step: lock, checks, and files that checkpoints share."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 KEY = "PortableCheckpoint got run_dir"
 _NFS_SECONDS = 90.0
-"""NFS clients may not see a new directory for a minute."""
+"""Time to wait for a new directory: NFS clients may not see it for a minute."""
 
 
 def take_folder(trainer: pl.Trainer, folder: RunFolder) -> None:
-    """Refuse a directory that holds anything but a run, or lock and mark it; fail on all ranks together."""
+    """Lock and mark the run's directory; raise on all ranks if it holds anything but a run."""
     on_rank_zero(trainer, lambda: folder.open(key=KEY, others=_logged(trainer, folder.path)))
 
 
 def refuse_another_run(trainer: pl.Trainer, run_dir: Path, *, goes_on: bool) -> None:
-    """Fail on all ranks together where the directory holds a run that this fit does not continue."""
+    """Raise on all ranks if the directory holds a run that this fit does not continue."""
 
     def check() -> None:
         newest = None if goes_on else checkpoint.newest_valid(run_dir)
@@ -46,14 +46,14 @@ def refuse_another_run(trainer: pl.Trainer, run_dir: Path, *, goes_on: bool) -> 
 def prepare_folder(
     trainer: pl.Trainer, module: SDLightningModule, run_dir: Path, *, keep: int, has_frozen: bool
 ) -> None:
-    """Remove what killed runs left, and write what all checkpoints share; a collective call.
+    """Remove leftovers of killed runs, and write the files that all checkpoints share; a collective call.
 
     Args:
         trainer: The running trainer.
         module: Its module.
         run_dir: Directory of the run.
         keep: How many checkpoints stay on disk, for the log.
-        has_frozen: Whether the frozen parts that lie there are those of this run.
+        has_frozen: Whether frozen parts in the directory belong to this run.
 
     Raises:
         UsageError: The disk cannot hold two checkpoints, or this machine does not see the directory.
@@ -69,7 +69,7 @@ def prepare_folder(
 
 
 def write_frozen(run_dir: Path, module: SDLightningModule) -> None:
-    """Save once per run what every checkpoint's pipeline shares: all but the trained networks' weights."""
+    """Save the pipeline without the trained networks' weights; all checkpoints of the run share it."""
     try:
         with atomic.new_folder(run_dir / "frozen") as tmp:
             module.latent_diffusion.save_pretrained(tmp, skip=tuple(module.trained_networks()))
@@ -78,7 +78,7 @@ def write_frozen(run_dir: Path, module: SDLightningModule) -> None:
 
 
 def _announce(trainer: pl.Trainer, run_dir: Path, keep: int) -> None:
-    """Print the size of a checkpoint and refuse a disk that cannot hold two."""
+    """Log the size of a checkpoint, and raise if the disk cannot hold two."""
     trained = sum(shard.end - shard.begin for shard in training_state(trainer).parameter_shards())
     # Weights, two moments, and the average in the state; weights once more in the pipeline; all float32.
     size = 4 * trained * (4 + (ema_of(trainer) is not None))
@@ -93,7 +93,7 @@ def _announce(trainer: pl.Trainer, run_dir: Path, keep: int) -> None:
 
 
 def check_shared(trainer: pl.Trainer, run_dir: Path) -> None:
-    """Find out before the first step that this machine does not see what rank 0 has just written.
+    """Check before the first step that this machine sees the files that rank 0 has just written.
 
     Raises:
         UsageError: It does not.
@@ -109,7 +109,7 @@ def check_shared(trainer: pl.Trainer, run_dir: Path) -> None:
 
 
 def _logged(trainer: pl.Trainer, run_dir: Path) -> set[str]:
-    """Return the names in a directory under which loggers write: Lightning lets them begin before any callback."""
+    """Return the names that loggers write in a directory: Lightning starts loggers before any callback."""
     root, names = run_dir.resolve(), set()
     for logger in trainer.loggers:
         for place in filter(None, (logger.log_dir, logger.save_dir)):

@@ -1,4 +1,4 @@
-"""The pipeline in a checkpoint: trained weights streamed out of the state just written, the rest hard-linked."""
+"""The pipeline in a checkpoint: trained weights streamed from the state just written, the rest hard-linked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sd_lightning.training.module import SDLightningModule
 
 
 def frozen_weights_file(run_dir: Path, name: str) -> Path:
-    """Return where a run keeps the weights of a trained network that are not trained."""
+    """Return the path of the frozen weights of a trained network."""
     return run_dir / "frozen-weights" / f"{name}.safetensors"
 
 
@@ -29,12 +29,12 @@ def write_pipeline(run_dir: Path, tmp: Path, module: SDLightningModule, *, avera
 
     Args:
         run_dir: Directory of the run, with ``frozen/``.
-        tmp: The checkpoint.
-        module: Only names and shapes of its networks are used, and weights that no engine has taken apart.
-        averaged: Export the average.
+        tmp: The checkpoint's temporary folder.
+        module: Gives names and shapes of its networks, and values of weights that are not sharded.
+        averaged: Export the averaged weights.
 
     Returns:
-        SHA-256 by path of files that were written.
+        SHA-256 of the files written, by path.
     """
     lora, word = module.lora, module.learned_token
     component_of = module.latent_diffusion.components
@@ -53,7 +53,7 @@ def write_pipeline(run_dir: Path, tmp: Path, module: SDLightningModule, *, avera
                 _share(sources, run_dir / "frozen" / file, tmp / "pipeline" / file)
             else:
                 path = f"pipeline/{file.as_posix()}"
-                (tmp / path).unlink(missing_ok=True)  # linked: this run did not merge its adapters until it was resumed
+                (tmp / path).unlink(missing_ok=True)  # a link, if adapters were not merged before the resume
                 digests[path] = write_streamed(tmp / path, sources)
         if lora is not None and not lora.merge:
             path = f"pipeline/{LORA_NAME}"
@@ -67,7 +67,7 @@ def write_pipeline(run_dir: Path, tmp: Path, module: SDLightningModule, *, avera
 
 
 def _share(sources: Mapping[str, StreamedTensor], shared: Path, target: Path) -> None:
-    """Link a file that no training changes, once it has been written among the run's frozen parts."""
+    """Hard-link an untrained weight file from the run's frozen parts; write it there first if it is missing."""
     if not shared.exists():
         with atomic.new_file(shared) as part:
             write_streamed(part, sources)
@@ -76,7 +76,7 @@ def _share(sources: Mapping[str, StreamedTensor], shared: Path, target: Path) ->
 
 
 class _Weights:
-    """The weights of one trained network, wherever they are: in the state, in a file of frozen ones, or live."""
+    """Weights of one trained network, from the saved state, the file of frozen weights, or the live module."""
 
     def __init__(self, store: ShardedTensors, run_dir: Path, name: str, network: nn.Module, averaged: bool) -> None:
         self._store = store
@@ -102,7 +102,7 @@ class _Weights:
         return row
 
     def merged(self, network: nn.Module) -> dict[str, StreamedTensor]:
-        """Return, by their names in memory, the weights that have adapters, with these added when they are written."""
+        """Return the weights that have adapters, by live name; adapters are merged when a weight is written."""
         return {
             key: StreamedTensor.of(
                 partial(merge, key, scale, self.load), self._kept(key).dtype, tuple(self._kept(key).shape)
@@ -114,12 +114,12 @@ class _Weights:
         return {key: self.load(key) for key in self.state if is_adapter(key)}
 
     def _kept(self, key: str) -> Tensor:
-        """Return a frozen weight or a buffer, which are not in the store."""
+        """Return a frozen weight or a buffer: neither is in the store."""
         return self._frozen.get(key, self.state[key])
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Map a file's tensors into memory; none if there is no file."""
+    """Memory-map a file's tensors; return none if the file does not exist."""
     if not path.exists():
         return {}
     with safe_open(path, framework="pt") as file:

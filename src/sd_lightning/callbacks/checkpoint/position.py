@@ -1,4 +1,4 @@
-"""The position of a run in numbers that hold at any world size, and Lightning's loop counters derived from them."""
+"""Position of a run, independent of the world size, and the Lightning loop counters derived from it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class RunPosition:
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> RunPosition:
-        """Read the position off a running trainer."""
+        """Return the position of a running trainer."""
         data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
         module: Any = trainer.lightning_module
         sampler = data.train_sampler
         assert sampler is not None
         steps = trainer.global_step
-        # Not from the total of batches: a fit that ended in the middle of an epoch leaves the rest of it out.
+        # Not from the total of batches: a fit that ends in the middle of an epoch skips the rest of it.
         epoch, done = sampler.epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if done >= min(len(sampler), trainer.num_training_batches):  # trainer.limit_train_batches ends epochs early
             epoch, done = epoch + 1, 0
@@ -49,10 +49,10 @@ class RunPosition:
         )
 
     def check_same_run(self, *, batch_size: int, seed: int) -> None:
-        """Refuse to continue with another batch size or seed: the data would not go on where they stopped.
+        """Raise at another batch size or seed: the data would not continue where they stopped.
 
         Raises:
-            UsageError: They differ from the run's.
+            UsageError: One of them differs from the run's.
         """
         for name, ours, theirs in (("data.batch_size", batch_size, self.batch_size), ("seed", seed, self.seed)):
             if ours != theirs:
@@ -68,7 +68,7 @@ def restore_position(trainer: pl.Trainer, position: RunPosition) -> None:
     data.resume(position.epoch, position.steps_in_epoch)
     batches = position.steps_in_epoch * trainer.accumulate_grad_batches
     total = position.optimizer_steps * trainer.accumulate_grad_batches
-    # In the middle of an epoch Lightning counts it as started; at its beginning it does not.
+    # Lightning counts an epoch as started in its middle, but not at its beginning.
     started = position.epoch + (1 if position.steps_in_epoch else 0)
     loop = trainer.fit_loop
     state = loop.state_dict()

@@ -1,4 +1,4 @@
-"""Continue a run from a checkpoint, once it is known to be one of the same run."""
+"""Restoring of a run from a checkpoint, after checks that the checkpoint fits the run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 
 def agree_on_checkpoint(trainer: pl.Trainer, resume: Path | None) -> Path | None:
-    """Return the checkpoint that rank 0 resumes: it has hashed all of it, the others have not.
+    """Return the checkpoint that rank 0 resumes, and check that every rank sees the same one.
 
-    A collective call.
+    A collective call. Only rank 0 has hashed all files; the manifests are compared.
 
     Raises:
-        UsageError: Another checkpoint lies there on the machine of some rank.
+        UsageError: Some rank sees another checkpoint at that path.
     """
     path, digest = on_rank_zero(trainer, lambda: (resume, resume and checkpoint.manifest_digest(resume)))
     if path is None:
@@ -50,16 +50,16 @@ def agree_on_checkpoint(trainer: pl.Trainer, resume: Path | None) -> Path | None
 
 
 def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size: int, path: Path) -> None:
-    """Compare a checkpoint with a run that is to continue it.
+    """Check that a checkpoint fits the run that resumes it.
 
     Args:
         saved: The checkpoint's ``trainer.json``.
-        module: Of the run.
-        batch_size: Its global batch.
+        module: Module of the run.
+        batch_size: Global batch size of the run.
         path: The checkpoint.
 
     Raises:
-        UsageError: The checkpoint is of another model, or of a run with another batch size, seed or adapters.
+        UsageError: The checkpoint has another model, batch size, seed or adapters.
     """
     RunPosition(**saved["position"]).check_same_run(batch_size=batch_size, seed=module.seed)
     trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
@@ -68,16 +68,16 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
 
 
 def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: trainer_state.RunRecord) -> None:
-    """Put everything that a checkpoint holds into a run before its first step; a collective call.
+    """Restore a run from a checkpoint before its first step; a collective call.
 
     Args:
         trainer: The running trainer.
         module: Its module.
         path: The checkpoint.
-        record: Knows how the run is configured, and learns what the checkpoint says of the run so far.
+        record: Holds the configured optimizer groups; gets the checkpoint's training time and loss.
 
     Raises:
-        UsageError: The checkpoint is of another run, or of one with another schedule.
+        UsageError: The checkpoint does not fit the run, or has another schedule.
     """
     saved = trainer_state.read_trainer_state(path)
     check_same_run(saved, module, trainer.datamodule.batch_size, path)  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: 
 
 
 def _adopt_settings(saved: dict[str, Any], record: trainer_state.RunRecord, path: Path) -> None:
-    """Let the optimizer's settings of this run replace those of the checkpoint where they differ."""
+    """Replace optimizer settings of the checkpoint with those of this run where they differ."""
     changes = trainer_state.adopt_settings(saved, record.configured)
     if changes and "configured_groups" in saved:
         log.info("resume=%s: settings of this run's optimizer apply from here: %s", path, changes)
@@ -112,7 +112,7 @@ def _adopt_settings(saved: dict[str, Any], record: trainer_state.RunRecord, path
 
 
 def _load_state(trainer: pl.Trainer, state: TrainingState, saved: dict[str, Any], path: Path) -> None:
-    """Read weights, optimizer states and the average."""
+    """Load weights, optimizer states and the average."""
     shards = state.parameter_shards()
     parameters = {name: SavedParameter(**entry) for name, entry in saved["parameters"].items()}
     with ShardedTensors(path / "state") as store:

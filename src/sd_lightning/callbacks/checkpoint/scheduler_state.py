@@ -1,4 +1,4 @@
-"""The state of any torch learning-rate scheduler, without functions, so that it fits ``typed_json``."""
+"""State of any torch learning-rate scheduler, without functions, so that ``typed_json`` can write it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sd_lightning._errors import UsageError
 
-# What schedulers set in the optimizer's parameter groups. Several compute the next value from the
-# group's present one, so it belongs to their state.
+# Keys that schedulers set in parameter groups. Several schedulers compute the next value from the current one, so
+# these values belong to their state.
 _GROUP_KEYS = (
     "lr",
     "initial_lr",
@@ -32,11 +32,10 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """State of a scheduler for ``typed_json``, with what it has set in the optimizer's groups.
+    """Return a scheduler's state for ``typed_json``, with the values it has set in the optimizer's groups.
 
-    Functions (``LambdaLR``'s lambdas, ``CyclicLR``'s scale function) are left out: the resumed
-    run builds its scheduler from the same configuration and so has them. Callable objects keep
-    their attributes, as in torch.
+    Functions (``LambdaLR``'s lambdas, ``CyclicLR``'s scale function) are left out: the resumed run builds them from
+    the same configuration. Callable objects keep their attributes, as in torch.
     """
     groups = [{key: group[key] for key in _GROUP_KEYS if key in group} for group in scheduler.optimizer.param_groups]
     state = {
@@ -48,10 +47,10 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def load_scheduler_state(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Continue a scheduler, built as in the saved run, from its saved state.
+    """Load a saved state into a scheduler that is built as in the saved run.
 
-    Also sets learning rate and momentum in the optimizer's groups. Call it after the optimizer's
-    own state is loaded, if that holds groups as well.
+    Also sets learning rate and momentum in the optimizer's groups: load the optimizer's own state, if it holds
+    groups, before.
 
     Raises:
         UsageError: The scheduler is of another class or its optimizer has another number of groups.
@@ -72,20 +71,20 @@ def load_scheduler_state(scheduler: LRScheduler, state: dict[str, Any]) -> None:
     for group, saved in zip(groups, state["groups"], strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)  # captured graphs hold on to this very tensor
+                group[key].fill_(value)  # captured CUDA graphs read this tensor
             else:
                 group[key] = copy.deepcopy(value)
 
 
 def scale_rates(group: dict[str, Any], old: float, new: float) -> None:
-    """Let an optimizer group that was configured with one learning rate go on as with another, where it stands."""
+    """Rescale the current learning rates of an optimizer group from the configured rate ``old`` to ``new``."""
     for key in _GROUP_RATES:
         if key in group:
             group[key] = _scaled(group[key], old, new)
 
 
 def scale_scheduler(state: dict[str, Any], group: int, old: float, new: float) -> None:
-    """Do the same in what :func:`scheduler_state` has returned, for the optimizer's group of that number."""
+    """Rescale the rates of one optimizer group in a state from :func:`scheduler_state`."""
     scale_rates(state["groups"][group], old, new)
     _scale_lists(state["state"], group, old, new)
 

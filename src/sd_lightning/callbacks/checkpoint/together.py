@@ -1,4 +1,4 @@
-"""Let all ranks of a run go on together, or fail together with one message."""
+"""Collective calls after which all ranks continue, or all fail with one message."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def on_rank_zero(trainer: pl.Trainer, work: Callable[[], T]) -> T:
-    """Let rank 0 do something, and return its result on all ranks; a collective call.
+    """Run ``work`` on rank 0, and return its result on all ranks; a collective call.
 
     Raises:
-        UsageError: Rank 0 raised one, or an OSError.
+        UsageError: ``work`` raised one, or an OSError.
     """
     result: T | None = None
     refused: str | None = None
@@ -36,7 +36,7 @@ def on_rank_zero(trainer: pl.Trainer, work: Callable[[], T]) -> T:
 
 @contextmanager
 def saving_together(trainer: pl.Trainer, run_dir: Path, known: dict[str, str]) -> Iterator[Path]:
-    """Yield the directory of the present step's checkpoint on all ranks; rank 0 completes it, or removes it.
+    """Yield the current step's checkpoint directory on all ranks; rank 0 completes it, or removes it on failure.
 
     Args:
         trainer: The running trainer.
@@ -57,10 +57,10 @@ def saving_together(trainer: pl.Trainer, run_dir: Path, known: dict[str, str]) -
 
 @contextmanager
 def failing_together(trainer: pl.Trainer, run_dir: Path) -> Iterator[None]:
-    """Let all ranks fail where the block, a part of saving, fails on any; a collective call.
+    """Raise on all ranks if the block, a part of saving, fails on any; a collective call.
 
     Raises:
-        UsageError: The disk is full, or it failed on another rank.
+        UsageError: The disk is full, or the block failed on another rank.
     """
     step, error = trainer.global_step, None
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``trainer.json`` says: writing and reading it, and whether it is of the run at hand."""
+"""A checkpoint's ``trainer.json``: content, reading, and comparison with the run that resumes."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ FORMAT = 1
 
 @dataclass
 class RunRecord:
-    """What neither the trainer nor the module can tell of a run, and every checkpoint of it says."""
+    """State of a run for its checkpoints that neither the trainer nor the module holds."""
 
     frozen: dict[str, str] = field(default_factory=dict)
-    """Digests of weights that are not trained, by network."""
+    """Digests of frozen weights, by network."""
     configured: OptimizerGroups = field(default_factory=list)
-    """What the configuration says of optimizer groups."""
+    """Optimizer groups as configured."""
     data: dict[str, Any] | None = None
     """Fingerprint of the training set when the fit began, on rank 0."""
     loss: float | None = None
-    """Training loss of the step that the newest checkpoint is of, the mean over all processes."""
+    """Training loss at the step of the newest checkpoint, mean over all ranks."""
     train_seconds: float = 0.0
     """Seconds that the run spent in ``fit`` until the clock was last read, earlier sessions included."""
     _clock: float = 0.0
 
     def start_clock(self) -> None:
-        """Begin to count seconds of training."""
+        """Start counting seconds of training."""
         self._clock = time.perf_counter()
 
     def read_clock(self) -> float:
-        """Return the seconds of training until now."""
+        """Return the seconds of training so far."""
         now = time.perf_counter()
         self.train_seconds += now - self._clock
         self._clock = now
@@ -55,13 +55,13 @@ class RunRecord:
     def trainer_state(
         self, trainer: pl.Trainer, module: SDLightningModule, parameters: dict[str, Any], bad_samples: dict[str, str]
     ) -> dict[str, Any]:
-        """Return what ``trainer.json`` holds.
+        """Return the content of ``trainer.json``.
 
         Args:
             trainer: The running trainer.
             module: Its module.
-            parameters: What is saved of each parameter, by name.
-            bad_samples: Samples that could not be used, and why.
+            parameters: Saved entry of each parameter, by name.
+            bad_samples: Bad samples, with reasons.
         """
         state = training_state(trainer)
         return {
@@ -84,7 +84,7 @@ class RunRecord:
 
 
 def callback_states(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the states of the trainer's callbacks that have one."""
+    """Return the non-empty states of the trainer's callbacks."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return {c.state_key: state for c in callbacks if (state := c.state_dict())}
 
@@ -105,7 +105,7 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
 
 
 def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Compare the trained parameters of a checkpoint with the shapes of the model's by name.
+    """Check that a checkpoint's trained parameters have the names and shapes of the model's.
 
     Raises:
         UsageError: They differ; the message names the first few.
@@ -121,10 +121,10 @@ def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...
 
 
 def trained_parts(lora: Lora | None, learned_token: LearnedToken | None) -> dict[str, Any]:
-    """Return the settings that give trained weights their meaning, by the keys that they are given with.
+    """Return the settings that define the meaning of trained weights, by configuration key.
 
-    Names and shapes of the weights do not tell them: adapters of another alpha are as large, and add something else.
-    Dropout is not among them; like the learning rate, it may change.
+    Names and shapes do not show them: adapters with another alpha have the same shapes, but another effect.
+    Dropout is left out; like the learning rate, it may change.
     """
     parts: dict[str, Any] = {"trainable": "full" if lora is None else "lora"}
     if lora is not None:
@@ -139,10 +139,10 @@ def trained_parts(lora: Lora | None, learned_token: LearnedToken | None) -> dict
 
 
 def check_same_parts(saved: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
-    """Compare the settings of a checkpoint's run with those of a run that is to continue it.
+    """Check that the settings of a checkpoint's run equal those of the run that resumes it.
 
     Args:
-        saved: The checkpoint's ``trainer.json``; an earlier release wrote no such settings, which are not compared.
+        saved: The checkpoint's ``trainer.json``; one of an earlier release has no such settings to compare.
         ours: From :func:`trained_parts`.
         path: The checkpoint.
 
@@ -163,9 +163,9 @@ _SCHEDULED = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_moment
 
 
 def configured_groups(groups: OptimizerGroups) -> OptimizerGroups:
-    """Return what the configuration says of optimizer groups: ``TrainingState.optimizer_groups`` before the first step.
+    """Return optimizer groups as configured, from ``TrainingState.optimizer_groups`` before the first step.
 
-    A scheduler may have set the learning rate already, and then keeps the configured one.
+    If a scheduler has already set ``lr``, ``initial_lr`` is the configured rate.
     """
     return [
         [
@@ -178,18 +178,17 @@ def configured_groups(groups: OptimizerGroups) -> OptimizerGroups:
 
 
 def adopt_settings(saved: dict[str, Any], configured: OptimizerGroups) -> str:
-    """Put what a resumed run configures otherwise than the saved one into the groups and schedules that it will load.
+    """Write the optimizer settings that a resumed run has changed into the saved groups and schedules.
 
-    Settings that stay are left as they were saved, bit for bit. A new learning rate scales what schedules have made of
-    the old one.
+    Unchanged settings stay as saved, bit for bit. A new learning rate rescales the current, scheduled one.
 
     Args:
         saved: The checkpoint's ``trainer.json``, which is changed.
         configured: From :func:`configured_groups`, of the run that resumes.
 
     Returns:
-        What has changed, such as ``lr 0.001 -> 1e-05``. Of a checkpoint of an earlier release, which does not say what
-        was configured, nothing changes.
+        The differences, such as ``lr 0.001 -> 1e-05``. A checkpoint of an earlier release, without configured groups,
+        is not changed.
     """
     groups = saved["optimizer_groups"]
     theirs = saved.get("configured_groups") or configured_groups(groups)
@@ -210,7 +209,7 @@ def _adopt(saved: dict[str, Any], where: tuple[int, int], key: str, old: Any, ne
         scale_rates(group, old, new)
     else:
         group[key] = new
-    for scheduler in saved["schedulers"]:  # all of the one optimizer that a module has
+    for scheduler in saved["schedulers"]:  # all belong to the module's only optimizer
         if key == "lr":
             scale_scheduler(scheduler, number, old, new)
         elif key in scheduler["groups"][number]:
@@ -218,14 +217,14 @@ def _adopt(saved: dict[str, Any], where: tuple[int, int], key: str, old: Any, ne
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
-    """Compare settings; engines write pairs as lists or tuples."""
+    """Return whether settings are equal; engines write pairs as lists or tuples."""
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
         return list(ours) == list(theirs)
     return bool(ours == theirs)
 
 
 def _written(value: Any) -> str:
-    """Return a setting as the command line has it."""
+    """Format a setting as on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)

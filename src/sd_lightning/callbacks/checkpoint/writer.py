@@ -1,4 +1,4 @@
-"""Write a checkpoint from the training state of all ranks; every function is a collective call."""
+"""Writer of checkpoints from the training state of all ranks; functions with a ``trainer`` are collective calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from sd_lightning.training.module import SDLightningModule
 
 
 def write_checkpoint(trainer: pl.Trainer, module: SDLightningModule, run_dir: Path, record: RunRecord) -> Path:
-    """Write the checkpoint of the present step.
+    """Write the checkpoint of the current step, and return its path.
 
     Raises:
-        UsageError: The disk is full, on any rank, or weights are not finite; the last good checkpoint is left as it
-            was.
+        UsageError: The disk is full on some rank, or weights are not finite; the last good checkpoint remains.
     """
     shards = training_state(trainer).parameter_shards()
     ema = ema_of(trainer)
@@ -53,22 +52,22 @@ def write_checkpoint(trainer: pl.Trainer, module: SDLightningModule, run_dir: Pa
 
 
 def replace_callbacks(trainer: pl.Trainer, run_dir: Path, newest: Path, callbacks: dict[str, Any]) -> None:
-    """Write the newest checkpoint again with other states of callbacks; what stays the same is hard-linked."""
+    """Replace the newest checkpoint by one with new callback states; unchanged files are hard-linked."""
     with failing_together(trainer, run_dir):
         if trainer.is_global_zero:
             with checkpoint.saving(run_dir, trainer.global_step) as tmp:
                 atomic.hard_link_tree(newest, tmp)
                 for name in ("trainer.json", checkpoint.MANIFEST_NAME):
-                    (tmp / name).unlink()  # writing into them would change the checkpoint that is to be replaced
+                    (tmp / name).unlink()  # hard links: writing would change the old checkpoint
                 saved = read_trainer_state(newest) | {"callbacks": callbacks}
                 (tmp / "trainer.json").write_text(typed_json.dumps(saved))
 
 
 def check_finite(trainer: pl.Trainer, run_dir: Path, not_finite: list[str]) -> None:
-    """End the run if any rank has found weights that are not finite: no later step mends them.
+    """Raise on all ranks if any found non-finite weights: no later step repairs them.
 
     Raises:
-        UsageError: One has.
+        UsageError: Some rank found non-finite weights.
     """
     if trainer.strategy.reduce_boolean_decision(not not_finite, all=True):
         return
@@ -81,7 +80,7 @@ def check_finite(trainer: pl.Trainer, run_dir: Path, not_finite: list[str]) -> N
 
 
 def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
-    """Return what the checkpoint records of every parameter that any rank owns a part of."""
+    """Gather the saved entries of all parameters from the ranks that own parts of them; a collective call."""
     mine = {shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end}
     if not (dist.is_available() and dist.is_initialized()):
         return mine
@@ -91,7 +90,7 @@ def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
 
 
 def _ranges(shards: list[ParameterShard], ema: EMA | None, not_finite: list[str]) -> list[TensorRange]:
-    """Return what this rank writes; reading it names in ``not_finite`` which weights and averages are not finite."""
+    """Return the ranges that this rank writes; reading adds names of non-finite ones to ``not_finite``."""
     found = []
     for shard in shards:
         if shard.writes:
@@ -104,11 +103,11 @@ def _ranges(shards: list[ParameterShard], ema: EMA | None, not_finite: list[str]
 
 
 def watched(each: TensorRange, not_finite: list[str]) -> TensorRange:
-    """Look at a range's values when they are about to be written: they are read, copied and hashed then anyway."""
+    """Return a range that checks its values when they are written: they are read, copied and hashed then anyway."""
 
     def look() -> Tensor:
         values = tensor_of(each.values)
-        # The sum needs no memory, and is finite in nearly all cases; large weights may overflow it.
+        # The sum needs no memory and is nearly always finite; only large weights may overflow it.
         if not bool(values.sum(dtype=torch.float32).isfinite() or values.isfinite().all()):
             not_finite.append(each.name)
         return values

@@ -1,4 +1,4 @@
-"""``SDDataModule``, and a function for each kind of data that builds one: the ``_target_`` of ``conf/data/*.yaml``."""
+"""``SDDataModule`` and its builder functions, the ``_target_`` of ``conf/data/*.yaml``."""
 
 from sd_lightning.data.datamodule.builders import digits_data, dreambooth_data, huggingface_data, image_folder_data
 from sd_lightning.data.datamodule.module import SDDataModule

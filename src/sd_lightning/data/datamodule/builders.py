@@ -1,7 +1,7 @@
 """Functions that build an ``SDDataModule`` from plain values: the ``_target_`` of ``conf/data/*.yaml``.
 
-Their keyword arguments are flat (``data.batch_size=64``), while their code takes the groups that belong together
-(``ImageOptions``, ``LoaderOptions``, ...); :func:`_flat` turns one into the other.
+Callers pass flat keyword arguments (``data.batch_size=64``); :func:`_flat` groups them into the dataclasses that the
+functions take (``ImageOptions``, ``LoaderOptions``, ...).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Batches:
     cache_latents: bool = False
     """Encode all images once, before the first step."""
     max_bad_fraction: float = 0.01
-    """Stop the run when more than this fraction of the samples cannot be used."""
+    """Stop the run when more than this fraction of the samples is bad."""
     changed: Literal["refuse", "accept"] = "refuse"
-    """Whether a run may be resumed in the middle of an epoch that holds other samples by now."""
+    """Whether a run may resume within an epoch whose samples have changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +52,19 @@ class Prior:
     """Prior preservation: pictures of the subject's class beside the photos."""
 
     class_data_dir: str | None = None
-    """Folder of the pictures."""
+    """Folder of the class pictures."""
     class_prompts: list[str] | None = None
-    """Their captions; without any, there is no prior preservation."""
+    """Captions of the class pictures; without any, prior preservation is off."""
     num_class_images: int = 100
     """Pictures to use, divided among the prompts."""
     prior_loss_weight: float = 1.0
-    """Weight of their loss."""
+    """Loss weight of the class pictures."""
 
     def find(self) -> list[Picture]:
-        """Return the pictures.
+        """Return the class pictures.
 
         Raises:
-            UsageError: There are prompts and no pictures.
+            UsageError: There are prompts but no pictures.
         """
         if not self.class_prompts:
             return []
@@ -91,13 +91,13 @@ _OF_MANY_IMAGES: dict[str, Any] = {
 
 
 def _flat(*, without: str = "", **groups: Any) -> Callable[[_Builder], _Builder]:
-    """Replace parameters of a builder, each a dataclass, by the fields of that dataclass.
+    """Replace a builder's dataclass parameters by the fields of these dataclasses.
 
     The signature and the annotations of the result are flat, too: the configuration is checked against them.
 
     Args:
-        without: A field that has no meaning for this builder, and stays at its default.
-        **groups: By parameter: an instance of its dataclass, with the defaults of this builder.
+        without: A field without meaning for this builder; it keeps its default.
+        **groups: Parameter -> instance of its dataclass, with the defaults of this builder.
     """
 
     def decorate(build: _Builder) -> _Builder:
@@ -120,7 +120,7 @@ def _flat(*, without: str = "", **groups: Any) -> Callable[[_Builder], _Builder]
                 given[name] = dataclasses.replace(group, **fields)
             return build(**given)
 
-        del built.__wrapped__  # or it would be asked for signature and annotations
+        del built.__wrapped__  # or inspect would use its signature and annotations
         built.__annotations__ = {each.name: each.annotation for each in flat}
         built.__signature__ = signature  # type: ignore[attr-defined]
         return built
@@ -137,7 +137,7 @@ def _flat(*, without: str = "", **groups: Any) -> Callable[[_Builder], _Builder]
 def digits_data(
     *, num_val_samples: int = 128, batches: Batches, images: ImageOptions, loader: LoaderOptions
 ) -> SDDataModule:
-    """Build the embedded digits (``Digits``), validated on the first ``num_val_samples`` of the 360 held out."""
+    """Build data of the embedded ``Digits``; the first ``num_val_samples`` of the 360 held-out ones validate."""
     held_out = Digits("val")
     if not 1 <= num_val_samples <= len(held_out):
         raise UsageError(
@@ -158,7 +158,7 @@ def image_folder_data(
     images: ImageOptions,
     loader: LoaderOptions,
 ) -> SDDataModule:
-    """Build a folder of images (``ImageFolder``); without a val folder ``hold_out`` splits ``num_val_samples`` off."""
+    """Build data of an ``ImageFolder``; without ``val_data_dir``, ``hold_out`` splits off ``num_val_samples``."""
 
     def read(folder: str) -> Source:
         return ImageFolder(folder, caption_column=caption_column, max_image_pixels=images.max_image_pixels)
@@ -181,7 +181,7 @@ def huggingface_data(
     images: ImageOptions,
     loader: LoaderOptions,
 ) -> SDDataModule:
-    """Build a Hugging Face dataset (``HuggingFaceImages``); ``num_val_samples`` as in ``image_folder_data``."""
+    """Build data of a Hugging Face dataset; ``num_val_samples`` as in :func:`image_folder_data`."""
 
     def read(part: str) -> Source:
         pixels = images.max_image_pixels
@@ -209,7 +209,7 @@ def dreambooth_data(
     images: ImageOptions,
     loader: LoaderOptions,
 ) -> SDDataModule:
-    """Build photos of a subject, beside pictures of its class (``SubjectAndClass``) where there are class prompts."""
+    """Build data of a subject's photos and, with class prompts, class pictures (``SubjectAndClass``)."""
     source = SubjectAndClass(
         find_photos(instance_data_dir, instance_prompt),
         prior.find(),

@@ -1,4 +1,4 @@
-"""The datamodule: joins a source, the sampler and the trainer; the only data file that knows Lightning."""
+"""The datamodule: joins a source, the sampler and the trainer; the only data file that needs Lightning."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class SDDataModule(LightningDataModule):
-    """Batches for ``SDLightningModule`` (what they hold: ``CaptionedImages``).
+    """Datamodule of batches for ``SDLightningModule``; see ``CaptionedImages`` for their entries.
 
-    ``batch_size`` is global: one optimizer step consumes so many samples on all processes together,
-    whatever their number and the gradient accumulation. From the trainer come the rank, the number
-    of data-parallel processes and the accumulation; from its module what ``TrainedModule`` names.
+    ``batch_size`` is global: the samples of one optimizer step over all processes, independent of their number and of
+    gradient accumulation. The trainer gives the rank, the number of data-parallel processes and the accumulation; its
+    module gives the attributes of ``TrainedModule``.
 
     Attributes:
         batch_size: The global batch.
-        bad_samples: Names of the samples that could not be used, and why (on this rank, so far).
-        train_sampler: The sampler of the training loader, once there is one.
+        bad_samples: Name -> reason of the bad samples found so far (on this rank).
+        train_sampler: Sampler of the training loader; None before the loader is built.
         no_caption_gap: Why the validation measures no caption gap; None if it does.
     """
 
@@ -52,18 +52,17 @@ class SDDataModule(LightningDataModule):
 
         Args:
             source_train: Captioned images to train on.
-            source_val: Held-out ones; without them there is no validation.
+            source_val: Held-out images; None for no validation.
             batch_size: Samples per optimizer step, over all processes.
             images: Size, augmentation and caption dropout.
             loader: DataLoader options.
-            max_bad_fraction: Stop the run when more than this fraction of the samples cannot be used. Every rank
-                counts its own; they are added up at the start of each epoch.
-            changed: Whether a run may be resumed in the middle of an epoch that holds other samples by now.
-            cache_latents: Encode all images once, before the first step, and keep the latents in
-                host memory.
+            max_bad_fraction: Stop the run when more than this fraction of the samples is bad. Every rank counts its
+                own bad samples; they are all-gathered at the start of each epoch.
+            changed: Whether a run may resume within an epoch whose samples have changed.
+            cache_latents: Encode all images once, before the first step, and keep the latents in host memory.
 
         Raises:
-            UsageError: The options cannot work together, or too many samples are bad already.
+            UsageError: An option is invalid, options contradict each other, or too many samples are bad already.
         """
         super().__init__()
         self.source_train = as_source(source_train)
@@ -105,10 +104,10 @@ class SDDataModule(LightningDataModule):
             )
 
     def check_batches(self, world_size: int, accumulate: int) -> None:
-        """Check that the training set fills a global batch on that many processes.
+        """Check that the training set fills a global batch, and that it divides among the processes.
 
         Raises:
-            UsageError: It does not, or the batch cannot be divided among them.
+            UsageError: The batch is too large or cannot be divided evenly.
         """
         size = self.num_train_samples
         GlobalBatchSampler(size, batch_size=self.batch_size, world_size=world_size, accumulate=accumulate, seed=0)
@@ -119,13 +118,13 @@ class SDDataModule(LightningDataModule):
         return len(self.source_train)
 
     def fingerprint(self) -> Fingerprint:
-        """Return what the training set is, as when this was first asked for; see ``data/fingerprint.py``."""
+        """Return the fingerprint of the training set, computed on the first call; see ``data/fingerprint.py``."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.source_train)
         return self._fingerprint
 
     def change_since(self, saved: Mapping[str, Any]) -> Change | None:
-        """Return how the training set has changed since a fingerprint was taken, if it has."""
+        """Return the change of the training set since the ``saved`` fingerprint; None if unchanged."""
         return change(saved, self.fingerprint(), self.source_train)
 
     def resume(self, epoch: int, batches_done: int) -> None:
@@ -143,7 +142,7 @@ class SDDataModule(LightningDataModule):
             self.train_sampler.resume(epoch, batches_done)
 
     def train_dataloader(self) -> EpochLoader:
-        """Return the loader over this rank's part of every global batch."""
+        """Return the loader over this rank's shard of every global batch."""
         trainer = self._attached()
         world_size, rank = self._data_parallel()
         self.train_sampler = GlobalBatchSampler(
@@ -166,12 +165,12 @@ class SDDataModule(LightningDataModule):
         return EpochLoader(loader, self.train_sampler, on_start=self._bad.check_all_ranks)
 
     def val_dataloader(self) -> WholeBatchLoader | list[Batch]:
-        """Return the loader over this rank's share of the held-out images, in order, nothing random.
+        """Return the loader over this rank's shard of the held-out images, in order and without randomness.
 
-        The shares are equally large, as sharded networks need: with W processes, N % W samples are left out.
+        All shards are equally large, as sharded networks need: with W processes, N % W samples are dropped.
         """
         if self.source_val is None:
-            # No validation is what was asked for; Lightning asks whether it was intended.
+            # The user chose no validation; Lightning would ask whether that was intended.
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             self.no_caption_gap = "no data are held out"
             return []
@@ -182,11 +181,11 @@ class SDDataModule(LightningDataModule):
         return WholeBatchLoader(self.loader_options.build(dataset, batches, on_cuda=self._on_cuda()))
 
     def test_dataloader(self) -> WholeBatchLoader | list[Batch]:
-        """Return the held-out images again: training does not select by them."""
+        """Return the validation loader: training selects nothing by the held-out images."""
         return self.val_dataloader()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Take the bad samples out of a batch and count them (Lightning calls this in the main process)."""
+        """Remove the bad samples from a batch and count them (Lightning calls this in the main process)."""
         if not (isinstance(batch, dict) and "bad" in batch):
             return batch
         source = self.source_train if self._attached().training else self.source_val
@@ -196,16 +195,16 @@ class SDDataModule(LightningDataModule):
             raise UsageError(f"data: none of the {len(source)} images can be read: {self._bad.listed()}")
         if self._attached().training:
             self._position = None
-            batch.pop("captions", None)  # Lightning would look into every string for tensors to move
+            batch.pop("captions", None)  # Lightning would search every string for tensors to move
         return batch
 
     def gather_bad_samples(self) -> dict[str, str]:
-        """Return the bad samples that any rank has met; a collective call."""
+        """Return the bad samples of all ranks with their reasons; a collective call."""
         self._bad.gather()
         return self.bad_samples
 
     def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
-        """Return which bad samples of an earlier start are still there and cannot be used yet."""
+        """Return the bad samples of an earlier start that still exist and are still bad."""
         unknown = saved.keys() - self.bad_samples.keys()
         found: dict[str, str] = {}
         for source in self._sources if unknown else ():
@@ -220,10 +219,10 @@ class SDDataModule(LightningDataModule):
         return found
 
     def recall_bad(self, bad: Mapping[str, str]) -> None:
-        """Count bad samples of earlier starts of the run.
+        """Add bad samples of earlier starts of the run.
 
         Raises:
-            UsageError: They are too many with those of this start.
+            UsageError: The total is too large.
         """
         self._bad.count(bad)
 
@@ -240,7 +239,7 @@ class SDDataModule(LightningDataModule):
         )
 
     def _check_caption_gap(self, dataset: CaptionedImages) -> None:
-        """Say if there is no caption gap to measure: all ranks leave it out then, or none."""
+        """Set ``no_caption_gap``; all ranks decide alike."""
         was = self.no_caption_gap
         if self.images.proportion_empty_prompts == 1:
             self.no_caption_gap = "the model is trained without captions (data.proportion_empty_prompts=1)"
@@ -253,7 +252,7 @@ class SDDataModule(LightningDataModule):
             log.warning("data: the caption gap is not measured: %s", self.no_caption_gap)
 
     def _latent_table(self, source: Source) -> LatentTable:
-        """Encode a source once for an encoder, however often its loader is asked for."""
+        """Return a source's latents, encoded once per encoder however often the loader is built."""
         encoder = self._module().encoder
         known = self._latents.get(id(source))
         if known is None or known[0] is not encoder:
@@ -271,7 +270,7 @@ class SDDataModule(LightningDataModule):
         return known[1]
 
     def _attached(self) -> Trainer:
-        """Return the trainer whose processes and module this datamodule serves."""
+        """Return the attached trainer; raise ``UsageError`` without one."""
         if self.trainer is None:
             raise UsageError("SDDataModule got no trainer; its loaders exist inside trainer.fit(module, datamodule)")
         return self.trainer
@@ -286,7 +285,7 @@ class SDDataModule(LightningDataModule):
         return module
 
     def _data_parallel(self) -> tuple[int, int]:
-        """Return the number of data-parallel processes and the number of this one."""
+        """Return the number of data-parallel processes and the rank of this one."""
         parallel = self._attached().distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         return parallel["num_replicas"], parallel["rank"]
 

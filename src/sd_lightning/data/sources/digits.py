@@ -1,7 +1,7 @@
-"""Handwritten digits from scikit-learn with captions, and the judge that reads generated ones.
+"""Handwritten digits from scikit-learn with captions, and a classifier of generated digits.
 
-1797 real digits of 8x8 pixels (E. Alpaydin and C. Kaynak, UCI, 1998) that ship with scikit-learn:
-the embedded default, which needs no download.
+1797 real digits of 8x8 pixels (E. Alpaydin and C. Kaynak, UCI, 1998) ship with scikit-learn. They are the default data
+and need no download.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 TEMPLATES = ("a handwritten {}", "a handwritten digit {}", "the digit {}", "a drawing of a {}")
 GENERIC_CAPTION = "a handwritten digit"
 PROMPTS = tuple(TEMPLATES[0].format(word) for word in WORDS)
-"""One prompt per digit, in order; the prompts that accuracy is measured with."""
+"""One prompt per digit, in order, for measuring the prompted accuracy."""
 
 
 def captions_of(label: int) -> list[str]:
-    """Return a digit's captions: four that name it, twice each, and once the one that fits all digits.
+    """Return a digit's nine captions: four that name it, twice each, and the generic one.
 
     One caption in nine is therefore generic; with a tenth of all captions dropped that is about
     10 % generic and 10 % empty.
@@ -36,7 +36,7 @@ def captions_of(label: int) -> list[str]:
 
 
 def evaluation_prompts(num_samples: int) -> tuple[list[str], list[int]]:
-    """Return prompts and the digits they ask for, 0 to 9 over and over."""
+    """Return prompts and their digits, cycling through 0 to 9."""
     labels = [i % len(PROMPTS) for i in range(num_samples)]
     return [PROMPTS[label] for label in labels], labels
 
@@ -80,12 +80,12 @@ class Digits(Source):
         return Image.fromarray(self._images[index]).convert("RGB")
 
     def captions(self, index: int) -> list[str]:
-        """Return the captions of a digit, the plain one that names it first."""
+        """Return the captions of a digit; the first one names it plainly."""
         return self._captions[self.labels[index]]
 
     @cached_property
     def judge(self) -> DigitJudge:
-        """An independent reader of generated digits: what the prompted accuracy is measured with."""
+        """Independent classifier of generated digits, for the prompted accuracy."""
         return DigitJudge()
 
     def name(self, index: int) -> str:
@@ -93,15 +93,15 @@ class Digits(Source):
         return f"digits/{self.split}/{index}"
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        """Look at the pixels, too: another release of scikit-learn may have other digits."""
+        """Include the pixels: another release of scikit-learn may have other digits."""
         return self.name(index), self._images[index].tobytes().hex(), "\n".join(self.captions(index))
 
 
 class DigitJudge:
-    """A classifier that reads digits in images, fitted on real digits the generator has never seen.
+    """Classifier of digits in images, fitted on real digits that the generator has never seen.
 
-    A support vector machine on 8x8 pixels (scikit-learn's example for this data). Fitted on the
-    held-out split through the same enlarging and shrinking as generated images.
+    A support vector machine on 8x8 pixels (scikit-learn's example for this data), fitted on the
+    held-out split after the same enlarging and shrinking as generated images.
 
     Attributes:
         real_accuracy: Its own accuracy on the real digits of the training split.
@@ -118,18 +118,18 @@ class DigitJudge:
         self.real_accuracy = float(self._svc.score(self._features(train), train.labels))
 
     def __call__(self, images: Sequence[Image.Image]) -> list[int]:
-        """Read one digit in each image.
+        """Classify the digit in each image.
 
         Args:
             images: PIL images of any size and mode, light digits on black.
 
         Returns:
-            A digit for each.
+            One digit per image.
         """
         return self._svc.predict(np.stack([_shrink(image) for image in images])).tolist()
 
     def accuracy(self, images: Sequence[Image.Image], labels: Sequence[int]) -> float:
-        """Return the fraction of images in which the judge reads the digit that was asked for."""
+        """Return the fraction of images that are classified as their label."""
         if len(images) != len(labels) or not images:
             raise ValueError(f"DigitJudge got {len(images)} images and {len(labels)} labels; expected as many, not 0")
         return sum(read == label for read, label in zip(self(images), labels)) / len(labels)
@@ -140,12 +140,12 @@ class DigitJudge:
 
 
 def _enlarge(digit: np.ndarray, size: int) -> np.ndarray:
-    """8x8 values in 0..16 -> (size, size) uint8 in 0..255."""
+    """Enlarge 8x8 values in 0..16 to (size, size) uint8 in 0..255."""
     grey = Image.fromarray(np.round(digit * (255 / 16)).astype(np.uint8))
     return np.asarray(grey.resize((size, size), Image.Resampling.BILINEAR))
 
 
 def _shrink(image: Image.Image) -> np.ndarray:
-    """Image -> (64,) area means, in 0..16."""
+    """Shrink an image to 8x8 area means, (64,) in 0..16."""
     grey = torch.from_numpy(np.asarray(image.convert("RGB"), dtype=np.float32).mean(-1))
     return (F.adaptive_avg_pool2d(grey[None], 8) * (16 / 255)).flatten().numpy()

@@ -1,7 +1,7 @@
-"""Photos of a subject and pictures of its class: what DreamBooth (arXiv 2208.12242) trains on.
+"""Photos of a subject and pictures of its class, for DreamBooth (arXiv 2208.12242).
 
-The photos lie in one folder, or in folders named as kohya's scripts want them (``10_sks dog``: ten repeats of what is
-captioned "sks dog"). Pictures of the class lie in one folder per class prompt; see :func:`class_folder`.
+The photos lie in one folder, or in folders named as for kohya's scripts (``10_sks dog``: ten repeats, with the caption
+"sks dog"). Pictures of the class lie in one folder per class prompt; see :func:`class_folder`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST_PHOTOS = 2
 _OTHER_IMAGES = frozenset(
     {".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".rw2", ".orf", ".psd"}
 )
-"""File endings that cameras and phones write, and nothing here decodes."""
+"""Image file endings of cameras and phones that cannot be decoded here."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Picture:
 
 
 class Pictures(Source):
-    """Source of image files with one caption each, which are looked at when they are decoded."""
+    """Source of image files with one caption each; files are not checked before they are decoded."""
 
     def __init__(self, pictures: Sequence[Picture], *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
         self.pictures = list(pictures)
@@ -60,7 +60,7 @@ class Pictures(Source):
         return self.pictures[index].path
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        """Identify a picture by its file name, with kohya's folder where it lies in one."""
+        """Identify a picture by its file name, and by its kohya folder if it has one."""
         picture = self.pictures[index]
         path = Path(picture.path)
         name = f"{path.parent.name}/{path.name}" if _KOHYA.fullmatch(path.parent.name) else path.name
@@ -70,9 +70,8 @@ class Pictures(Source):
 class SubjectAndClass(SourceSubset):
     """Source of photos of a subject, each followed by a picture of its class if there are any.
 
-    An epoch shows every photo equally often and, with prior preservation, as many class pictures as photos, side by
-    side: ``together`` samples stay neighbours when the order is shuffled, so that even a batch of two has one of
-    each.
+    An epoch shows every photo equally often. With prior preservation it has as many class pictures as photos, in pairs
+    that stay together when shuffled (``together``), so that even a batch of two has one of each.
 
     Attributes:
         loss_weights: (N,) float32. The mean of the weighted losses over a batch is DreamBooth's
@@ -91,11 +90,11 @@ class SubjectAndClass(SourceSubset):
         """Arrange the samples of an epoch.
 
         Args:
-            photos: Of the subject; a photo that is named several times is shown so often.
-            class_pictures: Of the class, for prior preservation.
-            prior_loss_weight: Weight of their loss.
-            min_samples: Least length of an epoch; with few photos, they come so often.
-            max_image_pixels: Pixels that an image may have.
+            photos: Photos of the subject; a photo listed n times is shown n times.
+            class_pictures: Pictures of the class, for prior preservation.
+            prior_loss_weight: Loss weight of the class pictures.
+            min_samples: Minimum length of an epoch; photos are repeated to reach it.
+            max_image_pixels: Limit on an image's pixels.
 
         Raises:
             UsageError: The weight is negative.
@@ -119,17 +118,17 @@ class SubjectAndClass(SourceSubset):
 
     @property
     def distinct(self) -> Source:
-        """Every file once."""
+        """The source that holds each file once."""
         return self.source
 
 
 def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
-    """Find the photos of the subject; one of ``10_sks dog/`` comes ten times.
+    """Return the photos of the subject; those in ``10_sks dog/`` are listed ten times.
 
     Args:
-        folder: Holds photos, or kohya's folders with photos.
+        folder: Folder of photos, or of kohya folders with photos.
         prompt: Caption of all photos. Without it, a photo's caption is the first line of the ``.txt`` file beside it,
-            or what the name of its kohya folder says.
+            or the text in the name of its kohya folder.
 
     Raises:
         UsageError: There are no photos, only one, or one without a caption that can be read.
@@ -165,9 +164,9 @@ def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
 
 
 def ignored_photos(folder: str | Path) -> str | None:
-    """Say which files look like photos but are not used by :func:`find_photos`, and how to have them used.
+    """Return which files look like photos that :func:`find_photos` ignores, and the remedy; None if there are none.
 
-    Photos in a folder of no repeats (``0_left out``) are left out on purpose, and not named.
+    Photos in a folder with zero repeats (``0_left out``) are left out on purpose, and not named.
     """
     root = Path(folder)
     parts = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -189,10 +188,10 @@ def ignored_photos(folder: str | Path) -> str | None:
 
 
 def check_readable(photos: Sequence[Picture], *, resolution: int, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
-    """Decode all photos: of a handful, each one counts.
+    """Check that all photos can be decoded: of a handful, each one counts.
 
     Raises:
-        UsageError: Some cannot be decoded, or have too many pixels, as they are or at the resolution.
+        UsageError: Some cannot be decoded, or have too many pixels before or after resizing.
     """
     bad = {}
     for path in dict.fromkeys(photo.path for photo in photos):
@@ -209,7 +208,7 @@ def check_readable(photos: Sequence[Picture], *, resolution: int, max_pixels: in
 
 
 def find_class_pictures(folder: str | Path, prompts: Sequence[str], count: int) -> list[Picture]:
-    """Return the pictures of the class that are there, for each prompt at most ``num_per_prompt``."""
+    """Return the existing class pictures, at most :func:`num_per_prompt` of each prompt."""
     return [
         Picture(str(path), prompt)
         for prompt, number in num_per_prompt(prompts, count).items()
@@ -218,9 +217,9 @@ def find_class_pictures(folder: str | Path, prompts: Sequence[str], count: int) 
 
 
 def num_per_prompt(prompts: Sequence[str], count: int) -> dict[str, int]:
-    """Divide ``num_class_images`` among the class prompts; one that is listed twice gets twice as many.
+    """Divide ``num_class_images`` among the class prompts; a prompt listed twice gets twice as many.
 
-    The remainder goes to the first ones, so that all together are ``num_class_images``.
+    The first prompts get the remainder, so that the sum is ``num_class_images``.
     """
     each, left = divmod(count, len(prompts))
     shares = dict.fromkeys(prompts, 0)
@@ -230,13 +229,12 @@ def num_per_prompt(prompts: Sequence[str], count: int) -> dict[str, int]:
 
 
 def class_folder(folder: str | Path, prompt: str, prompts: Sequence[str]) -> Path:
-    """Return the folder of a class prompt's pictures: a folder of its own, or all of ``class_data_dir``.
+    """Return the folder of a class prompt's pictures: its own subfolder, or ``class_data_dir`` itself.
 
-    Pictures that somebody else has put into ``class_data_dir`` itself, as diffusers' scripts do, are used as they are
-    where there is one class prompt.
+    With one class prompt, pictures directly in ``class_data_dir`` are used, where diffusers' scripts put them.
 
     Raises:
-        UsageError: There are such pictures and several prompts that they could belong to.
+        UsageError: There are such pictures, and several prompts that they could belong to.
     """
     root = Path(folder)
     slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "class"
@@ -252,7 +250,7 @@ def class_folder(folder: str | Path, prompt: str, prompts: Sequence[str]) -> Pat
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Return the image files of a folder by name; none if it does not exist."""
+    """Return the image files of a folder, sorted by name; none if it does not exist."""
     return _files(folder, SUFFIXES)
 
 
@@ -269,7 +267,7 @@ def _named(files: Sequence[Path]) -> str:
 
 
 def _caption(path: Path, prompt: str | None, of_folder: str | None) -> str:
-    """Return the caption of a photo, "" if nothing gives it one."""
+    """Return the caption of a photo, "" if it has none."""
     if prompt:
         return prompt
     beside = path.with_suffix(".txt")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _LOOKED_AT = 20
-"""Rows that tell whether a column of text names images."""
+"""Number of rows checked to decide whether a text column holds image paths."""
 
 
 class HuggingFaceImages(Source):
@@ -42,14 +42,14 @@ class HuggingFaceImages(Source):
 
         Args:
             dataset: A folder written by ``Dataset.save_to_disk``, or a name for ``load_dataset``.
-            split: Split of it.
+            split: Split of the dataset.
             image_column: Column of images.
             caption_column: Column of captions, each a string or a list of strings.
-            max_image_pixels: Pixels that an image may have.
+            max_image_pixels: Limit on an image's pixels.
 
         Raises:
             UsageError: ``datasets`` is not installed, there is no such dataset, split or column, or a column holds
-                something else than images or captions.
+                no images or captions.
         """
         self._name, self._split = str(dataset), split
         self._image_column, self._caption_column = image_column, caption_column
@@ -84,7 +84,7 @@ class HuggingFaceImages(Source):
             )
 
     def _open_images(self, table: Dataset) -> Dataset:
-        """Return the column of images, as encoded bytes: a broken image must be found sample by sample, by us."""
+        """Return the image column undecoded: we decode each image, so that a broken one is a bad sample."""
         datasets = require("datasets", extra="datasets", who="data=huggingface")
         column = self._image_column
         feature = table.features[column]
@@ -93,7 +93,7 @@ class HuggingFaceImages(Source):
         except Exception:
             images = None
         if images is not None and not isinstance(feature, datasets.Image):
-            # Text may be paths.
+            # A text column may hold paths.
             first = [entry for entry in (images[row][column] for row in range(min(_LOOKED_AT, len(images)))) if entry]
             if not any(entry.get("bytes") or os.path.isfile(entry["path"]) for entry in first):
                 images = None
@@ -139,7 +139,7 @@ def _choose(option: str, columns: list[str]) -> str:
 
 
 def is_saved_dataset(name: str) -> bool:
-    """Whether a folder is one that ``Dataset.save_to_disk`` wrote, which names its files; others are scanned."""
+    """Return whether ``Dataset.save_to_disk`` wrote a folder: it lists its files, other folders are scanned."""
     return any(Path(name, marker).is_file() for marker in ("state.json", "dataset_dict.json"))
 
 

@@ -1,4 +1,4 @@
-"""Images and captions from files: what cannot be read is a bad sample with its reason."""
+"""Reading of images and captions from files; ``BadSample`` gives the reason when one is unusable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size, to_rgb
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 MAX_CAPTION_BYTES = 2**20
-"""Length of a caption file, or of a line of ``metadata.jsonl``: captions are some words."""
+"""Largest caption file, or line of ``metadata.jsonl``; captions are only some words."""
 
 
 def decode(file: str | io.BytesIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
@@ -24,16 +24,16 @@ def decode(file: str | io.BytesIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Ima
 
     Args:
         file: Path or buffer.
-        max_pixels: Pixels that it may have; its header is asked before any are allocated.
+        max_pixels: Limit on its pixels, checked in its header before any are allocated.
 
     Returns:
         An upright RGB image.
 
     Raises:
-        BadSample: It is too large, or cannot be decoded. PIL raises whatever its format plug-ins do (OSError,
-            SyntaxError, ValueError, struct.error, ...), so every exception but lack of memory counts.
+        BadSample: It is too large, or cannot be decoded. PIL's format plug-ins raise many types (OSError, SyntaxError,
+            ValueError, struct.error, ...), so every exception but MemoryError counts.
     """
-    # PIL's plug-ins ask its own limit before they allocate.
+    # PIL's plug-ins check PIL's own limit before they allocate.
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
     try:
         with Image.open(file) as image:
@@ -56,7 +56,7 @@ def decode(file: str | io.BytesIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Ima
 
 
 def read_captions(path: str | Path) -> list[str]:
-    """Return the captions in a text file in UTF-8, with or without a byte-order mark, one on each line.
+    """Return the captions of a UTF-8 text file, one per line, with or without a byte-order mark.
 
     Raises:
         BadSample: It cannot be read, is too long, or is in another encoding.
@@ -72,7 +72,7 @@ def read_captions(path: str | Path) -> list[str]:
 
 
 def utf8(data: bytes, path: str | Path) -> str:
-    """Decode the text of a file.
+    """Decode the bytes of a text file.
 
     Raises:
         BadSample: It is in another encoding than UTF-8.
@@ -81,13 +81,13 @@ def utf8(data: bytes, path: str | Path) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadSample(f"the file {path} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
-    if "\0" in text:  # UTF-16 of English is UTF-8 with these
+    if "\0" in text:  # English text in UTF-16 is valid UTF-8 with zero bytes
         raise BadSample(f"the file {path} is not UTF-8 text (it has zero bytes); save it as UTF-8")
     return text
 
 
 def clean_captions(value: object) -> list[str]:
-    """Return the captions in a string or list of strings, without blanks around them and without empty ones."""
+    """Return the captions in a string or list of strings, stripped and without empty ones."""
     return [v.strip() for v in _values(value) if isinstance(v, str) and v.strip()]
 
 
@@ -102,7 +102,7 @@ def caption_problem(value: object) -> str:
 
 
 def file_problem(path: str, *, max_bytes: float = float("inf")) -> str | None:
-    """Return what is wrong with a file as far as its directory entry tells."""
+    """Return what is wrong with a file according to its directory entry; None if nothing is."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):  # a name with a zero byte

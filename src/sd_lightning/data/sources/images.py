@@ -1,7 +1,7 @@
 """Captioned images from a folder.
 
-What can be seen without decoding (missing files, missing or empty captions) is found when the folder is opened and
-listed in ``dropped``; broken images are found when they are decoded.
+Missing files and missing or empty captions are found when the folder is opened, and listed in ``dropped``; broken
+images are found when they are decoded.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class ImageFolder(Source):
     """Images in a folder, captioned by ``metadata.jsonl`` or by a ``.txt`` file beside each image.
 
     Every line of ``metadata.jsonl`` is an object with ``file_name`` (relative to the folder) and the
-    caption, a string or a list of strings. Without that file all images below the folder are used,
-    but for the folders of runs, each with the ``.txt`` of the same name; every line of it is one caption.
+    caption, a string or a list of strings. Without that file, all images below the folder are used (run folders are
+    skipped), each with the ``.txt`` file of the same name, which has one caption per line.
 
     Attributes:
-        dropped: Unusable entries and why.
+        dropped: Name -> reason of unusable entries.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class ImageFolder(Source):
         Args:
             root: The folder.
             caption_column: Key of the caption in ``metadata.jsonl``.
-            max_image_pixels: Pixels that an image may have.
+            max_image_pixels: Limit on an image's pixels.
 
         Raises:
-            UsageError: There is no such folder or column, not one usable image, or ``metadata.jsonl`` is not UTF-8.
+            UsageError: There is no such folder or column, no usable image, or ``metadata.jsonl`` is not UTF-8.
         """
         self.root = Path(root)
         self.max_image_pixels = max_image_pixels
@@ -112,7 +112,7 @@ class ImageFolder(Source):
         return path.removeprefix(f"{self.root}{os.sep}"), file_evidence(path, thorough=thorough), captions
 
     def _read_metadata(self) -> list[list[str]]:
-        """Collect the images of the metadata file, and return their captions."""
+        """Collect the image paths of the metadata file, and return their captions."""
         found: list[list[str]] = []
         for number, row in self._rows():
             file_name = row.get("file_name")
@@ -132,7 +132,7 @@ class ImageFolder(Source):
         return found
 
     def _check_column(self, number: int, row: dict[str, object]) -> None:
-        """Refuse a caption column that a line does not have, or that names the image."""
+        """Raise if a line has no caption column, or if that column names the image."""
         others = [name for name in row if name != "file_name"]
         if self.caption_column in others:
             return
@@ -145,10 +145,10 @@ class ImageFolder(Source):
         )
 
     def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
-        """Yield line numbers and objects of the metadata file; lines that hold none, or are too long, are dropped."""
+        """Yield (line number, object) of the metadata file; other lines and too long ones are dropped."""
         path = self.root / METADATA
         try:
-            with open(path, "rb") as file:  # whose lines end with "\n" only: U+2028 may stand in a caption
+            with open(path, "rb") as file:  # binary: lines end with "\n" only, a caption may contain U+2028
                 for number in itertools.count(1):
                     line = file.readline(MAX_CAPTION_BYTES + 1)
                     if not line:
@@ -169,9 +169,9 @@ class ImageFolder(Source):
             raise UsageError(f"ImageFolder got data.train_data_dir={self.root}: {reason}") from reason
 
     def _find_sidecars(self) -> None:
-        """Collect the images below the root in a stable order; one scan finds their captions, too.
+        """Collect the images with captions below the root, in a stable order and in one scan.
 
-        Runs below it are left out: a run would train on pictures that it has drawn itself.
+        Run folders are skipped: a run would train on pictures that it generated itself.
         """
         for folder, subfolders, names in os.walk(self.root, followlinks=True):
             if Path(folder) != self.root and is_run(Path(folder)):
@@ -202,5 +202,5 @@ def _sidecar(path: str) -> str:
 def _parsed(text: str) -> object:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # no JSON, a number without end, brackets without end
+    except (ValueError, RecursionError):  # no JSON, a number with too many digits, brackets nested too deeply
         return None

@@ -1,1 +1,1 @@
-"""What is trained beside, or in the place of, a model's own weights: LoRA and new words."""
+"""Weights that are trained beside or instead of a model's own: LoRA and learned tokens."""

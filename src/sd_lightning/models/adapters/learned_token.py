@@ -1,4 +1,4 @@
-"""A new word for a subject: one row of each text encoder's embedding that is trained (arXiv 2208.01618)."""
+"""Textual inversion (arXiv 2208.01618): a new token, one trained row in each text encoder's embedding."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.streamed_tensor import write_tensors
 
 WEIGHTS_NAME = "learned_embeds.safetensors"
-"""What diffusers calls the file."""
+"""File name that diffusers uses."""
 
 
 class LearnedEmbedding(nn.Embedding):
-    """An embedding of which only the last row is trained: the others never have a gradient other than zero.
+    """An embedding that trains only its last row; the gradient of all other rows is zero.
 
-    Its weight keeps name and shape, so that engines and files know nothing of it.
+    Engines and files treat it as a plain embedding: its weight keeps name and shape.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -34,12 +34,12 @@ class LearnedEmbedding(nn.Embedding):
 
 @dataclass(frozen=True)
 class LearnedToken:
-    """The word, and what it means at first."""
+    """A new token and how its embedding is initialised."""
 
     placeholder_token: str = "S*"
-    """A word that the tokenizer does not have."""
+    """The new word; the tokenizer must not have it."""
     initializer_token: str | None = None
-    """A word whose meaning it begins with; the mean of all words if not given."""
+    """A known word to copy the first embedding from; the mean of all embeddings if not given."""
 
     def __post_init__(self) -> None:
         if self.placeholder_token.split() != [self.placeholder_token]:
@@ -49,10 +49,10 @@ class LearnedToken:
             )
 
     def apply_(self, model: LatentDiffusion) -> None:
-        """Add the word to the tokenizers and to the text encoders of a model, each of which learns its own meaning.
+        """Add the token to each tokenizer of a model, and a row of its own to each text encoder's embedding.
 
         Raises:
-            UsageError: A tokenizer has the word, does not know what it begins as, or is not its text encoder's.
+            UsageError: A tokenizer has the word, lacks the initializer token, or does not fit its text encoder.
         """
         tokenizers = {name: model.tokenizers[model.family.tokenizer_of(name)] for name in model.text_encoders}
         starts = {name: self._check(name, tokenizer, model) for name, tokenizer in tokenizers.items()}
@@ -64,8 +64,8 @@ class LearnedToken:
             row = old.mean(0) if start is None else old[start]
             embedding = LearnedEmbedding(len(old) + 1, old.shape[1], _weight=torch.cat([old, row[None]]))
             encoder.set_input_embeddings(embedding)
-            # Published configurations say 2 where captions end, by which transformers means their largest token: that
-            # would now be the new one, and SDXL's pooled embedding would know nothing of what comes after it.
+            # Published configurations have eos_token_id=2, for which transformers takes the largest token id as the
+            # caption's end. That would now be the new token, and SDXL's pooled embedding would ignore what follows.
             settings = {"vocab_size": len(old) + 1, "eos_token_id": tokenizer.eos_token_id}
             for holder in [encoder.config, *(m for m in encoder.modules() if "eos_token_id" in vars(m))]:
                 holder.eos_token_id = tokenizer.eos_token_id
@@ -75,7 +75,7 @@ class LearnedToken:
         model.forget_tokens()
 
     def _check(self, name: str, tokenizer: Any, model: LatentDiffusion) -> int | None:
-        """Return the token that the word begins as, of one text encoder."""
+        """Return the id of the initializer token for one text encoder, None if there is none."""
         if name in model.deferred:
             raise UsageError(
                 f"SDLightningModule got learned_token= and a model with deferred weights of {name}, which get a row "
@@ -96,12 +96,12 @@ class LearnedToken:
         return None if self.initializer_token is None else self._id_of(self.initializer_token, tokenizer)
 
     def write(self, file: Path, rows: Mapping[str, Tensor], family: Family) -> str:
-        """Write what the word means, for ``pipeline.load_textual_inversion`` of the model that it was learned with.
+        """Write the learned embeddings for ``pipeline.load_textual_inversion`` of the same model.
 
         Args:
             file: Path of the file.
             rows: By text encoder, (1, D), in the order of ``family.text_encoders``.
-            family: The model's.
+            family: Family of the model.
 
         Returns:
             The SHA-256 of the file.
@@ -110,7 +110,7 @@ class LearnedToken:
 
     @staticmethod
     def names(networks: Mapping[str, nn.Module]) -> dict[str, str]:
-        """Return, by network, the name of the embedding's weight."""
+        """Return, by network, the name of the learned embedding's weight."""
         return {
             name: f"{key}.weight"
             for name, network in networks.items()
@@ -120,7 +120,7 @@ class LearnedToken:
 
     @staticmethod
     def parameters(networks: Mapping[str, nn.Module]) -> list[nn.Parameter]:
-        """Return the embeddings that hold the word."""
+        """Return the weights of the embeddings that hold the new token."""
         modules = (module for network in networks.values() for module in network.modules())
         return [p for module in modules if isinstance(module, LearnedEmbedding) for p in module.parameters()]
 

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: what is trained instead of a network's own weights.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) with peft, trained instead of a network's own weights.
 
-In memory peft puts a layer around each adapted one: ``to_q.weight`` becomes ``to_q.base_layer.weight`` beside
-``to_q.lora_A.default.weight`` and ``to_q.lora_B.default.weight``. Files know only the plain names.
+In memory peft wraps each adapted layer: ``to_q.weight`` becomes ``to_q.base_layer.weight`` beside
+``to_q.lora_A.default.weight`` and ``to_q.lora_B.default.weight``. Weight files have only the plain names.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from sd_lightning.models.pipeline_folder import file_keys
 from sd_lightning.storage.streamed_tensor import write_tensors
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
-"""What diffusers calls the file."""
+"""File name that diffusers uses."""
 METADATA = "lora_adapter_metadata"
-"""What diffusers calls the settings of the adapters, in the file's header."""
+"""Key that diffusers uses for the adapters' settings in the file's header."""
 _ADAPTER = "default"
 _MARK = ".lora_"
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which layers get adapters, and which kind."""
+    """Settings of the adapters, and the layers that get them."""
 
     rank: int = 4
     alpha: float | None = None
-    """The adapters' output is scaled by ``alpha / rank``; the rank if not given."""
+    """The adapters' output is scaled by ``alpha / rank``; equals ``rank`` if not given."""
     dropout: float = 0.0
     target_modules: tuple[str, ...] | list[str] = ("to_k", "to_q", "to_v", "to_out.0")
-    """Endings of the names of the denoiser's layers."""
+    """Name endings of the denoiser's layers that get adapters."""
     text_encoder_target_modules: tuple[str, ...] | list[str] = ("q_proj", "k_proj", "v_proj", "out_proj")
     """The same for text encoders, if they are trained."""
     merge: bool = False
-    """Whether exported pipelines have the adapters added to their weights, instead of in a file beside them."""
+    """Whether exported pipelines have the adapters merged into their weights instead of in a separate file."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,14 +55,14 @@ class Lora:
 
     @property
     def effective_alpha(self) -> float:
-        """What the adapters' output is scaled by, times the rank."""
+        """``alpha``, or ``rank`` if it is not given."""
         return self.rank if self.alpha is None else self.alpha
 
     def apply_(self, networks: Mapping[str, nn.Module]) -> None:
-        """Freeze the networks and put adapters into them, which do nothing yet.
+        """Freeze the networks and insert adapters; the outputs do not change yet, as ``lora_B`` is zero.
 
         Raises:
-            UsageError: No layer is named so, or peft has no adapter for its kind.
+            UsageError: No layer matches the names, or a layer is neither linear nor convolutional.
         """
         from peft import inject_adapter_in_model
 
@@ -85,14 +85,14 @@ class Lora:
                     parameter.requires_grad_(is_adapter(key))
 
     def write(self, file: Path, layers: Mapping[str, Mapping[str, Tensor]], components: Mapping[str, Component]) -> str:
-        """Write ``pytorch_lora_weights.safetensors``, which diffusers' ``pipeline.load_lora_weights(folder)`` takes.
+        """Write ``pytorch_lora_weights.safetensors`` for diffusers' ``pipeline.load_lora_weights(folder)``.
 
-        diffusers' own writer puts its metadata in an order that changes from call to call.
+        diffusers' own writer is not used: the order of its metadata changes from call to call.
 
         Args:
             file: Path of the file.
             layers: By network, the adapters' weights by their names in memory.
-            components: What the networks are.
+            components: Records of the networks.
 
         Returns:
             The SHA-256 of the file.
@@ -125,7 +125,7 @@ def _is_text(network: str) -> bool:
 
 @contextmanager
 def _on_host(network: nn.Module) -> Iterator[None]:
-    """Put weights without storage in the place of those on the meta device, where peft would move adapters to."""
+    """Replace meta weights by host tensors without storage: peft puts adapters on the device of the weights."""
     deferred: dict[nn.Parameter, nn.Parameter] = {}
     modules = list(network.modules())
     for module in modules:
@@ -155,29 +155,29 @@ def _refuse_other_kinds(network: nn.Module) -> None:
 
 
 def example_layers(network: nn.Module) -> str:
-    """Return some names that adapters can be asked for by."""
+    """Return some valid name endings for ``target_modules``, for error messages."""
     linear = [name.rpartition(".")[2] for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     return ", ".join(name for name in list(dict.fromkeys(linear))[:4] if not name.isdecimal())
 
 
 def is_adapter(key: str) -> bool:
-    """Whether a weight, by its name in memory, is an adapter's."""
+    """Return whether a name in memory belongs to an adapter's weight."""
     return _MARK in key
 
 
 def adapter_keys(network: str, component: Component, names: Iterable[str]) -> dict[str, str]:
-    """Map the names that the adapters of a network have in memory to their keys in the file of all adapters."""
+    """Map the adapters' names in memory to their keys in the LoRA file, for one network."""
     keys = file_keys(component, list(names))
     return {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
 
 
 def plain_names(keys: Iterable[str]) -> dict[str, str]:
-    """Map the names that weights have in files to those in memory; the adapters' have none in files."""
+    """Map plain names, as in weight files, to names in memory; adapters are left out."""
     return {key.replace(".base_layer.", "."): key for key in keys if not is_adapter(key)}
 
 
 def freeze_unused(network: nn.Module, unused: Iterable[str]) -> None:
-    """Freeze parameters, by their plain names, and the adapters of their layers."""
+    """Freeze the parameters with these plain names, and the adapters of their layers."""
     layers = {key.rpartition(".")[0] + "." for key in unused}
     for key, parameter in network.named_parameters():
         if any(key.startswith(layer) for layer in layers):
@@ -185,11 +185,11 @@ def freeze_unused(network: nn.Module, unused: Iterable[str]) -> None:
 
 
 Read = Callable[[str], Tensor]
-"""Name of a weight in memory -> its values, whole and in host memory."""
+"""Name of a weight in memory -> its whole values, in host memory."""
 
 
 def adapted_weights(network: nn.Module) -> dict[str, float]:
-    """Return the weights that have adapters by their names in memory, with the scale of the adapters' output."""
+    """Map the names in memory of weights with adapters to the scale of the adapters' output."""
     return {
         f"{name}.base_layer.weight": layer.scaling[_ADAPTER]
         for name, layer in network.named_modules()
@@ -198,7 +198,7 @@ def adapted_weights(network: nn.Module) -> dict[str, float]:
 
 
 def merge(key: str, scale: float, read: Read) -> Tensor:
-    """Add an adapter to the weight that it adapts, by its name in memory."""
+    """Return a weight, given its name in memory, with its adapter merged in."""
     layer = key.removesuffix("base_layer.weight")
     down, up = (read(f"{layer}lora_{part}.{_ADAPTER}.weight") for part in "AB")
     return add_adapter(read(key), down, up, scale)
@@ -210,7 +210,7 @@ def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tenso
 
 
 def merged_state_dict(network: nn.Module) -> dict[str, Tensor]:
-    """Return a network's state under plain names, adapters added to the weights they adapt."""
+    """Return a network's state dict under plain names, with the adapters merged into their weights."""
     state = network.state_dict()
     adapted = adapted_weights(network)
     return {

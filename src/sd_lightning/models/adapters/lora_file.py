@@ -1,4 +1,4 @@
-"""Adapters in a pipeline folder, which stay in their file until they are written, or added to what they adapt."""
+"""LoRA adapters in a pipeline folder, streamed from their file when they are written or merged."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype
 from sd_lightning.storage.tensor_store import ShardedTensors
 
 _KEY = re.compile(r"(?P<network>\w+)\.(?P<layer>.+)\.lora_[AB]\.weight")
-# Settings of peft that change what an adapter adds; the formula here is the plain one.
+# Settings of peft that change the merge formula; only plain LoRA is supported here.
 _OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias")
 
 
 @dataclass(frozen=True)
 class LoraFile:
-    """The adapters of a pipeline."""
+    """The LoRA adapters of a pipeline."""
 
     path: Path
     tensors: Mapping[str, StreamedTensor]
     """By their keys in the file, ``<network>.<layer>.lora_A.weight``."""
     metadata: Mapping[str, str]
     is_source: bool = True
-    """Whether these are the weights that lie in the file."""
+    """Whether the tensors are those of the file, not of a checkpoint."""
 
     @classmethod
     def read(cls, path: Path) -> LoraFile:
-        """Describe the adapters of a file.
+        """Read the header of a LoRA file.
 
         Raises:
-            UsageError: It is damaged.
+            UsageError: The file is damaged.
         """
         tensors = file_tensors(path)
         file = open_safetensors(path)
@@ -48,11 +48,11 @@ class LoraFile:
         return cls(path, tensors, file.header.get("__metadata__", {}))
 
     def stays(self, dtype: torch.dtype | None) -> bool:
-        """Return whether the file can be used as it is."""
+        """Return whether an export in ``dtype`` can copy the file unchanged."""
         return self.is_source and all(converted_dtype(t, dtype) == t.dtype for t in self.tensors.values())
 
     def trained(self, store: ShardedTensors, components: Mapping[str, Component]) -> LoraFile:
-        """Return the adapters with the trained weights of a checkpoint in the place of their average."""
+        """Return the adapters with the trained weights of a checkpoint instead of their EMA."""
         tensors = dict(self.tensors)
         for name, component in components.items():
             prefix = f"master/{name}."
@@ -62,13 +62,13 @@ class LoraFile:
         return LoraFile(self.path, tensors, self.metadata, is_source=False)
 
     def merged(self, networks: Mapping[str, Mapping[str, StreamedTensor]]) -> dict[str, dict[str, StreamedTensor]]:
-        """Return, by network, the weights that have adapters, with these added when they are read.
+        """Return, by network, the weights that have adapters; the adapters are merged when a weight is read.
 
         Args:
             networks: By network, the tensors of its weight file.
 
         Raises:
-            UsageError: The adapters are of another kind than training makes here, or of another model.
+            UsageError: The adapters are not plain LoRA, or belong to another model.
         """
         found: dict[str, dict[str, StreamedTensor]] = {}
         for key in self.tensors:

@@ -1,6 +1,6 @@
-"""The kinds of latent-diffusion models, one file each.
+"""Families of latent-diffusion models, one file each.
 
-A family of your own: subclass :class:`Family`, and :func:`register` it before models are loaded.
+To add a family, subclass :class:`Family` and :func:`register` it before models are loaded.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ FAMILIES: dict[str, Family] = {family.pipeline_class: family for family in (Stab
 
 
 def register(family: Family) -> None:
-    """Let pipelines of a family be loaded, and its architectures be built by name."""
+    """Register a family, to load its pipelines and build its architectures by name."""
     FAMILIES[family.pipeline_class] = family
 
 
 def family_of(pipeline_class: str, *, who: str) -> Family:
-    """Return the family of a pipeline.
+    """Return the family of a pipeline class.
 
     Raises:
-        UsageError: There is none; the message begins with ``who``.
+        UsageError: No family has that class; the message begins with ``who``.
     """
     if pipeline_class not in FAMILIES:
         raise UsageError(
@@ -37,10 +37,10 @@ def family_of(pipeline_class: str, *, who: str) -> Family:
 
 
 def architecture(name: str, *, who: str = "LatentDiffusion.build") -> Architecture:
-    """Return a model that can be built without files by its name.
+    """Return the architecture of that name.
 
     Raises:
-        UsageError: There is none; the message begins with ``who``.
+        UsageError: The name is not known; the message begins with ``who``.
     """
     known = {name: each for family in FAMILIES.values() for name, each in family.architectures.items()}
     if name not in known:
@@ -49,18 +49,18 @@ def architecture(name: str, *, who: str = "LatentDiffusion.build") -> Architectu
 
 
 def contradiction(name: str, pipeline_class: str, denoiser_config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what of a pipeline cannot be of an architecture, and the name of the one that it is of.
+    """Return how a pipeline contradicts an architecture, and the name of the architecture that it has.
 
-    The pipeline's class decides, and within one family the entry that :attr:`Family.width_key` names. A pipeline with
-    a value of its own contradicts no architecture of its family. Other sizes (channels, blocks, layers) are free.
+    The pipeline class must match. Within one family, :attr:`Family.width_key` of the denoiser's configuration must
+    match too, unless no architecture of the family has the pipeline's value. Other sizes are not compared.
 
     Args:
-        name: Of an architecture.
-        pipeline_class: Of the pipeline.
-        denoiser_config: Of the pipeline's denoiser.
+        name: Name of the architecture.
+        pipeline_class: Class of the pipeline.
+        denoiser_config: Configuration of the pipeline's denoiser.
 
     Returns:
-        (what it is, the right name), None if they agree.
+        (description of the pipeline, name of its architecture), None if they agree.
     """
     family = family_of(pipeline_class, who=f"model={name}")
     key = family.width_key

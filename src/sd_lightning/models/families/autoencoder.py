@@ -1,4 +1,4 @@
-"""``AutoencoderKL``, the VAE of most families: its posterior, its scale, decoding in tiles."""
+"""``AutoencoderKL``, the VAE of most families: posterior, scale factor and tiled decoding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 TILE = 256
-"""Side of the tiles that pictures are decoded in, pixels. diffusers takes the size that the VAE was made for, 512 or
-more, with which a picture of 512 x 512 is one tile."""
+"""Side of the tiles of tiled decoding, pixels. diffusers uses the native size of the VAE, 512 or more, so that an
+image of 512 x 512 would be a single tile."""
 
 
 def scale_factor(config: Mapping[str, Any]) -> int:
-    """Return the pixels per latent cell along one side."""
+    """Return the image pixels per latent pixel along one side."""
     return int(2 ** (len(config["block_out_channels"]) - 1))
 
 
@@ -26,7 +26,7 @@ def moments(vae: Any, pixel_values: Tensor) -> Tensor:
 
 
 def latents(config: Mapping[str, Any], moments: Tensor, noise: Tensor) -> Tensor:
-    """Draw from the posterior (Kingma & Welling 2013, arXiv 1312.6114, section 2.4), shifted and scaled.
+    """Sample the posterior (Kingma & Welling 2013, arXiv 1312.6114, section 2.4), then shift and scale.
 
     Args:
         config: Configuration of the VAE.
@@ -40,7 +40,7 @@ def latents(config: Mapping[str, Any], moments: Tensor, noise: Tensor) -> Tensor
 
 @contextmanager
 def decoding_in_tiles(vae: Any, tiling: bool) -> Iterator[None]:
-    """Let the VAE decode in tiles of at most ``TILE`` pixels, if ``tiling``."""
+    """Make the VAE decode in tiles of at most ``TILE`` pixels per side if ``tiling``."""
     names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
     before = {name: getattr(vae, name) for name in names}
     if tiling:

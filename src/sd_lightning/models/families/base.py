@@ -1,4 +1,4 @@
-"""`Family`: everything that differs between kinds of latent-diffusion models."""
+"""``Family``: everything that differs between kinds of latent-diffusion models."""
 
 from __future__ import annotations
 
@@ -20,77 +20,77 @@ if TYPE_CHECKING:
     from sd_lightning.models.families.single_file import Layout
 
 Conditioning = dict[str, Any]
-"""What the denoiser knows of a caption: tensors whose first axis is the batch, possibly in nested dictionaries."""
+"""Encoded captions, the denoiser's input: tensors whose first dimension is the batch, possibly in nested dicts."""
 SIZES = ("original_size", "crop_top_left", "target_size")
-"""Per image (height, width) in pixels, (B, 2): what a batch holds for families that condition on sizes."""
+"""Batch entries for families that condition on sizes: (height, width) in pixels per image, (B, 2)."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a model as a pipeline folder records it: library, class and configuration."""
+    """The record of a part of a model, as in a pipeline folder: library, class and configuration."""
 
     library: str
-    """Module that has the class: "diffusers", "transformers"."""
+    """Module of the class: "diffusers", "transformers"."""
     class_name: str
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The classes that a part of a pipeline may have. A ``model_index.json`` that names another one is refused."""
+    """The classes allowed for a part of a pipeline; a ``model_index.json`` that names another one is refused."""
 
     library: str
     classes: tuple[str, ...]
-    """The first one is what is written."""
+    """Allowed class names; for tokenizers the first one is saved."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model that can be built without files."""
+    """A model configuration that can be built without files."""
 
     pipeline_class: str
-    """Names the family."""
+    """Selects the family."""
     networks: Mapping[str, Component]
     scheduler: Component
     max_length: int | Mapping[str, int] = 77
-    """Tokens per caption; by text encoder where they differ."""
+    """Tokens per caption; a mapping by text encoder if they differ."""
     token_embedding_std: float | None = None
-    """Standard deviation that token embeddings are re-initialised with; None keeps the library's."""
+    """Standard deviation of initial token embeddings; None keeps the library's."""
 
     def length_of(self, text_encoder: str) -> int:
-        """Return the tokens per caption of a text encoder."""
+        """Return the number of tokens per caption of a text encoder."""
         return self.max_length if isinstance(self.max_length, int) else self.max_length[text_encoder]
 
 
 class Family(ABC):
-    """A kind of latent-diffusion model: its parts, and how captions, pixels and noise become what they compute on.
+    """A kind of latent-diffusion model: its parts, and how it encodes captions and pixels, denoises and samples.
 
-    A subclass is one file in ``models/families/``, registered with :func:`register`. Nothing else in the package
-    knows what the denoiser is called, how many text encoders there are, or what shape latents have.
+    A subclass is one file in ``models/families/``, registered with :func:`register`. The rest of the package does not
+    depend on the denoiser's name, the number of text encoders or the shape of latents.
     """
 
     pipeline_class: str
-    """Class of the pipeline that samples; its name in ``model_index.json`` names the family."""
+    """Class of the sampling pipeline; ``model_index.json`` has its name, which selects the family."""
     denoiser: str
-    """Name of the network that predicts: "unet", "transformer"."""
+    """Name of the denoising network: "unet", "transformer"."""
     parts: Mapping[str, Part]
-    """Networks and tokenizers of a pipeline by name. A ``text_encoder…`` has the ``tokenizer…`` of the same ending."""
+    """Networks and tokenizers of a pipeline by name; ``text_encoder<suffix>`` uses ``tokenizer<suffix>``."""
     absent: tuple[str, ...] = ()
-    """Parts that the pipeline may do without, and that are never written."""
+    """Optional parts of the pipeline, never written."""
     pipeline_options: Mapping[str, Any] = {}
-    """Arguments of the pipeline that are not parts, as models that are built here have them."""
+    """Constructor arguments of the pipeline that are not parts: the defaults of models built here."""
     stored_options: Mapping[str, Any] = {}
-    """Those of them that are read from a folder's ``model_index.json``, with what their absence there means."""
+    """Those that are read from ``model_index.json``, each with its value for files that do not have it."""
     block_classes: tuple[str, ...] = ()
-    """Names of the classes of the denoiser's and the text encoders' repeated blocks."""
+    """Class names of the repeated blocks of the denoiser and the text encoders."""
     architectures: Mapping[str, Architecture] = {}
-    """Models that can be built without files, by the name that ``model=`` knows them by."""
+    """Architectures by their ``model=`` name."""
     width_key: str = ""
-    """Key of the denoiser's configuration that tells the architectures of the family apart."""
+    """Key of the denoiser's configuration that tells the family's architectures apart."""
     vae_overflows: bool = False
-    """Whether the VAE overflows in float16 where its configuration has ``force_upcast``."""
+    """Whether the VAE overflows in float16 if its configuration has ``force_upcast``."""
 
-    # What there is
+    # Parts
 
     @cached_property
     def text_encoders(self) -> tuple[str, ...]:
@@ -109,12 +109,12 @@ class Family(ABC):
 
     @abstractmethod
     def resolution(self, components: Mapping[str, Component]) -> int:
-        """Return the side of the images that a model was made for, pixels."""
+        """Return the native image size of a model: side in pixels."""
 
     # Captions
 
     def tokenize(self, tokenizers: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between them."""
+        """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between encoders."""
         return {
             name: tokenizers[self.tokenizer_of(name)](
                 list(captions), padding="max_length", truncation=True, return_tensors="pt"
@@ -134,30 +134,30 @@ class Family(ABC):
     # Pixels
 
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
-        """Encode (B, 3, H, W) in [-1, 1] to what latents are drawn from; this is what caches keep.
+        """Encode images (B, 3, H, W) in [-1, 1]; latents are sampled from the result, and caches store it.
 
-        Here the moments of a posterior, mean and log-variance (B, 2C, h, w).
+        The default is the moments of the VAE's posterior: mean and log-variance (B, 2C, h, w).
         """
         return autoencoder.moments(vae, pixel_values)
 
     def latents(self, vae_config: Mapping[str, Any], encoded: Tensor, noise: Tensor) -> Tensor:
-        """Draw latents from what :meth:`encode` returns, scaled to about unit variance.
+        """Sample latents, scaled to about unit variance, from the result of :meth:`encode`.
 
         Args:
             vae_config: Configuration of the VAE.
             encoded: (B, 2C, h, w), float32.
-            noise: Standard normal of :meth:`latent_shape`, (B, C, h, w).
+            noise: Standard normal (B, C, h, w); see :meth:`latent_shape`.
         """
         return autoencoder.latents(vae_config, encoded, noise)
 
     def latent_shape(self, components: Mapping[str, Component], height: int, width: int) -> tuple[int, int, int]:
-        """Return the shape (C, h, w) of the latents of an image of so many pixels."""
+        """Return the shape (C, h, w) of the latents of an image of ``height`` x ``width`` pixels."""
         config = components["vae"].config
         scale = autoencoder.scale_factor(config)
         return int(config.get("latent_channels", 4)), height // scale, width // scale
 
     def decoding_in_tiles(self, vae: Any, tiling: bool) -> AbstractContextManager[None]:
-        """Let the VAE decode pictures in overlapping tiles, which takes less memory, while the context lasts."""
+        """Make the VAE decode in overlapping tiles, to save memory, while the context lasts."""
         return autoencoder.decoding_in_tiles(vae, tiling)
 
     # Noise
@@ -166,7 +166,9 @@ class Family(ABC):
     def denoise(
         self, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, conditioning: Mapping[str, Any]
     ) -> Tensor:
-        """Predict what the objective asks for, (B, C, h, w), whatever packing, ids or sign the network has inside.
+        """Return the denoiser's prediction (B, C, h, w) in the objective's convention.
+
+        Hides the network's own packing, position ids and sign.
 
         Args:
             denoiser: The network.
@@ -184,7 +186,7 @@ class Family(ABC):
         return getattr(diffusers, self.pipeline_class)
 
     def samples_with(self, scheduler: Any) -> bool:
-        """Return whether the pipeline can sample with a scheduler of diffusers."""
+        """Return whether the pipeline can sample with this diffusers scheduler."""
         return True
 
     def draw(
@@ -196,13 +198,13 @@ class Family(ABC):
         generators: list[torch.Generator],
         **options: Any,
     ) -> list[Image.Image]:
-        """Draw one picture per prompt.
+        """Generate one image per prompt.
 
         Args:
-            pipeline: Of :meth:`pipeline_type`.
-            prompts: One caption per picture.
-            negative_prompt: What guidance leads away from; "" for nothing.
-            generators: One per picture.
+            pipeline: An instance of :meth:`pipeline_type`.
+            prompts: One caption per image.
+            negative_prompt: Caption that guidance steers away from; "" for none.
+            generators: One per image.
             **options: ``num_inference_steps``, ``guidance_scale``, ``height``, ``width``.
         """
         images: list[Image.Image] = pipeline(
@@ -217,9 +219,9 @@ class Family(ABC):
     # Files
 
     def embedding_keys(self, placeholder_token: str) -> tuple[str, ...]:
-        """Return the keys, by text encoder, that diffusers' textual inversion file has for a learned word."""
+        """Return the keys of a learned token in diffusers' textual inversion file, one per text encoder."""
         return (placeholder_token,)
 
     def single_file_layout(self, text_encoder_config: Mapping[str, Any]) -> Layout | None:
-        """Return the original one-file layout that models of the family have; None if they have none."""
+        """Return the original one-file layout of the family's models, None if there is none."""
         return None

@@ -1,4 +1,4 @@
-"""The repeated units of a network: what engines shard, checkpoint and compile, and the order in which they run."""
+"""The repeated blocks of a network, which engines shard, checkpoint and compile, and their execution order."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from sd_lightning.models.families import FAMILIES
 
 
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated units of a network by name, such as resnet blocks, transformer blocks, encoder layers.
+    """Return the repeated blocks of a network by name: resnet blocks, transformer blocks, encoder layers, …
 
-    They are of the classes that a family names (:attr:`Family.block_classes`). A network without any of those has
-    what its authors declare to be units that stay in one piece (``_no_split_modules``, of diffusers and
-    transformers), or the equal members of its module lists.
+    Blocks are the modules of the families' :attr:`Family.block_classes`. If a network has none, they are the modules
+    in ``_no_split_modules`` (diffusers, transformers), or else the members of module lists with a single class.
     """
     known = {name for family in FAMILIES.values() for name in family.block_classes}
-    # By the name of any base class: engines wrap a block's class in a subclass of another name.
+    # Compare the names of all base classes: engines replace a block's class by a subclass of another name.
     return _of_classes(network, known) or _declared(network) or _listed(network)
 
 
@@ -31,7 +30,7 @@ def _of_classes(network: nn.Module, names: Iterable[str]) -> dict[str, nn.Module
 
 
 def _declared(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules of the classes that the network, or a part of it, declares."""
+    """Return the outermost modules of the classes in ``_no_split_modules`` of the network or its submodules."""
     names: set[str] = set()
     for module in network.modules():
         declared = getattr(type(module), "_no_split_modules", None)
@@ -40,7 +39,7 @@ def _declared(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def _listed(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost members of module lists whose members are of one class, and called."""
+    """Return the outermost members of module lists with several members of one class, except nested containers."""
     found: dict[str, nn.Module] = {}
     for name, module in network.named_modules():
         members = list(module.children())
@@ -60,10 +59,10 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def execution_position(name: str) -> tuple[int, ...]:
-    """Return a sort key that brings parts of a UNet, by name, into the order in which they run.
+    """Return a key that sorts module names of a UNet by execution order.
 
-    They are registered in another: up before mid blocks, and attention before the resnets that it follows. Names in
-    other networks have one key, so that a stable sort leaves them as they are.
+    The order of registration differs: up blocks come before the mid block, and attentions before the resnets that
+    they follow. All names in other networks get the same key, so a stable sort keeps their order.
     """
     stages = {"conv_in": 1, "down_blocks": 2, "mid_block": 3, "up_blocks": 4, "conv_norm_out": 5, "conv_out": 6}
     stage, *inner = name.split(".")
@@ -72,5 +71,5 @@ def execution_position(name: str) -> tuple[int, ...]:
     block = 0 if stage == "mid_block" else int(inner.pop(0))
     kinds = ("resnets", "attentions")
     if len(inner) < 2 or inner[0] not in kinds:
-        return stages[stage], block, 1000  # the samplers, after all layers
+        return stages[stage], block, 1000  # down- and upsamplers run after all layers
     return stages[stage], block, int(inner[1]), kinds.index(inner[0])

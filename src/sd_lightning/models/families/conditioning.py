@@ -1,4 +1,4 @@
-"""Conditioning of several samples: nested dictionaries of tensors whose first axis is the batch."""
+"""Operations on conditioning: nested dictionaries of tensors whose first dimension is the batch."""
 
 from __future__ import annotations
 

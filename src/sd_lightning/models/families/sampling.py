@@ -1,4 +1,4 @@
-"""Which of diffusers' schedulers can sample, by the names that people use."""
+"""diffusers' sampling schedulers: short names, compatibility, and their repeated warnings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from sd_lightning._errors import UsageError
 
 _said: set[tuple[object, ...]] = set()
-"""Warnings that have been let through."""
+"""Warnings that have been shown."""
 _listening = False
 
 
 def scheduler_class(name: str) -> str:
-    """Return the diffusers class of a scheduler given by class name or short name.
+    """Return the diffusers class name of a scheduler, given a class name or short name.
 
     Raises:
         UsageError: diffusers has no such scheduler.
@@ -47,7 +47,7 @@ def scheduler_class(name: str) -> str:
 
 
 def takes_noise_pred(scheduler: Any) -> bool:
-    """Tell whether a scheduler has what the pipelines call: ``step(noise_pred, t, latents, …)`` and its company."""
+    """Return whether a scheduler has ``step(noise_pred, t, latents, …)`` and the attributes that pipelines use."""
     if not all(hasattr(scheduler, name) for name in ("step", "scale_model_input", "init_noise_sigma", "order")):
         return False
     parameters = list(inspect.signature(scheduler.step).parameters.values())
@@ -56,7 +56,7 @@ def takes_noise_pred(scheduler: Any) -> bool:
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Let every warning of diffusers through once per process: it warns whenever a scheduler is built, or steps."""
+    """Show each diffusers warning once per process: schedulers repeat them when built and at each step."""
     global _listening
     if _listening:
         yield
@@ -83,7 +83,7 @@ def said_once() -> Iterator[None]:
 
 
 class _Once(logging.Filter):
-    """Drops what diffusers has told a handler before."""
+    """Filter that drops messages of diffusers that its handler has shown before."""
 
     def __init__(self, handler: logging.Handler) -> None:
         super().__init__("diffusers")

@@ -25,17 +25,17 @@ class SDXL(UNetFamily):
         "tokenizer": TOKENIZER,
         "tokenizer_2": TOKENIZER,
     }
-    # Captions are dropped to "" in training, so that is what a model built here is guided away from; the published
-    # models, whose model_index.json may not say so, want zeros in its place.
+    # Training drops captions to "", so a model built here takes the encoded "" as unconditional input of guidance.
+    # Published models take zeros instead, even where their model_index.json lacks the entry.
     pipeline_options = {"force_zeros_for_empty_prompt": False}
     stored_options = {"force_zeros_for_empty_prompt": True}
     vae_overflows = True
 
     def condition(self, text_encoders: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> Conditioning:
-        """Encode as in section 2.2 of the paper.
+        """Encode captions and sizes as in section 2.2 of the paper.
 
-        The penultimate hidden states of both encoders are concatenated. The pooled output of the second and six
-        numbers (original size, crop corner, target size) go through the time embedding.
+        The penultimate hidden states of both encoders are concatenated. The pooled output of the second encoder and
+        six numbers (original size, crop corner, target size) go through the time embedding.
 
         Returns:
             ``encoder_hidden_states`` (B, L, D1 + D2) and ``added_cond_kwargs`` with ``text_embeds`` (B, P) and
@@ -49,7 +49,7 @@ class SDXL(UNetFamily):
         time_ids = torch.cat([batch[name] for name in SIZES], dim=1)
         return {
             "encoder_hidden_states": torch.cat(hidden, dim=-1),
-            # float32 whatever the encoders compute in: bfloat16 does not know odd sizes above 256.
+            # Always float32: bfloat16 cannot represent odd sizes above 256.
             "added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids.float()},
         }
 

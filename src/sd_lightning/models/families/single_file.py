@@ -1,9 +1,9 @@
-"""The original layout of Stable Diffusion: one file for all networks, under the names of the first releases.
+"""The original layout of Stable Diffusion: all networks in one file, with the names of the first releases.
 
-Stable Diffusion 1.x, 2.x and XL were published as one file each, with the names that the modules have in
-CompVis' ``latent-diffusion`` (UNet and VAE, prefixes ``model.diffusion_model.`` and ``first_stage_model.``), in
-transformers (CLIP of 1.x and the first of XL) and in ``open_clip`` (2.x and the second of XL). Most programs that are
-not diffusers read this layout. diffusers converts from it, not to it, so the names are made here.
+Stable Diffusion 1.x, 2.x and XL were published as one file each. UNet and VAE have the names of CompVis'
+``latent-diffusion`` (prefixes ``model.diffusion_model.`` and ``first_stage_model.``). CLIP of 1.x and the first of XL
+have those of transformers, CLIP of 2.x and the second of XL those of ``open_clip``. Most programs other than diffusers
+read this layout. diffusers reads it but does not write it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENCODER_PREFIXES = {
     "xl": {"text_encoder": "conditioner.embedders.0.transformer.", "text_encoder_2": "conditioner.embedders.1.model."},
 }
 _OPEN_CLIP_LAYERS = 23
-"""Encoder layers of Stable Diffusion 2: readers of the layout drop a further one, which its UNet never saw."""
+"""Encoder layers of Stable Diffusion 2: readers of the layout drop a 24th layer, which the UNet does not use."""
 
 # Module names without indices, diffusers -> original.
 _UNET_ENDS = {
@@ -81,21 +81,21 @@ _OPEN_CLIP_LAYER = {
 
 @dataclass(frozen=True)
 class Origin:
-    """How a tensor of the original layout is made from those of a diffusers pipeline."""
+    """The source of a tensor of the original layout in a diffusers pipeline."""
 
     network: str
     """unet, vae, text_encoder or text_encoder_2."""
     names: tuple[str, ...]
-    """Tensors in the network's weight file, joined along the first axis."""
+    """Tensors in the network's weight file, concatenated along the first dimension."""
     change: Literal["none", "to_conv", "transpose"] = "none"
     """``to_conv``: a linear layer's matrix becomes the kernel of a 1x1 convolution."""
 
 
 def layout_of(family: Family, text_encoder_config: Mapping[str, Any], *, who: str) -> Layout:
-    """Return whose names a pipeline's file has.
+    """Return the original layout of a pipeline.
 
     Raises:
-        UsageError: The original layout has no names for such a pipeline.
+        UsageError: The family has no such layout for this text encoder.
     """
     layout = family.single_file_layout(text_encoder_config)
     if layout is None:
@@ -108,19 +108,19 @@ def layout_of(family: Family, text_encoder_config: Mapping[str, Any], *, who: st
 
 
 def original_names(networks: Mapping[str, Iterable[str]], layout: Layout, *, who: str) -> dict[str, Origin]:
-    """Name all tensors of a pipeline as in the original layout.
+    """Map the tensor names of the original layout to their sources in a pipeline.
 
     Args:
         networks: By network, the names of the tensors in its weight file.
         layout: See :func:`layout_of`.
-        who: Begins the message.
+        who: Begins the error message.
 
     Raises:
-        UsageError: The layout has no name for a tensor: the network is none of the original ones.
+        UsageError: The layout has no name for a tensor: the network's structure is not an original one.
     """
     result: dict[str, Origin] = {}
     for network, given in networks.items():
-        names = [name for name in given if not name.endswith("position_ids")]  # counted, not learnt
+        names = [name for name in given if not name.endswith("position_ids")]  # not learned
         naming = _naming(network, names, layout)
         sources: dict[str, list[str]] = {}
         for name in names:
@@ -143,7 +143,7 @@ def original_names(networks: Mapping[str, Iterable[str]], layout: Layout, *, who
 def original_tensors(
     networks: Mapping[str, Mapping[str, StreamedTensor]], layout: Layout, *, who: str
 ) -> dict[str, StreamedTensor]:
-    """Return the tensors of a pipeline under the names and in the shapes of the original layout."""
+    """Return the tensors of a pipeline with the names and shapes of the original layout."""
     return {
         original: _made(origin, [networks[origin.network][name] for name in origin.names])
         for original, origin in original_names(networks, layout, who=who).items()
@@ -151,13 +151,13 @@ def original_tensors(
 
 
 def model_spec(layout: Layout, *, title: str, prediction_type: str, side: int) -> dict[str, str]:
-    """Describe the file as Stability AI's model metadata specification 1.0.0 asks for.
+    """Return the file's metadata by Stability AI's model metadata specification 1.0.0.
 
     Args:
         layout: See :func:`layout_of`.
         title: Name of the model.
         prediction_type: As in a scheduler's configuration.
-        side: Side of the images it was made for, pixels.
+        side: Native image size: side in pixels.
     """
     is_v = prediction_type == "v_prediction"
     architectures = {
@@ -198,7 +198,7 @@ def _qkv_order(name: str) -> int:
 
 
 def _naming(network: str, names: list[str], layout: Layout) -> Callable[[str], str | None]:
-    """Return the function that renames the tensors of a network, None for those without a name."""
+    """Return the function that renames a network's tensors; it returns None for a tensor without a name."""
     if network == "unet":
         return _unet_naming(names)
     if network == "vae":
@@ -209,7 +209,7 @@ def _naming(network: str, names: list[str], layout: Layout) -> Callable[[str], s
 
 
 def _unet_naming(names: list[str]) -> Callable[[str], str | None]:
-    """The original numbers all layers of one side in a row, a change of resolution counting as one more."""
+    """Return the renaming for a UNet: layers of each half are numbered in a row, resolution changes included."""
     pattern = re.compile(r"(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.")
     resnets = {match.groups() for name in names if (match := pattern.match(name))}
     num_resnets = Counter((side, block) for side, block, _ in resnets)
@@ -234,7 +234,7 @@ def _unet_naming(names: list[str]) -> Callable[[str], str | None]:
 
 
 def _unet_side(side: str, block: int, part: str, layer: int, rest: str, layers: int, attended: bool) -> str | None:
-    """Name a module of the descending or ascending half; ``layers`` is what the configuration calls so."""
+    """Return the original name of a module of the down or up half; ``layers`` is ``layers_per_block``."""
     first = block * (layers + 1) + (side == "down")  # input_blocks.0 is conv_in
     blocks = "input_blocks" if side == "down" else "output_blocks"
     if part == "resnets" and rest in _UNET_RESNET:
@@ -249,7 +249,7 @@ def _unet_side(side: str, block: int, part: str, layer: int, rest: str, layers: 
 
 
 def _vae_naming(names: list[str]) -> Callable[[str], str | None]:
-    """The original counts the decoder's blocks from the largest resolution down."""
+    """Return the renaming for a VAE: decoder blocks count from the largest resolution down."""
     last = max((int(m[1]) for n in names if (m := re.match(r"decoder\.up_blocks\.(\d+)\.", n))), default=0)
 
     def rename(name: str) -> str | None:
@@ -279,7 +279,7 @@ def _vae_naming(names: list[str]) -> Callable[[str], str | None]:
 
 
 def _clip_name(name: str, prefix: str) -> str:
-    # transformers 5 writes CLIPTextModel without the prefix that the original file has.
+    # transformers 5 writes CLIPTextModel without the text_model. prefix of the original file.
     return f"{prefix}text_model.{name.removeprefix('text_model.')}"
 
 

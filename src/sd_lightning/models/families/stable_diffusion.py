@@ -1,7 +1,7 @@
 """Stable Diffusion 1.x and 2.x: a UNet, one CLIP text encoder, an ``AutoencoderKL`` (arXiv 2112.10752).
 
-The configurations of ``sd15`` and ``sd21`` are those published with the original releases. ``tiny`` has the same
-classes, small enough to train in a minute on two CPU cores.
+The configurations of ``sd15`` and ``sd21`` are those of the original releases. ``tiny`` has the same classes and is
+small enough to train in a minute on two CPU cores.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def vae(**config: Any) -> Component:
 
 
 class UNetFamily(Family):
-    """What Stable Diffusion 1.x, 2.x and XL have in common."""
+    """Base of Stable Diffusion 1.x, 2.x and XL."""
 
     denoiser = "unet"
     block_classes = ("ResnetBlock2D", "Transformer2DModel", "CLIPEncoderLayer")
@@ -78,7 +78,7 @@ class StableDiffusion(UNetFamily):
         return {"encoder_hidden_states": text_encoders["text_encoder"](batch["input_ids"]["text_encoder"])[0]}
 
     def single_file_layout(self, text_encoder_config: Mapping[str, Any]) -> Layout | None:
-        """1.x and 2.x differ in their text encoder, CLIP or OpenCLIP."""
+        """Return v1 for CLIP (``quick_gelu``), v2 for OpenCLIP (``gelu``)."""
         layouts: dict[str, Layout] = {"quick_gelu": "v1", "gelu": "v2"}
         return layouts.get(text_encoder_config.get("hidden_act", "quick_gelu"))
 

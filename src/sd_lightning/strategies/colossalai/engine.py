@@ -24,17 +24,17 @@ log = logging.getLogger(__name__)
 class ColossalAIEngine:
     """The trained networks in ColossalAI's chunks; parameters hold data only during a forward or backward pass.
 
-    ``GeminiDDP.forward`` is not used: it would round what a step is given to 16 bits. What it does besides, setting
-    the hooks that gather weights, is done by :meth:`training` and :meth:`evaluating`.
+    ``GeminiDDP.forward`` is not used, because it would round a step's inputs to 16 bits. Instead, :meth:`training` and
+    :meth:`evaluating` set the hooks that gather weights.
 
     Args:
         networks: Trained networks by name, in host memory, float32.
-        config: What ``GeminiDDP`` and ``GeminiOptimizer`` are told.
-        dtype: What is computed in: bfloat16 or float16.
+        config: Arguments of ``GeminiDDP`` and ``GeminiOptimizer``.
+        dtype: Compute dtype: bfloat16 or float16.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], config: ColossalAIConfig, dtype: torch.dtype) -> None:
-        warnings.filterwarnings("ignore", module=r"colossalai\.")  # of apex, and of names that torch has deprecated
+        warnings.filterwarnings("ignore", module=r"colossalai\.")  # about apex, and names that torch has deprecated
         from colossalai.zero import GeminiDDP
         from colossalai.zero.gemini.chunk import TensorState
 
@@ -43,12 +43,12 @@ class ColossalAIEngine:
         self.is_usable = True
         """False once an exception has left a step half done."""
         self.skips_step = False
-        """Whether the next :meth:`step` is to leave the weights as they are."""
+        """Whether the next :meth:`step` drops the gradients."""
         container = nn.ModuleDict(dict(networks))
         named = dict(container.named_parameters())
         GeminiDDP.set_params_to_ignore(p for p in named.values() if not p.requires_grad)  # or chunk sizes count them
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
-        exact = {name: p.data for name, p in self.parameters.items()}  # GeminiDDP makes its masters of rounded weights
+        exact = {name: p.data for name, p in self.parameters.items()}  # GeminiDDP's masters come from rounded weights
         self.config = config
         self.ddp = GeminiDDP(
             container, chunk_init_device=torch.device("cpu"), mixed_precision=dtype, **config.of_engine()
@@ -80,7 +80,7 @@ class ColossalAIEngine:
         )
 
     def attach(self, optimizer: Optimizer, *, max_norm: float) -> Optimizer:
-        """Let ColossalAI's Adam step the chunks in the place of torch's.
+        """Replace torch's Adam by ColossalAI's, which steps the chunks.
 
         Returns:
             ColossalAI's Adam, for Lightning's hooks.
@@ -95,7 +95,7 @@ class ColossalAIEngine:
         return adam
 
     def master_range(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
-        """Return this rank's float32 weights of a parameter, flat, and the flat range that they are."""
+        """Return this rank's float32 weights of a parameter, flat, and the begin and end of their flat range."""
         return self._range(self.chunks.get_chunk(parameter).paired_chunk, parameter)
 
     def compute_range(self, parameter: nn.Parameter) -> Tensor:
@@ -105,18 +105,18 @@ class ColossalAIEngine:
     def _range(self, chunk: Any, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
         info = self.chunks.get_chunk(parameter).tensors_info[parameter]
         start, size = (0, chunk.chunk_size) if chunk.keep_gathered else (chunk.shard_begin, chunk.shard_size)
-        start, size = int(start), int(size)  # NumPy's, from the search of the chunk size
+        start, size = int(start), int(size)  # NumPy integers, from the chunk size search
         begin = min(max(info.offset - start, 0), size)
         end = max(min(info.end - start, size), begin)
         first = begin + start - info.offset if begin < end else 0
         return chunk.payload[begin:end], first, first + end - begin
 
     def is_replicated(self, parameter: nn.Parameter) -> bool:
-        """Whether every rank holds the whole parameter."""
+        """Return whether every rank holds the whole parameter."""
         return bool(self.chunks.get_chunk(parameter).keep_gathered)
 
     def refresh(self) -> None:
-        """Make the 16-bit weights of the float32 ones, between steps."""
+        """Copy the float32 weights to the 16-bit ones, between steps."""
         for chunk in self.chunks.get_chunks(self.parameters.values()):
             chunk.payload.copy_(chunk.paired_chunk.payload)
         self.written()
@@ -124,7 +124,7 @@ class ColossalAIEngine:
     def written(self) -> None:
         """Tell the engine that its 16-bit weights were written from outside."""
         for chunk in self.chunks.get_chunks(self.parameters.values()):
-            chunk.optim_sync_flag = True  # else they are made from the float32 weights when they are next gathered
+            chunk.optim_sync_flag = True  # else the next gather overwrites them with the float32 weights
             chunk.cpu_vis_flag = chunk.cuda_shard is None  # a page-locked copy in host memory is out of date
 
     @contextlib.contextmanager
@@ -139,12 +139,12 @@ class ColossalAIEngine:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Gather weights for forward passes without gradients, and leave no trace of them."""
+        """Gather weights for forward passes without gradients, and restore the engine's step records."""
         from colossalai.tensor.param_op_hook import ColoParamOpHookManager
 
         collector = self.manager._mem_stats_collector
         position = collector._step_idx if collector is not None else 0
-        # Tensors made under inference_mode could not be written to in the next step, and shards are made here.
+        # Shards are created here, and the next step could not write to tensors created under inference_mode.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 with ColoParamOpHookManager.use_hooks(*self.ddp.hooks):
@@ -152,14 +152,14 @@ class ColossalAIEngine:
             finally:
                 self._release()
                 self.manager.reset_attributes()
-                type(self.manager)._get_layout_info.cache_clear()  # by position in a step, which this was none of
+                type(self.manager)._get_layout_info.cache_clear()  # keyed by position in a step, and this was none
                 if self.manager.is_warmup():
-                    self.manager._compute_list.clear()  # the order of use is that of training
+                    self.manager._compute_list.clear()  # it must record the order of use in training
                 if collector is not None:
                     collector._step_idx = position
 
     def _release(self) -> None:
-        """Scatter what is gathered, after an exception, too."""
+        """Scatter gathered chunks, also after an exception."""
         for work in self.manager._async_works.values():
             work.wait()
         self.manager._async_works.clear()
@@ -176,7 +176,7 @@ class ColossalAIEngine:
         """
         first = self.manager.is_warmup()
         try:
-            # ColossalAI prints when it has seen the first step.
+            # ColossalAI prints a message after the first step.
             with contextlib.redirect_stdout(io.StringIO()) if first else contextlib.nullcontext():
                 self.optimizer.backward(loss)
         except RuntimeError as error:
@@ -184,7 +184,7 @@ class ColossalAIEngine:
                 raise
             self._refuse_unused(error)
             raise
-        self._refuse_unused(None)  # a chunk of nothing else would be stepped by its weights, taken for gradients
+        self._refuse_unused(None)  # else a chunk of unused parameters takes its weights for gradients
         if first:
             self._agree_on_memory()
 
@@ -198,9 +198,9 @@ class ColossalAIEngine:
             ) from error
 
     def _agree_on_memory(self) -> None:
-        """Give all ranks the largest memory measured on any: a rank that evicts alone also gathers alone, and hangs.
+        """Set every rank's measured memory to the maximum over all ranks; a collective call.
 
-        Without this the placement policy "auto" decides by what its own rank has measured.
+        The placement policy "auto" evicts by it, and a rank that evicts alone also gathers alone, and hangs.
         """
         collector = self.manager._mem_stats_collector
         if collector is None:
@@ -211,7 +211,7 @@ class ColossalAIEngine:
         measured[:] = values.tolist()
 
     def step(self) -> None:
-        """Clip, unscale, step Adam and refresh the 16-bit weights; or drop the gradients."""
+        """Clip, unscale, step Adam and refresh the 16-bit weights; or drop the gradients if ``skips_step``."""
         if not self.skips_step:
             self.optimizer.step()
             return

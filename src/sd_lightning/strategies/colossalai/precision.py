@@ -16,7 +16,7 @@ from sd_lightning.strategies.colossalai.settings import OURS, WHO
 
 
 class ColossalAIPrecision(Precision):
-    """Let the engine gather weights around every step, compute gradients, and step.
+    """Precision plugin: the engine gathers weights around every step, computes gradients, and steps.
 
     Args:
         precision: "bf16-mixed" or "16-mixed".
@@ -46,7 +46,7 @@ class ColossalAIPrecision(Precision):
 
     @override
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """The engine clips while it steps."""
+        """Do nothing: the engine clips while it steps."""
 
     @override
     def optimizer_step(  # type: ignore[override]

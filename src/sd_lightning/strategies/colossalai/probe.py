@@ -1,7 +1,7 @@
 """Check whether ColossalAI works on this machine: ``python -m sd_lightning.strategies.colossalai.probe``.
 
 ColossalAI compiles CUDA extensions when it is first used, with whatever compiler it finds, and fails deep inside a run.
-Each check here is one row; compiling and the trial step run in processes of their own, with a time limit.
+Each check here is one row. Compiling and the trial step run in their own processes, with a time limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sd_lightning.strategies.colossalai.settings import ColossalAIConfig
 
 VERSION = "0.5.0"
 INSTALL = f"pip install --no-deps colossalai=={VERSION} galore-torch==1.0 peft einops"
-"""With its dependencies it would replace torch, diffusers and transformers by releases of 2024."""
+"""Without --no-deps, pip would replace torch, diffusers and transformers by releases of 2024."""
 _COMMAND = "python -m sd_lightning.strategies.colossalai.probe"
 
 
@@ -50,8 +50,8 @@ def probe(*, trial_step: bool = True, timeout_seconds: float = 900.0) -> list[Ro
     """Check everything that ColossalAI needs, in order, up to the first failure.
 
     Args:
-        trial_step: Train one step of a small model, too.
-        timeout_seconds: For each of the processes that compile or train.
+        trial_step: Also train one step of a small model.
+        timeout_seconds: Time limit of each process that compiles or trains.
     """
     checks: list[Callable[[], Row]] = [
         check_version,
@@ -73,7 +73,7 @@ def probe(*, trial_step: bool = True, timeout_seconds: float = 900.0) -> list[Ro
 
 
 def require_installed() -> None:
-    """Refuse to build a strategy for which the package is missing.
+    """Raise if ColossalAI is missing.
 
     Raises:
         UsageError: It is not installed, or in another version.
@@ -81,12 +81,12 @@ def require_installed() -> None:
     _require([check_version()])
 
 
-@functools.cache  # before processes start, and again in the first of each machine
+@functools.cache  # called before processes start, and again in the first of each machine
 def require_engine(*, timeout_seconds: float) -> None:
     """Run the probe without the trial step.
 
     Raises:
-        UsageError: Something fails; the message holds all rows.
+        UsageError: A check fails; the message holds all rows.
     """
     _require(probe(trial_step=False, timeout_seconds=timeout_seconds))
 
@@ -100,7 +100,7 @@ def _require(rows: list[Row]) -> None:
 
 
 def check_version() -> Row:
-    """Check that the release is installed whose internals the engine uses."""
+    """Check that the installed release is the one whose internals the engine uses."""
     try:
         found = importlib.metadata.version("colossalai")
     except importlib.metadata.PackageNotFoundError:
@@ -109,7 +109,7 @@ def check_version() -> Row:
 
 
 def check_import(timeout_seconds: float) -> Row:
-    """Check that it imports with the installed torch."""
+    """Check that ColossalAI imports with the installed torch."""
     failure = run_python("import colossalai.zero, colossalai.nn.optimizer", timeout_seconds)
     return Row("import", not failure, failure or f"beside torch {torch.__version__}", f"install again: {INSTALL}")
 
@@ -167,7 +167,7 @@ def check_trial_step(timeout_seconds: float) -> Row:
 
 
 def choose_architecture() -> None:
-    """Compile extensions for this GPU alone, in the probe and in the run.
+    """Make torch compile extensions for this GPU alone, in the probe and in the run.
 
     Otherwise torch compiles them twice, and for architectures that this nvcc no longer supports.
     """
@@ -185,7 +185,7 @@ def run_python(code: str, timeout_seconds: float) -> str:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # with its compilers it is one group, which ends together
+        start_new_session=True,  # one process group with its compilers, to be killed together
     )
     try:
         errors = process.communicate(timeout=timeout_seconds)[1]

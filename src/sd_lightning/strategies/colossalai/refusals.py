@@ -1,4 +1,4 @@
-"""Checks for runs that ColossalAI cannot train, or trains wrong without an error."""
+"""Checks for runs that ColossalAI cannot train, or trains incorrectly without an error."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sd_lightning.strategies.colossalai.settings import OURS, WHO, ColossalAICon
 from sd_lightning.strategies.networks import trained_networks
 
 DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""What is computed in, by ``Trainer(precision=)``; the weights that are stepped are float32."""
+"""Compute dtype by ``Trainer(precision=)``; master weights are float32."""
 
 
 def check_run(config: ColossalAIConfig, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse a run that ColossalAI cannot train, or trains wrong without an error.
+    """Raise if ColossalAI cannot train a run, or trains it incorrectly without an error.
 
     Raises:
-        UsageError: With the reason and what to write instead.
+        UsageError: It cannot; gives the reason and what to write instead.
     """
     precision = str(trainer.precision_plugin.precision)
     if precision not in DTYPES:
@@ -53,10 +53,10 @@ def check_run(config: ColossalAIConfig, trainer: pl.Trainer, module: pl.Lightnin
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuse optimizers that ColossalAI's Adam cannot replace.
+    """Raise if ColossalAI's Adam cannot replace the optimizers.
 
     Raises:
-        UsageError: There are several optimizers, or another one than Adam and AdamW.
+        UsageError: They are not exactly one Adam or AdamW, or it uses an option that ColossalAI's lacks.
     """
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
     if len(optimizers) != 1 or not is_adam(optimizers[0]):

@@ -1,4 +1,4 @@
-"""The arguments of ColossalAI's engine, and those of 2022 in today's words."""
+"""Arguments of ColossalAI's engine, and translation of those of 2022."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ _M = 1024**2
 
 @dataclass(frozen=True, kw_only=True)
 class ColossalAIConfig:
-    """Arguments of ``GeminiDDP`` and ``GeminiOptimizer`` of ColossalAI 0.5.0, by their names there.
+    """Arguments of ``GeminiDDP`` and ``GeminiOptimizer`` of ColossalAI 0.5.0, by the same names.
 
-    The three fractions are of a sum in which ColossalAI counts a chunk once for every parameter in it: all values but
-    0 and 1 act as larger ones. The log says how many chunks are offloaded.
+    The three fractions are of a sum in which ColossalAI counts a chunk once for every parameter in it, so all values
+    but 0 and 1 act as larger ones. The log says how many chunks are offloaded.
 
     Raises:
-        UsageError: A value cannot work, or ColossalAI would not use it.
+        UsageError: A value is invalid, or ColossalAI would ignore it.
     """
 
     placement_policy: Policy = "static"
-    """``static``: by the three fractions; ``auto``: weights by the memory that the first step is seen to need, the
+    """``static``: place by the three fractions; ``auto``: weights by the memory measured in the first step, the
     optimizer in host memory."""
     shard_param_frac: float = 1.0
-    """Weights that are sharded again after use: 1 is ZeRO-3, 0 is ZeRO-2. For ``static``."""
+    """Fraction of weights resharded after use: 1 is ZeRO-3, 0 is ZeRO-2. For ``static``."""
     offload_optim_frac: float = 0.0
-    """Optimizer states in host memory. For ``static``."""
+    """Fraction of optimizer states in host memory. For ``static``."""
     offload_param_frac: float = 0.0
-    """Weights in host memory; only with everything else there and sharded. For ``static``."""
+    """Fraction of weights in host memory; needs the other two fractions to be 1. For ``static``."""
     warmup_non_model_data_ratio: float = 0.8
-    """Part of the device's memory that is left to activations in the first step. For ``auto``."""
+    """Fraction of the device's memory left to activations in the first step. For ``auto``."""
     steady_cuda_cap_ratio: float = 0.9
-    """Part of the device's memory that is used from the second step on. For ``auto``."""
+    """Fraction of the device's memory used from the second step on. For ``auto``."""
     min_chunk_size_m: float = 32.0
-    """Least size of a chunk, in 2**20 elements. A smaller model is replicated, not sharded."""
+    """Minimum size of a chunk, in 2**20 elements. A smaller model is replicated, not sharded."""
     search_range_m: float = 32.0
-    """Sizes up to that much above the least are tried for the one that wastes least, in 2**20 elements."""
+    """Range above the minimum that is searched for the size with the least waste, in 2**20 elements."""
     hidden_dim: int = 1024
-    """Elements between two sizes that are tried."""
+    """Elements between two chunk sizes that are tried."""
     max_prefetch: int = 0
     """Chunks gathered ahead of their use."""
     pin_memory: bool = False
     """Keep a page-locked copy of every chunk in host memory: faster moves, more memory."""
     initial_scale: float = 2.0**16
-    """Of the loss, with ``precision=16-mixed``, as are the six that follow."""
+    """Initial loss scale. This and the six fields below are for ``precision=16-mixed``."""
     min_scale: float = 1.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -107,15 +107,15 @@ _OF_2022 = (
     *("use_chunk", "chunk_size", "enable_distributed_storage", "force_outputs_fp32", "gpu_margin_mem_ratio"),
     *("chunk_search_range", "chunk_search_n_grids", "min_chunk_size"),
 )
-"""Arguments of ``lightning-colossalai`` 0.1.0 and Lightning 1.8-1.9 that have other names now, or none; of those that
-keep their names, ``placement_policy`` could also be cuda or cpu."""
+"""Arguments of ``lightning-colossalai`` 0.1.0 and Lightning 1.8-1.9 that were renamed or removed. Of those that keep
+their names, ``placement_policy`` could also be cuda or cpu."""
 
 
 def config_of(config: ColossalAIConfig | None, given: Mapping[str, Any]) -> ColossalAIConfig:
-    """Return a configuration changed by arguments of today and of 2022.
+    """Return a configuration changed by current arguments and by those of 2022.
 
     Raises:
-        UsageError: An argument is unknown, contradicts another one, or means what does not exist any more.
+        UsageError: An argument is unknown, contradicts another one, or means a feature that no longer exists.
     """
     unknown = sorted(given.keys() - {*_FIELDS, *_OF_2022})
     if unknown:

@@ -32,10 +32,10 @@ class ColossalAIState(EngineState):
     def __init__(self, engine: ColossalAIEngine) -> None:
         self.engine = engine
         self.optimizer = engine.optimizer
-        """The optimizer that the state belongs to; another fit makes another."""
+        """The optimizer that the state belongs to; every fit creates another."""
 
     def parameter_shards(self) -> list[ParameterShard]:
-        """Return what this rank owns, as live tensors."""
+        """Return this rank's ranges, as live tensors."""
         slices = self._slices()
         shards = []
         for name, parameter in self.engine.parameters.items():
@@ -88,7 +88,7 @@ class ColossalAIState(EngineState):
             self.engine.refresh()
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Compute with other weights; the float32 masters stay what they are."""
+        """Compute with other weights; the float32 masters do not change."""
         with torch.no_grad():
             for name, parameter in self.engine.parameters.items():
                 begin, end = self.engine.master_range(parameter)[1:]
@@ -97,12 +97,12 @@ class ColossalAIState(EngineState):
             self.engine.written()
 
     def swap_out(self) -> None:
-        """Compute with the trained weights again: they are the masters, rounded as after a step."""
+        """Compute with the trained weights again: the masters, rounded as after a step."""
         with torch.no_grad():
             self.engine.refresh()
 
     def _slices(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each parameter to the parameter of this rank's range that the optimizer steps."""
+        """Map each parameter to the optimizer's parameter for this rank's range of it."""
         if self.optimizer is None:
             return {}
         real = self.optimizer.id_to_real_params

@@ -30,17 +30,17 @@ __all__ = ["ColossalAIConfig", "ColossalAIStrategy", "colossalai"]
 
 
 class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
-    """Train in ColossalAI's chunks: weights, gradients and optimizer states sharded, or in host memory.
+    """Strategy that puts weights, gradients and optimizer states in ColossalAI's chunks, sharded or in host memory.
 
     Usage: ``Trainer(strategy=ColossalAIStrategy(), precision="bf16-mixed")`` or ``Trainer(strategy="sd_colossalai")``.
-    The line of 2022, ``ColossalAIStrategy(use_chunk=True, enable_distributed_storage=True, placement_policy="auto")``,
-    works as it is. ``docs/colossalai.md`` says how to install ColossalAI and what it cannot do. The weights stay in
+    The call of 2022, ``ColossalAIStrategy(use_chunk=True, enable_distributed_storage=True, placement_policy="auto")``,
+    still works. ``docs/colossalai.md`` says how to install ColossalAI and what it cannot do. The weights stay in
     their chunks when a run ends.
 
     Args:
-        config: Where weights and optimizer states lie, how they are packed, how the loss is scaled.
-        timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
-        build_timeout_seconds: How long compiling one of ColossalAI's extensions may take.
+        config: Placement and packing of weights and optimizer states, and the loss scale.
+        timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
+        build_timeout_seconds: Time limit for compiling one of ColossalAI's extensions.
         **settings: Fields of ``ColossalAIConfig`` by name, on top of ``config``, or arguments of 2022.
 
     Raises:
@@ -86,7 +86,7 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
                 f"{WHO} cannot be used on another machine; see its message",
             )
             self.engine = self._build_engine(module)
-            self.model_to_device()  # what is left: parts that are not trained, and the module's own device
+            self.model_to_device()  # moves untrained parts, and sets the module's own device
         elif not self.engine.is_usable:
             raise UsageError(f"{WHO}: an exception has left a step half done; build the module and the trainer anew")
 
@@ -134,7 +134,7 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if checkpoint["state_dict"]:  # it is empty where PortableCheckpoint restores
+        if checkpoint["state_dict"]:  # empty if PortableCheckpoint restores them
             raise UsageError(
                 f"{WHO} cannot load Lightning's checkpoints; start from their weights with init_from=, or resume a "
                 "checkpoint folder of PortableCheckpoint"

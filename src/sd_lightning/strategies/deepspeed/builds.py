@@ -1,4 +1,4 @@
-"""Import DeepSpeed, and compile its extensions."""
+"""Import of DeepSpeed, and compilation of its extensions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _BUILDERS: dict[str, str] = {
     "pin_memory": "PinMemoryBuilder",
 }
 _ABANDONED_SECONDS = 3600.0
-"""A lock as old as this belongs to a process that was killed."""
+"""Age at which a lock is taken for that of a killed process."""
 
 
 def import_deepspeed(who: str) -> ModuleType:
     """Import DeepSpeed for the devices that this machine has.
 
     Raises:
-        UsageError: It is not installed.
+        UsageError: DeepSpeed is not installed.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
@@ -50,7 +50,7 @@ def check_buildable(extensions: Iterable[Extension], who: str, *, instead: str) 
     Args:
         extensions: Their names.
         who: What asks for them, e.g. ``"strategy.cpu_adam=true"``.
-        instead: What to write to do without.
+        instead: The setting to write to do without them.
 
     Raises:
         UsageError: Something is missing; the message says how to install it.
@@ -138,7 +138,7 @@ def _is_compiled(name: str) -> bool:
 
 
 def _waiting_for(name: str) -> str:
-    """Describe the lock of another process that compiles; torch waits for it, even after that process has died."""
+    """Return a log suffix about another process's lock, which torch waits for; delete an abandoned lock."""
     lock = _folder(name) / "lock"
     if lock.exists() and time.time() - lock.stat().st_mtime > _ABANDONED_SECONDS:
         lock.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Read a user's DeepSpeed configuration, correct its known mistakes, and check it.
+"""Reading, correction and checks of a user's DeepSpeed configuration.
 
-A configuration is the dictionary that DeepSpeed's documentation describes; a value of ``"auto"`` (a convention of
-Hugging Face's Trainer) leaves it to the run or to a default. The functions change nothing that they are given.
+A configuration is the dictionary that DeepSpeed's documentation describes. The value ``"auto"`` (a convention of
+Hugging Face's Trainer) leaves a key to the run or to a default. The functions do not modify their arguments.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def load(source: str | Path | Mapping[str, Any]) -> tuple[Config, list[str]]:
         source: A JSON file, or the dictionary itself.
 
     Returns:
-        The configuration, and one warning per thing that was translated or left out, each naming its key.
+        The configuration, and one warning per key that was translated or left out.
 
     Raises:
-        UsageError: The file cannot be read, or a key, stage or feature is one that cannot work; names the nearest key.
+        UsageError: The file cannot be read, a key is unknown (names the nearest), or a value cannot work.
     """
     who = name_of(source)
     import_deepspeed(who)
@@ -83,7 +83,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:
 
 
 def translate(config: Config, who: str) -> tuple[Config, list[str]]:
-    """Return the configuration with old and mistaken keys corrected, and a warning for each of them."""
+    """Return the configuration with old and mistaken keys corrected, and a warning for each."""
     config, warnings = copy.deepcopy(config), []
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
@@ -120,7 +120,7 @@ def translate(config: Config, who: str) -> tuple[Config, list[str]]:
 
 
 def _without_stage3(config: Config, who: str) -> list[str]:
-    """Remove what only stage 3 reads from the configuration of another stage."""
+    """Remove the keys of stage 3 from the configuration of another stage; return warnings."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage") not in (1, 2):
         return []
@@ -135,7 +135,7 @@ def check(config: Mapping[str, Any], who: str) -> None:
     """Check keys, stage and features.
 
     Raises:
-        UsageError: Naming the first wrong one, and the nearest key.
+        UsageError: One is wrong; names the first, and the nearest key.
     """
     for path, (harmless, reason) in REFUSED.items():
         value = get(config, path)
@@ -212,7 +212,7 @@ def _unknown(section: str, key: str, known: Collection[str]) -> str:
 
 
 def _ask_deepspeed(config: Mapping[str, Any], who: str) -> None:
-    """Let DeepSpeed check types and values, with sizes that fit each other."""
+    """Let DeepSpeed check types and values, with consistent batch sizes instead of the user's."""
     import pydantic
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -230,10 +230,10 @@ def _ask_deepspeed(config: Mapping[str, Any], who: str) -> None:
 
 
 def optimizer_of(config: Mapping[str, Any], who: str) -> tuple[str, Config] | None:
-    """Return the optimizer that a file asks for: torch's class and the hyper-parameters that are given.
+    """Return a file's optimizer, as torch's class and the explicit hyper-parameters; None if it sets none.
 
     Raises:
-        UsageError: It is none that torch has, or has unknown hyper-parameters.
+        UsageError: It is not Adam or AdamW, or a hyper-parameter is unknown or not supported.
     """
     section = config.get("optimizer")
     if not isinstance(section, Mapping) or section.get("type", AUTO) == AUTO:
@@ -246,7 +246,7 @@ def optimizer_of(config: Mapping[str, Any], who: str) -> tuple[str, Config] | No
             f"{who}: optimizer.type={kind}; expected AdamW or Adam, or choose optimizer=sgd and remove the section"
         )
     for flag in ("torch_adam", "legacy_fusion", "fp32_optimizer_states", "foreach"):
-        params.pop(flag, None)  # how it is computed
+        params.pop(flag, None)  # they choose an implementation
     if params.pop("adam_w_mode", True) is False:
         target = "torch.optim.Adam"
     for flag, expected in (("bias_correction", True), ("amsgrad", False)):

@@ -19,8 +19,8 @@ def checkpointed_blocks(module: nn.Module) -> list[Any]:
 def checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:
     """Call a block, keep its inputs in host memory, and recompute it in backward.
 
-    DeepSpeed's own function empties the inputs in place: it serves stacks of layers, not a UNet, whose time embedding
-    and skip connections are inputs of many blocks. The reentrant kind is the one that saves inputs through hooks.
+    DeepSpeed's own function empties the inputs in place. That suits stacks of layers, but not a UNet, whose time
+    embedding and skip connections are inputs of many blocks. Only reentrant checkpointing saves inputs through hooks.
     """
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *args, use_reentrant=True)

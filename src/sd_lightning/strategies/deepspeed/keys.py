@@ -17,7 +17,7 @@ MOVED = {
     "zero_optimization.cpu_offload_params": "zero_optimization.offload_param.device",
     "zero_optimization.cpu_offload_use_pin_memory": "zero_optimization.offload_optimizer.pin_memory",
 }
-"""What the keys of old releases, and of examples that never worked, are called."""
+"""Key of an old release, or of an example that never worked -> its current name."""
 
 WITHOUT_EFFECT = {
     "activation_checkpointing.partition_activations": "it divides activations over the ranks of a model-parallel group",
@@ -29,7 +29,7 @@ WITHOUT_EFFECT = {
     "vocabulary_size": "nothing reads it",
     "dataloader_drop_last": "data are sd_lightning's own",
 }
-"""Harmless keys that change nothing here, and why."""
+"""Harmless keys that have no effect here -> the reason."""
 
 KEYS: dict[str, frozenset[str]] = {
     "": frozenset(
@@ -47,7 +47,7 @@ KEYS: dict[str, frozenset[str]] = {
     ),
     "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
 }
-"""Keys by section; DeepSpeed is asked for those of other sections."""
+"""Known keys by section; DeepSpeed itself gives those of other sections."""
 SECTIONS = (
     *KEYS,
     *("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "fp16", "bf16"),
@@ -102,4 +102,4 @@ REFUSED: dict[str, tuple[Collection[Any], str]] = {
     "progressive_layer_drop.enabled": ((False,), GONE),
     "eigenvalue.enabled": ((False,), GONE),
 }
-"""What a file may say of features that cannot work here (values that switch them off), and why they cannot."""
+"""Path of a feature that cannot work here -> the accepted values, which switch it off, and the reason."""

@@ -1,8 +1,8 @@
-"""Read pretrained weights into ZeRO-3's partitions, with one whole parameter at a time in memory.
+"""Loading of pretrained weights into ZeRO-3's partitions, with one whole parameter in memory at a time.
 
-DeepSpeed has no way to fill a partition alone. Its ``zero.Init`` takes whole parameters, broadcasts the first rank's
-values and keeps each rank's range, so the first rank reads every tensor of the files, and no rank holds more than its
-partitions and one tensor. The engine then packs the partitions into flat tensors by way of a copy of them all.
+DeepSpeed cannot fill a single partition. Its ``zero.Init`` takes whole parameters, broadcasts rank 0's values and keeps
+each rank's range. So rank 0 reads every tensor of the files, and no rank holds more than its partitions and one tensor.
+The engine then copies all partitions to pack them into flat tensors.
 
 Measured on two gloo ranks with 150 M float32 weights (blocks of sd21's UNet; 300 MB a rank, the largest tensor 29 MB):
 392 and 427 MB at the peak of partitioning, 1415 and 1460 MB with the engine's flat weights, gradients and buckets.
@@ -44,15 +44,15 @@ class _InTurn(nn.Module):
 def partition_deferred(
     module: pl.LightningModule, config: dict[str, Any], device: torch.device
 ) -> dict[str, DeferredWeights]:
-    """Partition the networks whose weights are still in their files, and fill them; a collective call.
+    """Partition and fill the networks whose weights are still in their files; a collective call.
 
     Args:
         module: The LightningModule.
         config: The engine's configuration.
-        device: Where whole parameters are made.
+        device: Device on which whole parameters are created.
 
     Returns:
-        The weights by network, for what the engine's compute type has rounded away.
+        The weights by network, to restore what the engine's compute dtype rounds away.
     """
     import deepspeed
 
@@ -71,7 +71,7 @@ _COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def exact_weights(module: nn.Module, deferred: Mapping[str, DeferredWeights]) -> dict[str, ReadRange]:
-    """Return readers of the exact float32 values of trained parameters, which an engine rounds to its compute type."""
+    """Return readers of trained parameters' exact float32 values, which an engine rounds to its compute dtype."""
     weights: dict[str, ReadRange] = {}
     for name, parameter in module.named_parameters():
         network, _, key = name.partition(".")
@@ -89,9 +89,9 @@ def _copy_range(values: Tensor, out: Tensor, begin: int, end: int) -> None:
 
 
 def register_external_parameters(module: nn.Module) -> None:
-    """Tell ZeRO-3 of weights that a module reads from its child: CLIP's embeddings look at a shape in theirs.
+    """Register with ZeRO-3 the weights that a module reads from its child, as CLIP's embeddings do for a shape.
 
-    DeepSpeed finds them by itself only inside its engine's forward, and pictures are drawn outside of it.
+    DeepSpeed finds them by itself only inside its engine's forward, and sampling runs outside of it.
     """
     from deepspeed.runtime.zero import register_external_parameter
 

@@ -1,4 +1,4 @@
-"""Read and write nested dictionaries, such as DeepSpeed's configuration, by dotted paths."""
+"""Access to nested dictionaries, such as DeepSpeed's configuration, by dotted paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 Config = dict[str, Any]
 
 AUTO = "auto"
-"""What a configuration leaves to the run."""
+"""Value of a key that a configuration leaves to the run."""
 ABSENT = object()
 
 
@@ -31,7 +31,7 @@ def explicit(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted paths and values."""
+    """Yield the dotted path and value of every leaf."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")
@@ -76,12 +76,12 @@ def remove(config: Config, path: str) -> None:
 
 
 def equal(ours: Any, theirs: Any) -> bool:
-    """Compare two values; a list equals a tuple of the same."""
+    """Return whether two values are equal; a list equals a tuple of the same items."""
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
         return list(ours) == list(theirs)
     return bool(ours == theirs)
 
 
 def text(value: Any) -> str:
-    """Write a value as a configuration file does."""
+    """Return a value as JSON, as in a configuration file."""
     return json.dumps(value, default=str)

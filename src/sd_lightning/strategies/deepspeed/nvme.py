@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 with optimizer states on a disk: the folder of swap files, and the training state in them."""
+"""DeepSpeed ZeRO-3 with optimizer states on a disk: the folder of swap files, and their training state."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _BLOCK = 4096
 
 
 def check_swap_path(path: str | None) -> Path:
-    """Check that DeepSpeed can swap to a folder: it is there, can be written to, and takes direct I/O.
+    """Check that DeepSpeed can swap to a folder: it exists, is writable, and supports direct I/O.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: DeepSpeed cannot swap there.
     """
     who = f"strategy.nvme_path={path}"
     if path is None:
@@ -74,8 +74,8 @@ def _write_directly(path: Path) -> None:
 class SwapFolder:
     """A folder for this process's swap files alone, which is removed when the run ends.
 
-    DeepSpeed names files by parameter alone and never removes them. Folders of runs that were killed are removed by
-    the next run: whoever is alive holds a lock in his.
+    DeepSpeed names files by parameter alone and never removes them. The next run removes the folders of killed runs: a
+    live process holds a lock in its folder.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -98,7 +98,7 @@ class SwapFolder:
             try:
                 lock = os.open(folder / _LOCK, os.O_RDWR)
             except OSError:
-                continue  # being made, of another user, or the trial of check_swap_path
+                continue  # just being created, another user's, or the trial of check_swap_path
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -110,10 +110,10 @@ class SwapFolder:
 
 
 class SwappedZero3State(Zero3State):
-    """ZeRO-3 whose float32 weights and optimizer states lie in swap files between steps.
+    """Training state of ZeRO-3 with float32 weights and optimizer states in swap files between steps.
 
-    What is read goes straight from the files, one range at a time. What is written passes through DeepSpeed's own
-    buffers, one flat tensor at a time. Small flat tensors (under 1 MiB) are never swapped, and stay as they are.
+    Reads go straight to the files, one range at a time. Writes pass through DeepSpeed's own buffers, one flat tensor at
+    a time. Small flat tensors (under 1 MiB) are never swapped.
     """
 
     @override

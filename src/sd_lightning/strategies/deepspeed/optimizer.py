@@ -1,4 +1,4 @@
-"""Check that optimizers can step DeepSpeed's shards, and replace torch's Adam by DeepSpeed's CPU Adam."""
+"""Checks of optimizers for DeepSpeed's shards, and replacement of torch's Adam by DeepSpeed's CPU Adam."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sd_lightning.strategies.adam import is_adam, replace_adam, unsupported_opti
 from sd_lightning.strategies.networks import is_quantised
 
 _WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
-"""Optimizers that look at whole matrices or at all weights: a rank has a flat range of them."""
+"""Optimizers that need whole matrices or all weights, while a rank has only a flat range."""
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose states are not one value per weight.
+    """Raise if an optimizer's states are not one value per weight.
 
     Raises:
-        UsageError: Naming it and the reason.
+        UsageError: They are not; names the optimizer and the reason.
     """
     name = type(optimizer).__name__
     told = f"{name} cannot step DeepSpeed's shards, flat ranges of many weights"
@@ -27,10 +27,10 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def check_cpu_adam(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that DeepSpeed's CPU Adam cannot replace.
+    """Raise if DeepSpeed's CPU Adam cannot replace an optimizer.
 
     Raises:
-        UsageError: It is not torch's Adam or AdamW, or uses what CPU Adam does not have.
+        UsageError: It is not torch's Adam or AdamW, or uses an option that CPU Adam lacks.
     """
     remedy = "write strategy.cpu_adam=false to step with torch's optimizer"
     if not is_adam(optimizer):

@@ -1,7 +1,7 @@
-"""Settle a run's settings between a DeepSpeed file, the command line and our defaults.
+"""Precedence of settings between a DeepSpeed file, the command line and our defaults.
 
-Explicit values of the file beat the defaults of our YAML. What a command line or a Python caller sets is no default:
-there the two have to agree, or the run does not start.
+Explicit values of the file override the defaults of our YAML. Values that the command line or a Python caller sets are
+not defaults: they have to agree with the file, or the run does not start.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SAME = {
     "trainer.gradient_clip_val": "gradient_clipping",
     "data.batch_size": "train_batch_size",
 }
-"""Settings of a run and what a DeepSpeed file calls them."""
+"""Key of a run's setting -> its path in a DeepSpeed file."""
 
 
 def precision(config: Mapping[str, Any]) -> str | None:
-    """Return the precision of a file by Lightning's name; None leaves it to the trainer."""
+    """Return a file's precision by Lightning's name; None if the file leaves it to the trainer."""
     if get(config, "fp16.enabled") is True:
         return "16-mixed"
     return "bf16-mixed" if get(config, "bf16.enabled") is True else None
@@ -44,7 +44,7 @@ def check_precision(config: Mapping[str, Any], chosen: str, who: str, *, on_cuda
     """Compare a file's fp16 and bf16 sections with the trainer's precision and the device.
 
     Raises:
-        UsageError: They contradict each other, or the device is a CPU and the precision float16.
+        UsageError: They contradict each other, or the precision is float16 on a CPU.
     """
     kind = {"16-": "fp16", "bf1": "bf16"}.get(chosen[:3])
     for name in ("fp16", "bf16"):
@@ -75,15 +75,13 @@ def settle(
 ) -> Config:
     """Return the settings of a run that a file's explicit values replace.
 
-    The file beats the defaults of our YAML. What a command line sets is no default: there the two have to agree.
-
     Args:
-        config: From :func:`load`.
+        config: A configuration from :func:`load`.
         run: The run's nested settings: strategy, trainer, data, optimizer.
         overridden: Dotted keys (``trainer.precision``) and groups (``optimizer``) that the command line sets.
         world_size: Number of processes.
         on_cuda: Whether the run computes on CUDA devices.
-        who: How messages call the file.
+        who: The file's name in messages.
 
     Returns:
         Values by dotted key, only those that change.
@@ -119,13 +117,13 @@ def settle(
 
 
 def _wanted(config: Mapping[str, Any], run: Mapping[str, Any], world_size: int, who: str) -> dict[str, tuple[str, Any]]:
-    """Return a file's explicit values by the keys of a run: their paths in the file, and the values."""
+    """Return a file's explicit values by run key, as (path in the file, value)."""
     wanted: dict[str, tuple[str, Any]] = {}
     for key, path in SAME.items():
         value = get(config, path)
         if value not in (ABSENT, AUTO) and get(run, key) is not ABSENT:
             if isinstance(value, float) and value.is_integer() and isinstance(get(run, key), int):
-                value = int(value)  # JSON says 5e7 for 50000000, too
+                value = int(value)  # JSON may write 50000000 as 5e7
             wanted[key] = (path, value)
     accumulate = wanted.get("trainer.accumulate_grad_batches", ("", run["trainer"]["accumulate_grad_batches"]))[1]
     micro = get(config, "train_micro_batch_size_per_gpu")

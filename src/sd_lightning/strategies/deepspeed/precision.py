@@ -17,11 +17,11 @@ from sd_lightning.strategies.engine_precision import EnginePrecision
 
 
 class DeepSpeedPrecision(EnginePrecision, LightningDeepSpeedPrecision):
-    """Lightning's plugin for modules that may keep their batches, and with the engine's step left to the strategy."""
+    """Lightning's plugin with support of ``keeps_batches``, and with the engine's step left to the strategy."""
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Make new tensors in the type of the weights: the engine has that type for "-mixed", too, and no autocast."""
+        """Create new tensors in the weights' dtype: the engine uses it for "-mixed", too, without autocast."""
         if self._keeps_batches or self._desired_dtype == torch.float32:
             return nullcontext()
         half = HalfPrecision("bf16-true" if self._desired_dtype == torch.bfloat16 else "16-true")
@@ -29,7 +29,7 @@ class DeepSpeedPrecision(EnginePrecision, LightningDeepSpeedPrecision):
 
     @override
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
-        """Call the hooks before a step once per step: with accumulation the engine is asked for every batch."""
+        """Call the pre-step hooks once per optimizer step: with accumulation, the engine steps for every batch."""
         engine: Any = model.trainer.model
         if engine.is_gradient_accumulation_boundary():
             super()._after_closure(model, optimizer)

@@ -1,4 +1,4 @@
-"""Merge our arguments and a user's DeepSpeed configuration, and check them before processes start."""
+"""Our arguments merged with a user's DeepSpeed configuration, and checked before processes start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _DEFAULTS: Config = {
     },
 }
 _NVME_SUB_GROUP_SIZE = 100_000_000
-"""Elements that swap at once: four buffers of so many float32 values are held in host memory."""
+"""Elements swapped at once; host memory holds four buffers of this many float32 values."""
 
 
 @dataclass(frozen=True)
@@ -52,39 +52,39 @@ class Buckets:
     allgather_bucket_size: int | None = None
     """Elements gathered at once (stages 1 and 2); 200 million if not given."""
     overlap_comm: bool | None = None
-    """Reduce gradients while backward goes on; true if not given."""
+    """Reduce gradients during backward; true if not given."""
     stage3_param_persistence_threshold: int | None = None
     """Parameters with fewer elements stay whole on every rank (stage 3); 100 000 if not given."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What leaves the device, and where to."""
+    """What is offloaded from the device, and where to."""
 
     optimizer: Literal["none", "cpu", "nvme"] | None = None
-    """Optimizer states and float32 weights: in host memory, or on a disk (stage 3)."""
+    """Optimizer states and float32 weights: to host memory, or to a disk (stage 3)."""
     parameters: Literal["none", "cpu"] | None = None
-    """Weights that are not computed with at the moment (stage 3)."""
+    """Weights that are not in use at the moment (stage 3)."""
     nvme_path: str | None = None
     """Folder on a fast local disk for ``optimizer="nvme"``."""
     cpu_adam: bool | None = None
-    """Step offloaded states with DeepSpeed's CPU Adam, which is compiled once per machine, in the place of torch's
-    Adam or AdamW, with its hyper-parameters; true if not given. False leaves the optimizer that the module has."""
+    """Step offloaded states with DeepSpeed's CPU Adam (compiled once per machine) instead of torch's Adam or AdamW,
+    with the same hyper-parameters; true if not given. False keeps the module's optimizer."""
 
 
 class DeepSpeedSettings:
-    """Our arguments and DeepSpeed's own configuration as one.
+    """Our arguments merged with DeepSpeed's own configuration.
 
     Args:
         config: DeepSpeed's configuration: a JSON file or a dictionary.
         stage: ZeRO stage.
-        offload: What leaves the device.
+        offload: What is offloaded.
         buckets: Sizes of messages.
         cpu_checkpointing: Keep the activations of checkpointed blocks in host memory.
 
     Raises:
-        UsageError: The configuration is wrong or contradicts an argument, something to compile an extension with is
-            missing, or the swap folder cannot be used.
+        UsageError: The configuration is wrong or contradicts an argument, a tool to compile an extension is missing, or
+            the swap folder is unusable.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class DeepSpeedSettings:
 
     @property
     def offload_device(self) -> str:
-        """Where optimizer states are: ``none`` (beside the gradients), ``cpu`` or ``nvme``."""
+        """Place of optimizer states: ``none`` (beside the gradients), ``cpu`` or ``nvme``."""
         return str(self.get("zero_optimization.offload_optimizer.device", "none"))
 
     @property
@@ -131,7 +131,7 @@ class DeepSpeedSettings:
 
     @property
     def extensions(self) -> list[Extension]:
-        """What has to be compiled before the first step."""
+        """DeepSpeed's extensions to compile before the first step."""
         adam: list[Extension] = ["cpu_adam"] if self.uses_cpu_adam else []
         return [*adam, "async_io"] if self.offload_device == "nvme" else adam
 
@@ -151,10 +151,10 @@ class DeepSpeedSettings:
             check_buildable(["async_io"], "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu")
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Compare a run's parts with the configuration.
+        """Compare the trainer and the module with the configuration.
 
         Raises:
-            UsageError: They cannot go together.
+            UsageError: They do not fit the configuration.
         """
         same = (
             ("gradient_accumulation_steps", "trainer.accumulate_grad_batches", trainer.accumulate_grad_batches),
@@ -186,16 +186,16 @@ class DeepSpeedSettings:
                 "strategy.cpu_checkpointing=true keeps checkpointed activations in host memory, and no block is "
                 "checkpointed; write speed.gradient_checkpointing=true too"
             )
-        if not self._has_warned:  # this is checked before processes start, and again when they have
+        if not self._has_warned:  # this runs before processes start, and again afterwards
             _warn("%s: %s has no effect without speed.gradient_checkpointing=true", self.who, _CHECKPOINTING)
         self._has_warned = True
 
     def engine_config(self, trainer: Any, *, swap_folder: Path | None) -> Config:
-        """Return what ``deepspeed.initialize`` gets.
+        """Return the configuration for ``deepspeed.initialize``.
 
         Args:
-            trainer: Its sizes and precision fill "auto" in.
-            swap_folder: Where this process swaps to.
+            trainer: Its sizes and precision replace "auto".
+            swap_folder: Folder of this process's swap files; None without NVMe.
         """
         accumulate, batch_size = trainer.accumulate_grad_batches, global_batch_size(trainer)
         micro = self.get("train_micro_batch_size_per_gpu", 1)
@@ -208,7 +208,7 @@ class DeepSpeedSettings:
             clip=trainer.gradient_clip_val,
             chosen_precision=str(trainer.precision),
         )
-        # The optimizer is the module's, or CPU Adam by our option: never a surprise of the engine's.
+        # The optimizer is the module's, or CPU Adam by our option; the engine must not choose another.
         config["zero_force_ds_cpu_optimizer"] = False
         if swap_folder is not None:
             zero = config["zero_optimization"]
@@ -218,7 +218,7 @@ class DeepSpeedSettings:
 
 
 def _as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:
-    """Write arguments as DeepSpeed's configuration, without those that were not given."""
+    """Return the given arguments as a DeepSpeed configuration, without those that are None."""
     given = {
         "stage": stage,
         "cpu_checkpointing": cpu_checkpointing,

@@ -1,8 +1,8 @@
-"""Where DeepSpeed keeps a parameter: the flat partitions of ZeRO-1/2/3 as ``ParameterShard``s.
+"""The flat partitions of ZeRO-1/2/3 as ``ParameterShard``s.
 
-DeepSpeed packs the parameters of an optimizer group into one flat tensor and gives each rank a range of it
-(stages 1 and 2), or gives each rank a range of every parameter and packs those (stage 3). The table of
-(parameter, its range) -> (group, offset in this rank's flat tensor) is built here from the engine's own lists.
+Stages 1 and 2 pack the parameters of an optimizer group into one flat tensor and give each rank a range of it. Stage 3
+gives each rank a range of every parameter and packs those. This module builds the table (parameter, range) ->
+(group, offset in this rank's flat tensor) from the engine's own lists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OTHER_LAYOUT = "this DeepSpeed release lays them out differently"
 
 @dataclass(frozen=True)
 class Fragment:
-    """A range of a parameter and where this rank's flat tensors hold it."""
+    """A range of a parameter and its place in this rank's flat tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Fragment:
     group: int
     """Index of the flat tensor."""
     offset: int
-    """First element in it."""
+    """First element in the flat tensor."""
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the fragment's view of its flat tensor."""
@@ -45,7 +45,7 @@ class Fragment:
 
 
 class DeepSpeedState(EngineState):
-    """What ZeRO-1/2 and ZeRO-3 have in common: flat float32 tensors that a torch optimizer steps.
+    """Training state common to ZeRO-1/2 and ZeRO-3: flat float32 tensors that a torch optimizer steps.
 
     Args:
         zero: ``engine.optimizer``.
@@ -53,7 +53,7 @@ class DeepSpeedState(EngineState):
     """
 
     overflow_switches: ClassVar[tuple[str, ...]]
-    """What the engine looks at in a step to find out whether gradients have overflowed, the check first."""
+    """Attributes of ``zero`` that tell a step whether gradients overflowed, the check function first."""
 
     def __init__(self, zero: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.zero = zero
@@ -72,17 +72,17 @@ class DeepSpeedState(EngineState):
         raise NotImplementedError
 
     def _compute(self, fragment: Fragment) -> Tensor:
-        """Return what this rank computes with in the fragment's place, flat."""
+        """Return this rank's compute weights of a fragment, flat."""
         raise NotImplementedError
 
     def _begin_refresh(self) -> None:
         """Prepare for new compute weights."""
 
     def _refresh(self, group: int) -> None:
-        """Make the compute weights of a flat tensor what its float32 weights say, while it is resident."""
+        """Update a flat tensor's compute weights from its float32 weights, while it is resident."""
 
     def _end_refresh(self) -> None:
-        """Bring the new compute weights to all ranks."""
+        """Distribute the new compute weights to all ranks."""
         raise NotImplementedError
 
     @override
@@ -90,7 +90,7 @@ class DeepSpeedState(EngineState):
         return [self.zero.optimizer]
 
     def parameter_shards(self) -> list[ParameterShard]:
-        """Return the ranges that this rank owns."""
+        """Return this rank's ranges."""
         return [ParameterShard(f.name, f.shape, f.begin, f.end, *self._tensors(f)) for f in self.fragments]
 
     def _tensors(self, fragment: Fragment) -> tuple[LazyTensor, dict[str, LazyTensor], dict[str, Any]]:
@@ -124,12 +124,12 @@ class DeepSpeedState(EngineState):
                     self._load_states(flat, fragments, saved, read)
 
     def restore_precision(self, weights: Mapping[str, Callable[[Tensor, int, int], None]]) -> None:
-        """Take float32 weights from before the engine rounded them to its compute type.
+        """Restore the exact float32 weights, which the engine rounded to its compute dtype.
 
-        Where another rank's weights were broadcast, they stay what the engine made of them.
+        Where a weight does not round to the engine's, another rank's was broadcast; the engine's stays.
 
         Args:
-            weights: Parameter -> what fills a tensor with its flat range ``[begin, end)``.
+            weights: Parameter name -> function that fills a tensor with its flat range ``[begin, end)``.
         """
         with self._writing() as flats:
             for flat, fragments in flats:
@@ -143,7 +143,7 @@ class DeepSpeedState(EngineState):
 
     @contextmanager
     def _writing(self) -> Iterator[Iterator[tuple[Tensor, list[Fragment]]]]:
-        """Yield the flat tensors with their fragments, each to be written to; then compute with what was written."""
+        """Yield the flat tensors with their fragments for writing, and then refresh the compute weights."""
 
         def flats() -> Iterator[tuple[Tensor, list[Fragment]]]:
             for group in range(len(self._flats())):
@@ -158,7 +158,7 @@ class DeepSpeedState(EngineState):
 
     @contextmanager
     def _resident(self, group: int) -> Iterator[Tensor]:
-        """Have a flat tensor and its optimizer states in memory."""
+        """Yield a flat tensor while it and its optimizer states are in memory."""
         yield self._flats()[group]
 
     def _load_states(
@@ -188,7 +188,7 @@ class DeepSpeedState(EngineState):
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
-        """Let the engine's step inside the block drop its gradients, as after an overflow: nothing is left of them."""
+        """Make the engine's step inside the block drop all gradients, as after an overflow."""
 
         def overflow(*_: Any, **__: Any) -> None:
             self.zero.overflow = True
@@ -203,7 +203,7 @@ class DeepSpeedState(EngineState):
                 setattr(self.zero, name, value)
 
     def _check_complete(self) -> None:
-        """Fail loudly if a DeepSpeed release arranges its partitions in another way; a collective call."""
+        """Raise if the fragments miss elements, as with a changed DeepSpeed layout; a collective call."""
         total = _sum_over_ranks(sum(fragment.end - fragment.begin for fragment in self.fragments))
         expected = sum(math.prod(shape) for shape in self._shapes.values())
         if total != expected:
@@ -212,7 +212,7 @@ class DeepSpeedState(EngineState):
             )
 
     def _check_layout(self) -> None:
-        """Fail loudly if a fragment is not where the table says: what is computed with is the rounded master."""
+        """Raise if a fragment's compute weights are not its rounded master weights; a collective call."""
         wrong = None
         for fragment in self.fragments:
             computed = self._compute(fragment)

@@ -47,21 +47,21 @@ __all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
 
 
 class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
-    """Shard optimizer states (stage 1), gradients (2) and weights (3) over all processes with DeepSpeed.
+    """Strategy that shards optimizer states (stage 1), gradients (2) and weights (3) with DeepSpeed.
 
     Usage: ``Trainer(strategy=DeepSpeedStrategy(stage=2), devices=2)`` or ``Trainer(strategy="sd_deepspeed_zero2")``.
 
     Args:
-        stage: ZeRO stage 1, 2 or 3; 2 if neither this nor the configuration says one.
+        stage: ZeRO stage 1, 2 or 3; 2 if neither this nor the configuration sets it.
         config: DeepSpeed's own configuration: a JSON file or a dictionary. "auto" is filled in from the run.
-        offload: What leaves the device.
+        offload: What is offloaded.
         buckets: Sizes of DeepSpeed's messages.
         cpu_checkpointing: Keep the activations of checkpointed blocks in host memory.
-        timeout_seconds: A collective that takes longer, or a rank that is silent that long, ends the run.
+        timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
 
     Raises:
-        UsageError: The configuration is wrong or contradicts an argument, something to compile an extension with is
-            missing, or the swap folder cannot be used.
+        UsageError: The configuration is wrong or contradicts an argument, a tool to compile an extension is missing, or
+            the swap folder is unusable.
     """
 
     owns_precision = True
@@ -104,7 +104,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         if isinstance(plugin, DeepSpeedPrecision) or not isinstance(plugin, LightningDeepSpeedPrecision):
             return plugin
         chosen: Any = plugin.precision
-        if chosen == "32-true":  # Lightning's default as well
+        if chosen == "32-true":  # may be Lightning's default
             chosen = precedence.precision(self.settings.config) or chosen
         precedence.check_precision(self.settings.config, chosen, self.settings.who, on_cuda=self._on_cuda)
         return DeepSpeedPrecision(chosen)
@@ -132,7 +132,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         if self._on_cuda:
             super().setup_environment()
             return
-        # gloo serves all collectives: without this DeepSpeed compiles a shared-memory extension.
+        # gloo serves all collectives; otherwise DeepSpeed would compile a shared-memory extension.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         ParallelStrategy.setup_environment(self)
         with self.joining():
@@ -160,7 +160,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def _format_config(self) -> None:
-        """Make the engine's configuration, now that the run's sizes are known."""
+        """Build the engine's configuration, now that the run's sizes are known."""
         assert self.lightning_module is not None
         if self.settings.offload_device == "nvme":
             self._swap_folder = SwapFolder(check_swap_path(self.settings.nvme_path))
@@ -176,7 +176,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
-        """Give the engine the model, and its float32 weights back what the engine's cast has rounded away."""
+        """Give the engine the model, and restore the float32 weights that the engine's cast has rounded."""
         exact: dict[str, ReadRange] = {}
         if str(self.precision_plugin.precision).endswith("-mixed"):
             exact = exact_weights(model, self._deferred)
@@ -188,7 +188,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def init_deepspeed(self) -> None:
-        """Partition what is still in its files, which the engine could only do with the whole in memory."""
+        """Partition deferred weights first, as the engine would need all of them in memory at once."""
         if self.loads_weights:
             assert isinstance(self.config, dict) and self.lightning_module is not None
             self._deferred = partition_deferred(self.lightning_module, self.config, self.root_device)
@@ -238,7 +238,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        torch.nn.functional.linear = self._linear  # ZeRO-3's would compute whatever this process trains next
+        torch.nn.functional.linear = self._linear  # later training in this process would use ZeRO-3's
         if self._swap_folder is not None and self.is_together:
             self._swap_folder.remove()
 

@@ -12,7 +12,7 @@ from sd_lightning.strategies.deepspeed.state import DeepSpeedState, Fragment
 
 
 class Zero12State(DeepSpeedState):
-    """ZeRO-1 and ZeRO-2: one flat tensor per group, of which each rank steps a range; weights are replicated."""
+    """Training state of ZeRO-1/2: each rank steps a range of one flat tensor per group; weights are replicated."""
 
     overflow_switches = ("check_overflow", "check_grad_overflow")
 
@@ -49,7 +49,7 @@ class Zero12State(DeepSpeedState):
         self.zero.update_lp_params()
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Write other weights into this rank's range of the compute weights and gather the rest."""
+        """Write other weights into this rank's range of the compute weights, and all-gather them."""
         ours = [
             (partitions, dist.get_rank(group=group), group)
             for partitions, group in zip(
@@ -63,5 +63,5 @@ class Zero12State(DeepSpeedState):
             dist.all_gather(partitions, partitions[rank].clone(), group=group)
 
     def swap_out(self) -> None:
-        """Compute with the trained weights again: they are the float32 partitions, rounded as after a step."""
+        """Restore the trained compute weights: the float32 partitions, rounded as after a step."""
         self.zero.update_lp_params()

@@ -14,7 +14,7 @@ from sd_lightning.strategies.deepspeed.state import DeepSpeedState, Fragment
 
 
 class Zero3State(DeepSpeedState):
-    """ZeRO-3: every rank keeps a range of each parameter, packed into flat tensors by sub-group."""
+    """Training state of ZeRO-3: every rank keeps a range of each parameter, packed into flat tensors by sub-group."""
 
     overflow_switches = ("_overflow_check_and_loss_scale_update",)
     _trained: list[Tensor | None] | None = None
@@ -52,7 +52,7 @@ class Zero3State(DeepSpeedState):
 
     @override
     def _begin_refresh(self) -> None:
-        """Free gathered copies: they would be used instead of what is written to the partitions."""
+        """Free gathered copies, which would be used instead of the newly written partitions."""
         self.zero.parameter_offload.partition_all_parameters()
 
     @override
@@ -60,7 +60,7 @@ class Zero3State(DeepSpeedState):
         self.zero._reassign_or_swap_out_partitioned_parameters(group)
 
     @override
-    @torch.inference_mode(False)  # what is gathered for a validation may be trained with next
+    @torch.inference_mode(False)  # weights gathered for a validation may be trained next
     @torch.no_grad()
     def _end_refresh(self) -> None:
         persistent = self.zero.persistent_parameters
@@ -73,7 +73,7 @@ class Zero3State(DeepSpeedState):
             raise RuntimeError("swap_in called twice without swap_out")
         self._begin_refresh()
         compute = self.zero.fp16_partitioned_groups_flat
-        # In float32 training the compute weights may be the masters themselves; elsewhere the masters tell them.
+        # In float32 training the compute weights may be the masters themselves; otherwise the masters restore them.
         self._trained = [
             flat.detach().clone() if master.data_ptr() == flat.data_ptr() else None
             for flat, master in zip(compute, self._flats(), strict=True)
@@ -83,7 +83,7 @@ class Zero3State(DeepSpeedState):
         self._end_refresh()
 
     def swap_out(self) -> None:
-        """Compute with the trained weights again, rounded as after a step."""
+        """Restore the trained compute weights, rounded as after a step."""
         if self._trained is None:
             raise RuntimeError("swap_out called without swap_in")
         self._begin_refresh()

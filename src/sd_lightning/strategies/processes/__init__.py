@@ -1,1 +1,1 @@
-"""The processes of a run: how they come together and part, and what ends them when one dies or hangs."""
+"""Process group setup and teardown, and the watchdog that ends a run when a rank dies or hangs."""

@@ -1,4 +1,4 @@
-"""How the processes of a run come together, are watched, and part."""
+"""Setup, watchdog and teardown of a run's process group."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 
 
 class ProcessWatch:
-    """The watch over the default process group of this process; it outlives the strategies of several fits."""
+    """The watchdog of this process's default process group; it outlives strategies, and several fits share it."""
 
     def __init__(self) -> None:
         self._watchdog: Watchdog | None = None
         self._group: dist.ProcessGroup | None = None
         self._starts = 0
-        """Watchdogs that there have been in the group before this one."""
+        """Number of earlier watchdogs in the group."""
 
     def begin(self, rank: int, world_size: int, timeout_seconds: float) -> None:
-        """Start watching, unless an earlier strategy did; called by all ranks."""
+        """Start the watchdog unless an earlier strategy did; called by all ranks."""
         is_same = self._group is dist.group.WORLD
         if is_same and (self._watchdog is None or self._watchdog.is_alive()):
             if self._watchdog is not None:
@@ -53,28 +53,28 @@ class ProcessWatch:
                 thread._child_processes = []  # it would kill this process before the watchdog can say why
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks that this one raised; they end. Returns when they have, or within seconds."""
+        """Tell the other ranks that this one raised, so they end; return after that, or at a timeout."""
         if self._watchdog is not None:
             self._watchdog.fail(error)
 
     @property
     def blames_another_rank(self) -> bool:
-        """Whether this process is ending because of another rank, which the watchdog has named."""
+        """Whether this process ends because of another rank, which the watchdog has named."""
         watchdog = self._watchdog
         if watchdog is None or watchdog.cause is None or watchdog.failure is None:
             return False
         return watchdog.failure.in_collective and watchdog.rank not in watchdog.cause.ranks
 
     def end(self) -> None:
-        """Stop watching and destroy the process group."""
+        """Stop the watchdog and destroy the process group."""
         if self._watchdog is not None:
             self._watchdog.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _at_exit(self) -> None:
-        """End what a script that does not call :func:`leave_process_group` left open."""
-        error: BaseException | None = getattr(sys, "last_value", None)  # set when the interpreter ends by an exception
+        """Clean up after a script that did not call :func:`leave_process_group`."""
+        error: BaseException | None = getattr(sys, "last_value", None)  # set if an exception ends the interpreter
         if error is not None:
             self.report(error)
         else:
@@ -82,25 +82,25 @@ class ProcessWatch:
 
 
 _WATCH = ProcessWatch()
-"""A process has one default group, and so one watch."""
+"""A process has one default group, so one watchdog."""
 
 
 class WatchedProcesses(ParallelStrategy):
-    """Mixin of strategies: a rank that dies, raises, freezes or gets stuck ends the run on all, with its name.
+    """Mixin of strategies: when a rank dies, raises, freezes or hangs, the run ends on all ranks and names it.
 
-    The watch and the process group outlive the strategy: Lightning tears a strategy down after every ``fit``,
-    ``validate``, …, and the next one, or the code between them, still has collectives. They end in
-    :func:`leave_process_group`, or when the interpreter exits.
+    The watchdog and the process group outlive the strategy: Lightning tears a strategy down after every ``fit``,
+    ``validate``, …, but later code still runs collectives. Both end in :func:`leave_process_group`, or when the
+    interpreter exits.
     """
 
     _timeout: timedelta | None
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Start to watch the processes once they have come together; if they do not, say who waited where for how long.
+        """Start the watchdog after the block, which joins the process group.
 
         Raises:
-            UsageError: A process did not come within the timeout.
+            UsageError: A process did not join within the timeout; names this rank, the address and the time.
         """
         timeout = self._timeout or timedelta(minutes=30)
         try:
@@ -122,7 +122,7 @@ class WatchedProcesses(ParallelStrategy):
 
     @override
     def set_world_ranks(self) -> None:  # type: ignore[misc]  # it belongs to the strategies this is mixed into
-        # DeepSpeed's launcher gives no NODE_RANK, and Lightning would take every machine for the first.
+        # DeepSpeed's launcher sets no NODE_RANK, and Lightning would take every machine for node 0.
         if not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys() and {"RANK", "LOCAL_RANK"} <= os.environ.keys():
             first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
             os.environ["NODE_RANK"] = str(first // max(len(self.parallel_devices or ()), 1))
@@ -135,15 +135,15 @@ class WatchedProcesses(ParallelStrategy):
 
 
 def timeout_of(who: str, seconds: float, *, name: str = "timeout_seconds") -> timedelta:
-    """Return a timeout as torch takes it.
+    """Return a timeout as a ``timedelta``.
 
     Args:
-        who: The strategy, for the message.
+        who: The strategy's name, for the message.
         seconds: The timeout.
-        name: What the strategy calls it.
+        name: The argument's name, for the message.
 
     Raises:
-        UsageError: It is not positive.
+        UsageError: The timeout is not positive.
     """
     if seconds <= 0:
         raise UsageError(f"{who} got {name}={seconds}; expected a positive number")
@@ -151,10 +151,10 @@ def timeout_of(who: str, seconds: float, *, name: str = "timeout_seconds") -> ti
 
 
 def leave_process_group() -> None:
-    """Destroy the process group after the last collective, on all ranks together; a collective call.
+    """Destroy the process group after the last collective; a collective call.
 
-    Left to the interpreter's end, backends' threads are stopped in any order by C++ destructors. All wait for each
-    other first, because rank 0 serves the store, and because a rank that is gone is a dead rank to the others.
+    At the interpreter's exit, C++ destructors would stop the backends' threads in any order. All ranks wait for each
+    other first, because rank 0 serves the store, and because the others take a rank that has left for dead.
     """
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
@@ -163,18 +163,18 @@ def leave_process_group() -> None:
 
 @contextmanager
 def parting(trainer: pl.Trainer) -> Iterator[None]:
-    """End what a program's collectives need, after the last of them, in good order or by an exception.
+    """Leave the process group after the block, which holds the program's last collective.
 
-    In good order: all ranks wait for each other, stop watching and destroy the process group; then the process that
-    started the others waits for them. After an exception the others are told, and nothing is destroyed: backends wait
-    for collectives that will never complete.
+    Without an exception, all ranks wait for each other, stop the watchdog and destroy the process group; then the
+    process that launched the others waits for them. After an exception, this rank tells the others and destroys
+    nothing: backends would wait for collectives that never complete.
     """
     try:
         yield
     except BaseException as error:
         _WATCH.report(error)
         if _WATCH.blames_another_rank:
-            raise SystemExit(EXIT_CODE) from None  # the watchdog has said why in one line
+            raise SystemExit(EXIT_CODE) from None  # the watchdog has printed the cause in one line
         raise
     leave_process_group()
     launcher = trainer.strategy.launcher

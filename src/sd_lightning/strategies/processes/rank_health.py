@@ -1,4 +1,4 @@
-"""The record that rank 0 keeps of every rank, and the rules that find the rank that stops a run."""
+"""Rank 0's record of every rank, and the rules that find the rank that ends a run."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch.distributed import distributed_c10d
 
 @dataclass
 class RankHealth:
-    """The last signs of life of one rank; times are seconds on the clock of the process that keeps this record."""
+    """The last heartbeat of one rank; times are seconds on the clock of the process that keeps this record."""
 
     rank: int
     process: str
-    """Who it is, for people: "process 4242 on node-b"."""
+    """Name for messages: "process 4242 on node-b"."""
     heard_at: float
     collectives: Mapping[str, int] = field(default_factory=dict)
-    """Collectives it has begun, by process group and device."""
+    """Number of begun collectives, by process group and device."""
     advanced_at: float = 0.0
     """When ``collectives`` last changed."""
     position: str = "an unknown place"
     """Where its main thread is."""
     left: bool = False
-    """It has said goodbye: its connection may close."""
+    """Whether it has said goodbye: its connection may close."""
     failure: Failure | None = None
 
     def hear(self, now: float, collectives: Mapping[str, int], position: str) -> None:
-        """Take note of a sign of life."""
+        """Record a heartbeat."""
         self.heard_at, self.position = now, position
         if collectives != self.collectives:
             self.collectives, self.advanced_at = collectives, now
@@ -46,34 +46,34 @@ class Failure:
 
     text: str
     in_collective: bool
-    """A collective raised it: the cause may well be another rank."""
+    """Whether a collective raised it; the cause may then be another rank."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the run ends."""
+    """The reason why a run ends."""
 
     text: str
     ranks: tuple[int, ...]
-    """The ranks that are named as the reason."""
+    """The ranks that caused it."""
     frozen: bool = False
-    """They cannot end by themselves."""
+    """Whether these ranks cannot end by themselves."""
 
 
 def died(rank: RankHealth) -> Cause:
-    """Name a rank whose connection closed without a goodbye."""
+    """Blame a rank whose connection closed without a goodbye."""
     return Cause(f"rank {rank.rank} died ({rank.process}: killed, out of memory or crashed)", (rank.rank,))
 
 
 def raised(rank: RankHealth) -> Cause:
-    """Name a rank that has reported an exception."""
+    """Blame a rank that has reported an exception."""
     assert rank.failure is not None
     text = f"rank {rank.rank} raised {rank.failure.text} ({rank.process}; see its output)"
     return Cause(text, (rank.rank,))
 
 
 def silent(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | None:
-    """Find ranks that have given no sign of life for ``limit`` seconds."""
+    """Blame ranks that have sent no heartbeat for ``limit`` seconds."""
     quiet = [rank for rank in ranks if not rank.left and now - rank.heard_at >= limit]
     if not quiet:
         return None
@@ -83,10 +83,10 @@ def silent(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | Non
 
 
 def behind(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | None:
-    """Find ranks that others wait for: nobody has begun a collective for ``limit`` seconds, and they lack one.
+    """Blame the ranks that others wait for, if no rank has begun a collective for ``limit`` seconds.
 
-    A rank that is stuck in its data, its callbacks or a deadlock still gives signs of life, and the ranks that wait for
-    it look just as stuck; but they have begun a collective that it has not.
+    A rank that is stuck in its data, its callbacks or a deadlock still sends heartbeats, and the ranks that wait for it
+    look just as stuck. But they have begun a collective that it has not.
     """
     active = [rank for rank in ranks if not rank.left]
     if any(now - rank.advanced_at < limit for rank in active):
@@ -144,7 +144,7 @@ def failure_of(error: BaseException) -> Failure:
     """Describe an exception in one line."""
     lines = str(error).strip().splitlines()
     text = type(error).__name__ + (f": {lines[0][:300]}" if lines else "")
-    # gloo and NCCL raise plain RuntimeErrors as well, with the place in their sources.
+    # gloo and NCCL also raise plain RuntimeErrors, which name their source files.
     in_collective = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "ProcessGroup"))
     )

@@ -21,12 +21,12 @@ class Link:
         self._received = b""
 
     def send(self, **message: Any) -> None:
-        """Send without waiting: a process whose buffer is full has been silent for too long anyway."""
+        """Send without waiting; drop the message if the buffer is full: the receiver is silent for too long anyway."""
         with suppress(OSError):
             self.connection.send(json.dumps(message).encode() + b"\n")
 
     def end_sending(self) -> None:
-        """Close our direction of the connection."""
+        """Close the sending direction of the connection."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 
@@ -52,7 +52,7 @@ class Link:
 
 
 def own_address(master: str, port: int) -> str:
-    """Return the address of this machine that a packet to the master carries; the loopback on the master itself."""
+    """Return this machine's source address for packets to the master; the loopback on the master itself."""
     family, _, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -60,7 +60,7 @@ def own_address(master: str, port: int) -> str:
 
 
 def listen(host: str) -> socket.socket:
-    """Listen on the loopback only if the master is the loopback, as on one machine."""
+    """Return a listening socket: on ``host`` if the master is the loopback (one machine), else on all interfaces."""
     master = os.environ["MASTER_ADDR"]
     if master in ("localhost", "127.0.0.1", "::1"):
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -70,7 +70,7 @@ def listen(host: str) -> socket.socket:
 
 
 def connect(host: str, port: int, seconds: float) -> socket.socket | None:
-    """Connect to rank 0 at its address, or at the master's if that is its loopback."""
+    """Connect to rank 0 at ``host``, or at the master's address if that is a loopback; return None on failure."""
     if host.startswith("127.") or host == "::1":
         host = os.environ["MASTER_ADDR"]
     try:
@@ -84,9 +84,9 @@ def this_process() -> str:
 
 
 def this_machine() -> str:
-    """Name the scope of process numbers: this boot of this kernel, and the container."""
+    """Return an ID of the scope of process IDs: this boot of the kernel, and the container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}:{os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return secrets.token_hex(16)  # not Linux: nobody shares it
+        return secrets.token_hex(16)  # not Linux: an ID that matches no other process

@@ -1,14 +1,14 @@
-"""End the run on every rank, and name the rank that has died, failed, frozen or got stuck.
+"""Watchdog that ends the run on every rank, and names the rank that died, raised, froze or hung.
 
-Collectives alone do not do that: NCCL waits for its timeout and names nobody, gloo shows "connection closed by peer" in
-one stack trace per rank, and a launcher sees only processes that have ended, and not on other machines.
+Collectives alone do not do that: NCCL waits for its timeout and names no rank, gloo prints "connection closed by peer"
+in one stack trace per rank, and a launcher sees only processes that have ended on its own machine.
 
-Every rank keeps a connection to rank 0 and says at an interval that it lives, where it is, and how many collectives it
-has begun. A connection that closes without a goodbye is a dead process, whatever it died of: its kernel closes it.
-Rank 0 decides what the cause is and tells the others; if rank 0 itself is gone or silent, each sees that alone.
+Every rank keeps a connection to rank 0 and sends heartbeats: where its main thread is, and how many collectives it has
+begun. A connection that closes without a goodbye means a dead process, because its kernel closes it. Rank 0 finds the
+cause and tells the others. If rank 0 itself is gone or silent, each rank notices it.
 
 The thread uses plain sockets, not torch's store: a Python thread that is inside a C++ call when the interpreter shuts
-down is unwound through code that cannot be unwound, and aborts the process.
+down is unwound through code that does not support it, which aborts the process.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from sd_lightning.strategies.processes.rank_health import Cause, Failure, RankHe
 from sd_lightning.strategies.processes.rank_link import Link, Message, this_machine, this_process
 
 EXIT_CODE = 1
-GRACE = 3.0  # seconds in which ranks that raise the same exception report it
+GRACE = 3.0  # seconds for other ranks to report the same exception
 FAREWELL = 10.0  # seconds for other ranks to end
 _LAST_WORDS = 60.0  # seconds for a rank that raised to close its loggers and print its stack trace
 
 
 class Watchdog(threading.Thread):
-    """One rank's watch over the others; ``Hub`` on rank 0, :class:`Spoke` elsewhere.
+    """Thread that watches the other ranks: ``Hub`` on rank 0, :class:`Spoke` elsewhere.
 
     Args:
         rank: This process's rank.
-        timeout_seconds: A rank that is silent or stuck that long ends the run. Four fifths of it are waited, so that
-            the collectives' own timeout, which names nobody, does not come first.
+        timeout_seconds: A rank that is silent or stuck for 80 % of it ends the run, before the collectives' own
+            timeout, which names no rank.
     """
 
     def __init__(self, rank: int, *, timeout_seconds: float) -> None:
@@ -51,7 +51,7 @@ class Watchdog(threading.Thread):
         self.rank = rank
         self.set_timeout(timeout_seconds)
         self.cause: Cause | None = None
-        """Why the run ends, once that is known."""
+        """Why the run ends; None until that is known."""
         self.failure: Failure | None = None
         """This rank's own exception."""
         self._pid = os.getpid()
@@ -62,7 +62,7 @@ class Watchdog(threading.Thread):
         self._selector.register(self._waked, selectors.EVENT_READ)
         self._stopping = False
         self._released = threading.Event()
-        """A main thread that failed may go on with its exception."""
+        """Set when a main thread that waits in :meth:`fail` or :meth:`stop` may continue."""
         self._next_beat = 0.0
         os.register_at_fork(after_in_child=self._forget)
 
@@ -72,7 +72,7 @@ class Watchdog(threading.Thread):
         self.interval = min(5.0, seconds / 20)
 
     def fail(self, error: BaseException) -> None:
-        """Report that this rank's ``fit`` raised; returns when the others know."""
+        """Report that this rank's ``fit`` raised; return when the other ranks know, or at a timeout."""
         if self.failure is not None or not self.is_alive() or os.getpid() != self._pid:
             return
         self.failure = rank_health.failure_of(error)
@@ -80,7 +80,7 @@ class Watchdog(threading.Thread):
         self._released.wait(3 * self.interval + 2 * FAREWELL)
 
     def stop(self) -> None:
-        """Say goodbye to the other ranks: from here on this process may end."""
+        """Say goodbye to the other ranks, so that this process may end."""
         if os.getpid() != self._pid or not self.is_alive():
             return
         self._stopping = True
@@ -92,7 +92,7 @@ class Watchdog(threading.Thread):
             self._wakes.send(b"\0")
 
     def _forget(self) -> None:
-        """In a forked process, such as a data loader's: close what would keep a dead rank's connection open."""
+        """Close inherited sockets in a forked process (a data loader's): they keep a dead rank's connection open."""
         for link in self._links:
             link.connection.close()
         self._wakes.close()
@@ -114,9 +114,9 @@ class Watchdog(threading.Thread):
         self._released.set()
 
     def _part(self) -> None:
-        """Close every connection so that nothing of it gets lost: first what we send, then, at its end, the rest.
+        """Say goodbye and close every connection without loss: stop sending, read until the other side ends, close.
 
-        A socket that is closed with unread data resets the connection, and the other side may never see our goodbye.
+        Closing a socket with unread data resets the connection, and the other side may never see the goodbye.
         """
         for link in self._links:
             link.send(kind="bye")
@@ -126,7 +126,7 @@ class Watchdog(threading.Thread):
             self._close(link)
 
     def _pump(self, seconds: float) -> None:
-        """Wait for messages and hand them on."""
+        """Wait for messages and handle them."""
         for key, _ in self._selector.select(max(seconds, 0.0)):
             if key.fileobj is self._waked:
                 self._waked.recv(4096)
@@ -172,7 +172,7 @@ class Watchdog(threading.Thread):
         self._settle(cause)
         self._released.set()
         if self.failure is not None:
-            time.sleep(_LAST_WORDS)  # the main thread is on its way out, and the process ends before this does
+            time.sleep(_LAST_WORDS)  # normally the main thread ends the process meanwhile
             say(f"error: rank {self.rank} did not end {_LAST_WORDS:.0f} s after its exception; it is ended now")
         flush()
         os._exit(EXIT_CODE)
@@ -185,13 +185,13 @@ class Watchdog(threading.Thread):
 
 
 class Spoke(Watchdog):
-    """The watch of every other rank: reports to rank 0, and is told the cause by it.
+    """Watchdog of any other rank: reports to rank 0, which tells it the cause.
 
     Args:
         rank: This process's rank.
         timeout_seconds: See :class:`Watchdog`.
-        connection: To rank 0.
-        token: What rank 0 knows its ranks by.
+        connection: Connection to rank 0.
+        token: Secret by which rank 0 recognises its ranks.
         hub: Rank 0's process, for messages.
         place: Rank 0's machine and process number.
     """
@@ -257,7 +257,7 @@ class Spoke(Watchdog):
 
 
 def kill(places: list[tuple[str, int]]) -> None:
-    """End processes of this machine that cannot end by themselves: nobody else would."""
+    """Kill those (machine, process ID) on this machine; they cannot end by themselves."""
     for machine, pid in places:
         if machine == this_machine() and pid != os.getpid():
             with suppress(OSError):
@@ -265,12 +265,12 @@ def kill(places: list[tuple[str, int]]) -> None:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr past all buffers, whose locks a stuck main thread may hold."""
+    """Write a line to stderr without Python's buffers, whose locks a stuck main thread may hold."""
     os.write(2, f"\n{line}\n".encode(errors="replace"))
 
 
 def flush() -> None:
-    """Flush what was printed, unless that blocks."""
+    """Flush stdout and stderr, but wait at most 1 s."""
 
     thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     thread.start()

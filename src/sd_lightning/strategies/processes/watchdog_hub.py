@@ -20,16 +20,16 @@ from sd_lightning.strategies.processes.watchdog import FAREWELL, GRACE, Spoke, W
 
 log = logging.getLogger(__name__)
 
-CONNECT = 20.0  # seconds to reach rank 0, which listens by then
+CONNECT = 20.0  # seconds to connect to rank 0, which listens already
 
 
 class Hub(Watchdog):
-    """Rank 0's watch: collects reports, finds the cause, and tells every rank.
+    """Watchdog of rank 0: collects reports, finds the cause, and tells every rank.
 
     Args:
         world_size: Number of ranks.
         timeout_seconds: See :class:`Watchdog`.
-        host: Address by which rank 0 is reached; only its own interface is listened on where that is the loopback.
+        host: Address of rank 0 for the other ranks; on one machine (loopback) the hub listens on it alone.
     """
 
     def __init__(self, world_size: int, *, timeout_seconds: float, host: str) -> None:
@@ -41,14 +41,14 @@ class Hub(Watchdog):
         self._rank_of: dict[Link, int] = {}
         self._places: dict[int, tuple[str, int]] = {}
         self._suspicion: float | None = None
-        """When to judge by what is known, after an exception that may have its cause elsewhere."""
+        """Time at which to decide on the cause of a reported exception."""
 
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
     def gather(self, seconds: float) -> int:
-        """Wait for the others to connect, before the thread is started; return how many have."""
+        """Wait for the other ranks to connect, before the thread starts; return how many have."""
         until = time.monotonic() + seconds
         self._listener.settimeout(0.1)
         while len(self._rank_of) < self.world_size - 1 and time.monotonic() < until:
@@ -70,7 +70,7 @@ class Hub(Watchdog):
             self._places[rank] = (message["place"], message["pid"])
             return
         if link not in self._rank_of:
-            return  # a stranger
+            return  # not one of the ranks
         health = self._ranks[self._rank_of[link]]
         health.hear(now, message.get("collectives", health.collectives), message.get("position", health.position))
         if message["kind"] == "failed":
@@ -80,7 +80,7 @@ class Hub(Watchdog):
 
     def _note_failure(self, health: RankHealth, failure: Failure) -> None:
         health.failure = failure
-        # An exception in a collective has its cause elsewhere more often than not: wait for the next signs of life.
+        # An exception in a collective is mostly caused by another rank: wait for the next heartbeats.
         delay = self.interval + 1.0 if failure.in_collective else GRACE
         self._suspicion = min(self._suspicion or float("inf"), time.monotonic() + delay)
 
@@ -108,7 +108,7 @@ class Hub(Watchdog):
         ranks = list(self._ranks.values())
         failed = [rank for rank in ranks if rank.failure is not None]
         if len(failed) == self.world_size and not any(rank.failure.in_collective for rank in failed if rank.failure):
-            self._stopping = True  # all of them raised: nobody waits for anybody, and the caller may go on
+            self._stopping = True  # all ranks raised: none waits for another, and the caller may continue
             return None
         if self._suspicion is not None and now >= self._suspicion:
             return self._judge_failures(failed, now)
@@ -131,27 +131,27 @@ class Hub(Watchdog):
             link.send(kind="end", text=cause.text, ranks=cause.ranks, kills=kills)
         kill(kills)
         self._pump_for(FAREWELL / 2, lambda: not self._waiting())
-        kill([self._places[rank] for rank in self._waiting()])  # children of this process would be left behind
+        kill([self._places[rank] for rank in self._waiting()])  # child processes would outlive this one
         for link in self._rank_of:
             link.send(kind="release")
         if self.failure is None or self.failure.in_collective:
-            self._pump_for(FAREWELL, lambda: not self._rank_of)  # their stack traces come first
+            self._pump_for(FAREWELL, lambda: not self._rank_of)  # they print their stack traces first
 
     def _waiting(self) -> list[int]:
         return [rank for rank in self._rank_of.values() if self._ranks[rank].failure is None]
 
 
 def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_seconds: float) -> Watchdog | None:
-    """Connect this rank with rank 0 and start watching; called by all ranks.
+    """Connect this rank to rank 0 and start its watchdog; called by all ranks.
 
     Args:
         rank: This process's rank.
         world_size: Number of ranks.
-        store: Through which rank 0 tells where it listens; not used afterwards.
+        store: Store in which rank 0 publishes its address; not used afterwards.
         timeout_seconds: See :class:`Watchdog`.
 
     Returns:
-        The running watchdog; None if rank 0 cannot be reached, which is worth a warning and not a failed run.
+        The running watchdog; None, after a warning, if rank 0 cannot be reached.
     """
     if rank == 0:
         host = rank_link.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

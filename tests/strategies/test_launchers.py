@@ -234,6 +234,24 @@ def test_a_message_arrives_whole_however_it_is_cut() -> None:
     ours.close()
 
 
+def test_a_full_buffer_drops_whole_messages() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender, receiver = Link(ours), Link(theirs)
+        found: list[int] = []
+        for number in range(3000):
+            sender.send(kind="ping", number=number, filling="x" * 1000)
+            if number % 1000 == 999:
+                while True:
+                    messages, closed = receiver.receive()
+                    assert not closed
+                    if not messages:
+                        break
+                    found += [message["number"] for message in messages]
+                    sender.send(kind="ping", number=number)
+        assert found == sorted(found) and 100 < len(found) < 3000
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder for all of them: each deletes what the one before has left, while its other rank starts."""

@@ -35,7 +35,7 @@ class ResumableData(Protocol):
 def global_batch_size(trainer: pl.Trainer) -> int | None:
     """Return the samples per optimizer step over all processes; None if the data are not ``ResumableData``.
 
-    The ``batch_size`` of other datamodules is not read: in most of them it counts one process.
+    The ``batch_size`` of other datamodules is not read: in most of them it is the batch of one process.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     return data.batch_size if isinstance(data, ResumableData) else None

@@ -56,7 +56,7 @@ class Change:
     told: str
     """Description for a message."""
     moves: bool
-    """Whether the samples or their order have changed."""
+    """Whether the samples' identities or their order have changed, so that positions in an epoch differ."""
     is_resized: bool
     """Whether the number of samples has changed, and with it the order of every epoch."""
 

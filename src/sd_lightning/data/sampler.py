@@ -129,8 +129,8 @@ class GlobalBatchSampler(Sampler[list[Key]]):
     def __len__(self) -> int:
         """Return the number of micro-batches of a *whole* epoch on one rank.
 
-        ``resume`` does not reduce it: Lightning adds the batches done to its own counter, and would end the epoch
-        early.
+        ``resume`` does not reduce it: Lightning adds the batches done to its own counter, and would otherwise end
+        the epoch early.
         """
         return self.batches_per_epoch * self.accumulate
 

@@ -25,7 +25,7 @@ TimestepSampling = Literal["uniform", "logit_normal"]
 
 
 def offset_noise(noise: Tensor, channel_noise: Tensor, strength: float) -> Tensor:
-    """Shift the noise of each channel (Guttenberg 2023, crosslabs.org, "Diffusion with Offset Noise").
+    """Shift each channel's mean (Guttenberg 2023, crosslabs.org, "Diffusion with Offset Noise").
 
     Args:
         noise: Standard normal, (B, C, H, W).
@@ -77,7 +77,7 @@ class NoisyBatch:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the network predicts, from which noisy latents, and the loss weights.
+    """What the network predicts, how latents are noised and how the loss is weighted.
 
     Raises:
         UsageError: A value is out of range, or a combination has no meaning.

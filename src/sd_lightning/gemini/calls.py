@@ -124,7 +124,7 @@ class Calls:
         return skipped
 
     def agree(self) -> list[tuple[int, int]] | None:
-        """Compare the calls before backward on all ranks with one small all-reduce; merge their orders if they differ.
+        """Compare the pending backward calls of all ranks with a small all-reduce; merge their orders if they differ.
 
         A rank cannot foresee which calls the pass reaches. The trained parameters that it reaches reveal most of them.
 

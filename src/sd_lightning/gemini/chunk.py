@@ -42,7 +42,7 @@ class MasterWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of separate memory; 0 if it is the compute shard."""
+        """Bytes of separate memory; 0 if this is the compute shard."""
         return 0 if self._own is None else self._own.nbytes
 
     def fill(self, values: Tensor) -> None:

@@ -42,7 +42,7 @@ class Collectives:
     """Collectives over one process group, or over a single rank without one.
 
     Args:
-        group: The ranks that share the chunks; the default group if there is one.
+        group: The ranks that share the chunks; by default the default group, if there is one.
         device: The device of the chunks.
         reduce_dtype: Type in which gradients of narrower types are summed.
     """

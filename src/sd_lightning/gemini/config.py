@@ -43,8 +43,8 @@ class GeminiConfig:
     """Chunks gathered ahead of their use, in the traced order and within the budget."""
     memory_cap: float | str | None = None
     """For ``auto``: how much of the fast tier may be used, as a fraction of the device in (0, 1] or a size:
-    ``"20GiB"``, ``"512MiB"``, a number of bytes. On the CPU, the device is the host memory divided by the number of
-    its processes."""
+    ``"20GiB"``, ``"512MiB"``, a number of bytes. On the CPU, the device is the host memory divided by the ranks on
+    that host."""
     offload_dir: str | Path | None = None
     """Folder on a fast local disk for ``disk_optim_frac``."""
     compute_dtype: torch.dtype | None = None
@@ -54,8 +54,8 @@ class GeminiConfig:
     half-precision type halves the bytes that nccl sends, and rounds at every addition."""
     reduce_once: bool | Literal["auto"] = False
     """Inside ``no_sync``, keep whole float32 gradients and reduce them once, instead of after each micro-batch;
-    ``"auto"``: if there is memory for them. The order of summation differs, so the free
-    memory can change the last bits."""
+    ``"auto"``: if there is memory for them. The order of summation differs, so free memory
+    can change the last bits under ``"auto"``."""
 
     def __post_init__(self) -> None:
         for name in _FRACTIONS:

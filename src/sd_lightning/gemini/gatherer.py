@@ -13,7 +13,7 @@ _EVICTABLE = {ChunkState.GATHERING, ChunkState.GATHERED}
 
 
 class Gatherer:
-    """Gather, prefetch and evict chunks, with the same decisions on every rank.
+    """Gathering and eviction of chunks, with the same decisions on every rank.
 
     Args:
         tracer: Predicts when chunks are used.

@@ -39,7 +39,7 @@ class ChunkGradients:
         self._offloaded: tuple[Buffer, Arrival] | None = None
         """Reduced gradients that are being copied to the slow tier."""
         self._landing: deque[tuple[Buffer, Arrival]] = deque()
-        """Those of later passes, which the host has not yet added to ``accumulated``."""
+        """Offloaded gradients of later passes, not yet added to ``accumulated``."""
         self._landed = Arrival()
         """Arrival of the accumulated gradients on the slow tier."""
 

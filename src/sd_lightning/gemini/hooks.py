@@ -44,7 +44,7 @@ def wrap_calls(module: nn.Module, before: Before, after: After) -> list[Undo]:
         end = module.register_forward_hook(torch._dynamo.disable(after), always_call=True)
         return [begin.remove, end.remove]
 
-    # A compiled module calls its hooks inside the compiled region; these must stay outside.
+    # A compiled module calls its hooks inside the compiled region; ``before`` and ``after`` must stay outside.
     def call(*args: Any, **kwargs: Any) -> Any:
         before(module, args)
         output = None

@@ -186,8 +186,8 @@ class Memory:
     def land(self, arrival: Arrival, receive: Callable[[], None]) -> None:
         """Call ``receive`` on the host without waiting: now if the copies have arrived, otherwise later.
 
-        At most ``_MAX_LANDING`` calls are outstanding; beyond that, the host waits for the oldest. To read the
-        result of ``receive`` earlier, call it first.
+        At most ``_MAX_LANDING`` calls are outstanding; beyond that, the host waits for the oldest. To read the result
+        of ``receive`` earlier, call it first.
 
         Args:
             arrival: The arrival of the copies.

@@ -35,7 +35,7 @@ class Probe(Protocol):
 
 
 _peaks: dict[torch.device, int] = {}
-"""By device: the allocator's peak before probes reset it; global, since the allocator's statistics are."""
+"""By device: the allocator's peak before probes reset it; global, like the allocator's statistics."""
 
 
 def peak_allocated(device: torch.device) -> int:

@@ -90,7 +90,7 @@ class Runtime:
         self._undo.clear()
 
     def recover(self) -> None:
-        """Abort the last backward pass if it ended in an exception; call this outside of one.
+        """Abort the last backward pass if it ended in an exception; call it outside of backward passes.
 
         Raises:
             RuntimeError: The pass is still running, so its gradients must not be lost.

@@ -181,7 +181,7 @@ class GradientAgreement:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the norm is finite, and so are all gradients."""
+        """Whether the norm, and so every gradient, is finite."""
         assert self.norm is not None
         return math.isfinite(self.norm)
 

@@ -1,4 +1,4 @@
-"""Results of a run for people: image grids, metric series and the self-contained ``report.html``.
+"""Human-readable results of a run: image grids, metric series and the self-contained ``report.html``.
 
 Nothing here imports Lightning: the inputs are PIL images, the ``metrics.csv`` that Lightning's ``CSVLogger`` writes and
 a mapping of summary values. So a report can be rebuilt from a run folder alone.

@@ -32,7 +32,7 @@ def image_grid(
         columns: Images in a row; by default the smallest number that makes the sheet at least as wide as high.
         captions: One text for each image, drawn under it in at most two lines.
         min_tile: Smallest tile edge in pixels. Smaller images (the 32-pixel digits) are enlarged by a whole factor,
-            pixel by pixel, so that the sheet can be looked at and every original pixel value is still in it.
+            pixel by pixel, so that the sheet is legible and keeps every original pixel value.
 
     Returns:
         An RGB image with a white background.

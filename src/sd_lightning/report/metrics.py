@@ -95,7 +95,7 @@ def smooth(series: Series, width: float) -> Series:
 
 
 def wants_log_axis(values: Sequence[float]) -> bool:
-    """Return whether ``values`` are positive and span more than a decade, without 2 % at either end."""
+    """Return whether ``values`` are positive and span more than a decade, ignoring 2 % at either end."""
     if len(values) < 3 or min(values) <= 0:
         return False
     ordered = sorted(values)

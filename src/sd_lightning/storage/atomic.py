@@ -68,7 +68,7 @@ def hidden(path: Path, kind: str = "tmp") -> Path:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; its file replaces ``path`` at the end, but not after an error."""
+    """Yield a temporary path; its file replaces ``path`` at the end; an error leaves ``path`` unchanged."""
     tmp = hidden(path)
     try:
         yield tmp
@@ -80,7 +80,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder; it replaces ``path`` at the end, but not after an error."""
+    """Yield a temporary folder; it replaces ``path`` at the end; an error leaves ``path`` unchanged."""
     tmp = hidden(path)
     try:
         tmp.mkdir(parents=True)

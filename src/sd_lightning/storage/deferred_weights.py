@@ -61,7 +61,7 @@ class DeferredWeights:
         self._store.read_into(self._keys[name], out, begin, end)
 
     def fill_(self, network: nn.Module, device: torch.device, local: Local = whole) -> None:
-        """Allocate the parameters on the meta device, and read this process's shard of each.
+        """Allocate memory for meta-device parameters, and read this process's shard of each.
 
         Args:
             network: The network, sharded or not.
@@ -79,7 +79,7 @@ class DeferredWeights:
     def fill_in_turn(
         self, network: nn.Module, device: torch.device, dtype: torch.dtype | None, *, reading: bool
     ) -> Iterator[nn.Parameter]:
-        """Allocate and fill one parameter after the other, for a caller that shards each one at once.
+        """Allocate and fill one parameter after the other, for a caller that shards each one immediately.
 
         Args:
             network: The network, not sharded.

@@ -73,7 +73,7 @@ class RunFolder:
             others: Name patterns of foreign files that are allowed in it.
 
         Raises:
-            UsageError: Another process runs there, or it holds foreign files; neither is touched.
+            UsageError: Another process runs there, or it holds foreign files; both stay untouched.
         """
         check_ours(self.path, key=key, others=others)  # before the lock file is created
         held = self._is_held()
@@ -123,7 +123,7 @@ class RunFolder:
         return self._lock is not None and self._lock.is_locked  # is_locked is False after a fork
 
     def _refuse_locked(self, file: Path) -> None:
-        """Raise with the lock's holder, unless that is this process or its parent."""
+        """Raise an error that names the lock's holder, unless that is this process or its parent."""
         try:
             holder = file.read_text(encoding="utf-8", errors="replace").split()
         except OSError:  # on Windows, only the holder can read it

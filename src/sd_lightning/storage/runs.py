@@ -128,7 +128,7 @@ def check_lightning_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def load_lightning_checkpoint(path: str | os.PathLike[str], module: nn.Module) -> None:
-    """Load only the weights of a plain Lightning checkpoint into the same kind of module.
+    """Load the weights, and nothing else, of a plain Lightning checkpoint into the same module.
 
     Raises:
         UsageError: The file cannot be read without running code from it, or is of another model.

@@ -38,7 +38,7 @@ class StreamedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     slices: Callable[[], Iterator[Tensor]]
-    """Yields the values in row-major order as blocks; the next block may overwrite the last one."""
+    """Yields the values in row-major order as blocks; the next block may overwrite the previous one."""
 
     @classmethod
     def of(
@@ -230,7 +230,7 @@ def write_file(
 
 
 class _HashedOutput:
-    """Writes bytes to a file while another thread hashes them."""
+    """File writer that hashes the bytes in another thread."""
 
     def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
         self.digest = hashlib.sha256()

@@ -48,7 +48,7 @@ def dumps(obj: object) -> str:
             be read as another type.
 
     Raises:
-        UsageError: It holds another type; the message gives its place, as in
+        UsageError: The object holds another type; the message gives its place, as in
             ``schedulers[0].foo: cannot store …``.
     """
     try:

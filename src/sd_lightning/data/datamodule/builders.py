@@ -137,7 +137,7 @@ def _flat(*, without: str = "", **groups: Any) -> Callable[[_Builder], _Builder]
 def digits_data(
     *, num_val_samples: int = 128, batches: Batches, images: ImageOptions, loader: LoaderOptions
 ) -> SDDataModule:
-    """Build data of the embedded ``Digits``; the first ``num_val_samples`` of the 360 held-out ones validate."""
+    """Build the datamodule of ``Digits``, validated on the first ``num_val_samples`` of the 360 held out."""
     held_out = Digits("val")
     if not 1 <= num_val_samples <= len(held_out):
         raise UsageError(
@@ -158,7 +158,7 @@ def image_folder_data(
     images: ImageOptions,
     loader: LoaderOptions,
 ) -> SDDataModule:
-    """Build data of an ``ImageFolder``; without ``val_data_dir``, ``hold_out`` splits off ``num_val_samples``."""
+    """Build an ``ImageFolder`` datamodule; without ``val_data_dir``, ``hold_out`` splits off ``num_val_samples``."""
 
     def read(folder: str) -> Source:
         return ImageFolder(folder, caption_column=caption_column, max_image_pixels=images.max_image_pixels)
@@ -181,7 +181,7 @@ def huggingface_data(
     images: ImageOptions,
     loader: LoaderOptions,
 ) -> SDDataModule:
-    """Build data of a Hugging Face dataset; ``num_val_samples`` as in :func:`image_folder_data`."""
+    """Build the datamodule of a Hugging Face dataset; ``num_val_samples`` as in :func:`image_folder_data`."""
 
     def read(part: str) -> Source:
         pixels = images.max_image_pixels
@@ -209,7 +209,7 @@ def dreambooth_data(
     images: ImageOptions,
     loader: LoaderOptions,
 ) -> SDDataModule:
-    """Build data of a subject's photos and, with class prompts, class pictures (``SubjectAndClass``)."""
+    """Build the datamodule of a subject's photos and, with class prompts, class pictures (``SubjectAndClass``)."""
     source = SubjectAndClass(
         find_photos(instance_data_dir, instance_prompt),
         prior.find(),

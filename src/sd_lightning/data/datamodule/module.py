@@ -104,7 +104,7 @@ class SDDataModule(LightningDataModule):
             )
 
     def check_batches(self, world_size: int, accumulate: int) -> None:
-        """Check that the training set fills a global batch, and that it divides among the processes.
+        """Check that the training set fills a global batch, and that the batch divides among the processes.
 
         Raises:
             UsageError: The batch is too large or cannot be divided evenly.
@@ -181,7 +181,7 @@ class SDDataModule(LightningDataModule):
         return WholeBatchLoader(self.loader_options.build(dataset, batches, on_cuda=self._on_cuda()))
 
     def test_dataloader(self) -> WholeBatchLoader | list[Batch]:
-        """Return the validation loader: training selects nothing by the held-out images."""
+        """Return the validation loader: training selects nothing with it."""
         return self.val_dataloader()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -90,7 +90,7 @@ class SubjectAndClass(SourceSubset):
         """Arrange the samples of an epoch.
 
         Args:
-            photos: Photos of the subject; a photo listed n times is shown n times.
+            photos: Photos of the subject; a photo listed n times is shown n times as often.
             class_pictures: Pictures of the class, for prior preservation.
             prior_loss_weight: Loss weight of the class pictures.
             min_samples: Minimum length of an epoch; photos are repeated to reach it.

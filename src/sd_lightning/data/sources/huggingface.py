@@ -127,7 +127,7 @@ class HuggingFaceImages(Source):
 
 
 def _is_text(feature: Any) -> bool:
-    """Tell whether a column of a Hugging Face dataset holds strings, or lists of strings."""
+    """Return whether a column of a Hugging Face dataset holds strings, or lists of strings."""
     inner = getattr(feature, "feature", feature)  # only the features of lists have one
     return getattr(inner, "dtype", None) in ("string", "large_string", "string_view")  # some features have no dtype
 

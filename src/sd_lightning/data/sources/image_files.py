@@ -1,4 +1,4 @@
-"""Reading of images and captions from files; ``BadSample`` gives the reason when one is unusable."""
+"""Readers of image and caption files; they raise ``BadSample`` with the reason if one is unusable."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class ImageFolder(Source):
         )
 
     def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
-        """Yield (line number, object) of the metadata file; other lines and too long ones are dropped."""
+        """Yield (line number, object) of each metadata line; drop lines that are too long or hold no object."""
         path = self.root / METADATA
         try:
             with open(path, "rb") as file:  # binary: lines end with "\n" only, a caption may contain U+2028

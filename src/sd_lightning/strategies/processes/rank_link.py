@@ -18,12 +18,20 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self._received = b""
+        self._received = self._unsent = b""
 
     def send(self, **message: Any) -> None:
         """Send without waiting; drop the message if the buffer is full: the receiver is silent for too long anyway."""
         with suppress(OSError):
-            self.connection.send(json.dumps(message).encode() + b"\n")
+            self._send(self._unsent)
+            if not self._unsent:
+                self._send(json.dumps(message).encode() + b"\n")
+
+    def _send(self, data: bytes) -> None:
+        """Send as much as the buffer takes; the next message must not follow half a line."""
+        self._unsent = data
+        if data:
+            self._unsent = data[self.connection.send(data) :]
 
     def end_sending(self) -> None:
         """Close the sending direction of the connection."""

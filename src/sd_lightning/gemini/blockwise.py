@@ -12,8 +12,8 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.layout import Shard, Slot, align
 from sd_lightning.gemini.update import Group, Progress, Ranges, Update, next_step
+from sd_lightning.state.eight_bit import BLOCK
 
-_BLOCK = 256
 _SIGNED = {"state1": True, "state2": False}
 """Whether the codes of a state are signed."""
 
@@ -73,7 +73,7 @@ class BlockwiseUpdate(Update):
             part[: values.numel()].copy_(values)
             return
         codes, scales = _split(part, values.numel())
-        quantised, state = quantize_blockwise(values, code=self._code(kind, values.device), blocksize=_BLOCK)
+        quantised, state = quantize_blockwise(values, code=self._code(kind, values.device), blocksize=BLOCK)
         codes.copy_(quantised)
         scales.copy_(state.absmax)
 
@@ -105,14 +105,14 @@ class BlockwiseUpdate(Update):
         begin, end = shard.owned(slot)
         numel = end - begin
         is_quantised = slot.numel >= self._least_numel
-        return align(numel) + align(4 * -(-numel // _BLOCK)) if is_quantised else align(4 * numel)
+        return align(numel) + align(4 * -(-numel // BLOCK)) if is_quantised else align(4 * numel)
 
     def _dequantise(self, kind: str, part: Tensor, numel: int) -> Tensor:
         from bitsandbytes.functional import dequantize_blockwise
 
         codes, scales = _split(part, numel)
         code = self._code(kind, part.device)
-        whole: Tensor = dequantize_blockwise(codes, absmax=scales, code=code, blocksize=_BLOCK)
+        whole: Tensor = dequantize_blockwise(codes, absmax=scales, code=code, blocksize=BLOCK)
         return whole
 
     def _code(self, kind: str, device: torch.device) -> Tensor:
@@ -126,4 +126,4 @@ class BlockwiseUpdate(Update):
 
 def _split(part: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """Return the codes and the scales of a part."""
-    return part[:numel], part[align(numel) :].view(torch.float32)[: -(-numel // _BLOCK)]
+    return part[:numel], part[align(numel) :].view(torch.float32)[: -(-numel // BLOCK)]

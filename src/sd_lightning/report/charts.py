@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _INKS = {"--ink": "#010101", "--muted": "#020202", "--rule": "#030303"}
 _LINES = {"--line-1": "#040404", "--line-2": "#050505", "--line-3": "#060606"}
-AREAS = {f"--area-{number}": f"#0{number}0{number}0f" for number in range(1, 7)}
+AREAS = {f"--area-{number}": f"#0{number}0{number}0f" for number in range(1, 9)}
 # Placeholder colours: matplotlib writes them into the SVG, then _themed replaces them by the CSS variables.
 
 _SMOOTH_FROM = 20

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from sd_lightning.state.shards import LazyTensor, Read, SavedParameter
 
-_BLOCK = 256
+BLOCK = 256
+"""Values that share a scale."""
 
 
 class EightBitOptimizer(Protocol):
@@ -36,7 +37,7 @@ def dequantised(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
         number = kind.removeprefix("state")
         quantised: Tensor = state[kind]
         return dequantize_blockwise(
-            quantised.reshape(-1), absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=_BLOCK
+            quantised.reshape(-1), absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=BLOCK
         ).reshape(quantised.shape)
 
     return {kind: partial(dequantise, kind) for kind in ("state1", "state2") if kind in state}
@@ -61,6 +62,6 @@ def fill_quantised(state: dict[str, Any], name: str, saved: SavedParameter, read
         number = kind.removeprefix("state")
         values = torch.empty_like(state[kind], dtype=torch.float32)
         read(kind, name, values, 0, values.numel())
-        quantised, quant_state = quantize_blockwise(values.reshape(-1), code=state[f"qmap{number}"], blocksize=_BLOCK)
+        quantised, quant_state = quantize_blockwise(values.reshape(-1), code=state[f"qmap{number}"], blocksize=BLOCK)
         state[kind].reshape(-1).copy_(quantised)
         state[f"absmax{number}"].copy_(quant_state.absmax)

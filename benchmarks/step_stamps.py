@@ -17,15 +17,23 @@ from typing import Any
 
 
 def record(path: Path) -> None:
-    """From now on note the steps of this process; write them to ``path`` at its exit."""
+    """From now on note the steps of this process; write them to ``path`` at its exit.
+
+    Only the optimizer that steps last counts: a program may try one on parameters of nothing before it trains.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     steps: list[float] = []
     denoiser: list[float] = []
     spent = 0.0
+    stepping: Any = None
 
-    def note(*_: Any) -> None:
-        nonlocal spent
+    def note(optimizer: Any, *_: Any) -> None:
+        nonlocal spent, stepping
+        if optimizer is not stepping:
+            steps.clear()
+            denoiser.clear()
+            stepping = optimizer
         steps.append(time.perf_counter())
         denoiser.append(spent)
         spent = 0.0

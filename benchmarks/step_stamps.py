@@ -15,12 +15,20 @@ from typing import Any
 
 
 def record(path: Path) -> None:
-    """From now on note the end of every optimizer step in this process; write them to ``path`` at its exit."""
+    """From now on note the end of every optimizer step in this process; write them to ``path`` at its exit.
+
+    Only the optimizer that steps last counts: a program may try one on parameters of nothing before it trains.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     stamps: list[float] = []
+    stepping: Any = None
 
-    def note(*_: Any) -> None:
+    def note(optimizer: Any, *_: Any) -> None:
+        nonlocal stepping
+        if optimizer is not stepping:
+            stamps.clear()
+            stepping = optimizer
         stamps.append(time.perf_counter())
 
     register_optimizer_step_post_hook(note)

@@ -321,6 +321,7 @@ import torch
 {before}
 assert sys.argv[1:] == ["--steps=3"], sys.argv
 weight = torch.nn.Parameter(torch.ones(1))
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()  # a check of settings before the training
 optimizer = torch.optim.SGD([weight], lr=0.1)
 for _ in range(3):
     weight.grad = torch.ones(1)

@@ -306,7 +306,7 @@ def test_pictures_after_fit_come_from_the_average_and_the_checkpoint_keeps_both(
 
     exported = LatentDiffusion.from_pretrained(saving.last_saved / "pipeline")
     unet = {name: weight for name, weight in of["ema"].items() if name.startswith("unet.")}
-    assert small.same({f"unet.{n}": p.detach() for n, p in exported.unet.named_parameters()}, unet)
+    assert small.same({f"unet.{n}": p.detach() for n, p in exported.denoiser.named_parameters()}, unet)
 
 
 def test_a_checkpoint_carries_the_average_into_a_new_run(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def noise(height: int, width: int, channels: int = 3) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def lengths(captions: list[str]) -> Tensor:
-    return torch.tensor([[[len(caption)]] for caption in captions])
+def lengths(captions: list[str]) -> dict[str, Tensor]:
+    return {"text_encoder": torch.tensor([[len(caption)] for caption in captions])}
 
 
 def test_centre_crop_is_resize_of_the_shorter_side_and_the_middle_square() -> None:

@@ -1,17 +1,28 @@
 """The seam of families: one that the package does not know trains, is saved, goes on, samples and is exported."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import EMA
+from sd_lightning.models import families
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.strategies.gemini import GeminiStrategy
 from small_training import Saving, adamw, data, fit, weights
-from toy_family import Toy, ToyPipeline
+from toy_family import Toy, ToyFamily, ToyPipeline
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Register the toy family for a test."""
+    families.register(ToyFamily())
+    yield
+    del families.FAMILIES[ToyFamily.pipeline_class]
 
 
 class Losses(pl.Callback):

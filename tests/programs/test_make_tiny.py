@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from places import PACKAGE
+from sd_lightning.apps import make_tiny
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import place, to_model_range
-from sd_lightning.models.assets import make_tiny
 
-SHIPPED = Path(make_tiny.__file__).parent / "tiny"
+SHIPPED = PACKAGE / "models" / "assets" / "tiny"
 
 
 @pytest.mark.slow

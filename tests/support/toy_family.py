@@ -10,7 +10,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor, nn
 
-from sd_lightning.models.families import Architecture, Component, Family, Part, architecture, register
+from sd_lightning.models.families import Architecture, Component, Family, Part, architecture
 from sd_lightning.models.families.stable_diffusion import CLIP, TOKENIZER
 
 
@@ -85,6 +85,3 @@ class ToyFamily(Family):
 
     def pipeline_type(self) -> Any:
         return ToyPipeline
-
-
-register(ToyFamily())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -20,7 +21,7 @@ from PIL import Image
 
 from composing import Compose, registered
 from places import CONF
-from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps
+from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps, loading
 from sd_lightning.apps import export, generate
 from sd_lightning.apps import train as train_program
 from sd_lightning.apps.preflight import Parts
@@ -40,7 +41,9 @@ def parameter_groups() -> list[dict[str, Any]]:
 
 
 def build_model(cfg: DictConfig) -> None:
-    model = _conf.instantiate(cfg.model)
+    on_meta = functools.partial(loading.build, device="meta")  # sdxl's weights take a minute to make
+    with mock.patch.object(loading, "build", on_meta):
+        model = _conf.instantiate(cfg.model)
     assert isinstance(model, LatentDiffusion)
     module = _conf.instantiate(cfg.module, latent_diffusion=model)
     assert isinstance(module, SDLightningModule)

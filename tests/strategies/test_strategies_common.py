@@ -7,6 +7,7 @@ rest is `make test-full PART=matrix`. A run trains what its tests name in ``need
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ CHANGES = (
 
 
 class Trained(dict[str, dict[str, Any]]):
-    """What runs found, by name; those of one strategy are trained when the first of them is looked at.
+    """What runs found, by name; those of one engine are trained when the first of them is looked at.
 
     Args:
         cases: By world size and name; a name begins with the strategy, and ``after`` names a run that goes before.
@@ -76,7 +77,7 @@ class Trained(dict[str, dict[str, Any]]):
             each: common | {"run_dir": str(self.folder / f"{world}-{each}")} | self.cases[world][each] for each in group
         }
         try:
-            self.update(run_jobs("strategy_jobs", jobs, self.folder, world_size=world))
+            self.update(run_jobs("strategy_jobs", jobs, self.folder, world_size=world, timeout=1200))
         except AssertionError as error:
             self.failed[_group(name)] = error
             raise
@@ -84,7 +85,8 @@ class Trained(dict[str, dict[str, Any]]):
 
 
 def _group(name: str) -> str:
-    return name.partition(":")[0] if ":" in name else ""
+    """Return the engine: "zero" of "zero2_offload:parity"."""
+    return re.split("[^a-z]", name)[0] if ":" in name else ""
 
 
 def _changing(world: int, first: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -100,7 +102,7 @@ def _changing(world: int, first: str, folder: Path) -> dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Everything that the chosen tests look at, trained one strategy after another."""
+    """Everything that the chosen tests look at, trained one engine after another."""
     pytest.importorskip("deepspeed")
     needed = wanted(request)
     folder = tmp_path_factory.mktemp("strategies")

@@ -28,7 +28,12 @@ from typing import Any, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 FAILED = "JOB FAILED"
 """Where the report of a failure begins."""
-IMPORTED = ("strategy_jobs", "gemini_jobs", "deepspeed_jobs")
+IMPORTED = ("strategy_jobs", "gemini_jobs", "deepspeed_jobs", "deepspeed", "setuptools", "sklearn.datasets")
+LAZY = {
+    "diffusers": ("UNet2DConditionModel", "AutoencoderKL", "StableDiffusionPipeline", "DPMSolverMultistepScheduler"),
+    "transformers": ("CLIPTextModel", "CLIPTokenizer"),
+}
+"""What jobs use of packages that import their parts when they are named: five seconds, once and not in every fork."""
 LAST_WORDS_S = 5.0
 """How long the other ranks have to end when one has failed."""
 
@@ -157,6 +162,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 @functools.cache
 def _server() -> subprocess.Popen[bytes]:
     settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    settings["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a thread of pyarrow's, which sklearn imports
     server = subprocess.Popen(
         [sys.executable, "-W", "ignore", __file__],
         env=os.environ | settings,
@@ -173,9 +179,11 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print
     for name in IMPORTED:
-        importlib.import_module(name)
-    if importlib.util.find_spec("deepspeed") is not None:
-        importlib.import_module("deepspeed")
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+    for package, names in LAZY.items():
+        for name in names:
+            getattr(importlib.import_module(package), name)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads do not survive a fork"
     for line in sys.stdin:

@@ -369,6 +369,7 @@ DDP = """
 import sys, torch, lightning.pytorch as pl
 sys.path.insert(0, sys.argv[1])
 from square_data import *
+from sd_lightning import UsageError
 from sd_lightning.strategies.processes.group import leave_process_group
 images = ImageOptions(16, center_crop=True, proportion_empty_prompts=0.3)
 module, data = Recorder(), datamodule(images=images, cache_latents=True, val=Squares(7), source=Squares(70, (4, 33)),

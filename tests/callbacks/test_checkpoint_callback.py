@@ -319,9 +319,9 @@ def test_saving_and_restoring_take_little_memory_beside_the_model(tmp_path: Path
                     path = super().save(*args)
                 print("save", memory.peak - memory.before)
                 return path
-            def _restore(self, *args):
+            def restore(self, *args):
                 with Peak() as memory:
-                    super()._restore(*args)
+                    super().restore(*args)
                 print("restore", memory.peak - memory.before)
 
         run = Path(sys.argv[1])

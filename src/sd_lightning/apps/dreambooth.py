@@ -211,5 +211,5 @@ def load_base(cfg: DictConfig, parts: Parts) -> LatentDiffusion:
 def cast(model: LatentDiffusion, dtype: torch.dtype) -> None:
     """Cast a model to half precision, except a VAE that overflows in float16."""
     for name, network in model.networks.items():
-        if not (name == "vae" and dtype == torch.float16 and model.vae.config.get("force_upcast", False)):
-            torch.nn.Module.to(network, dtype=dtype)  # diffusers' own method warns
+        kept = model.family.vae_dtype(network, dtype) if name == "vae" else dtype
+        torch.nn.Module.to(network, dtype=kept)  # diffusers' own method warns

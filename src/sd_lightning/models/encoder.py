@@ -76,9 +76,9 @@ class LatentEncoder:
             self._captions.clear()
         self.device = device
         home = torch.device("cpu") if self.offload else device
-        overflows = self.dtype == torch.float16 and self._model.vae.config.get("force_upcast", False)
+        vae = self._model.vae
         for network in self.networks:
-            dtype = torch.float32 if overflows and network is self._model.vae else self.dtype
+            dtype = self._model.family.vae_dtype(vae, self.dtype) if network is vae else self.dtype
             network.to(home)
             if next(network.parameters()).dtype != dtype:  # diffusers warns at every cast
                 network.to(dtype)

@@ -239,10 +239,10 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
 def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int:
     """Return the device memory for generating class images, given the model's bytes in float32; casts the networks."""
     dtype = training.prior_dtype
-    upcast = dtype == torch.float16 and model.vae.config.get("force_upcast", False)
-    for network in (model.denoiser, model.vae):
-        _cast(network, torch.float32 if upcast and network is model.vae else dtype)
-    weights = whole * dtype.itemsize // _FLOAT_BYTES + (_bytes(model.vae) // 2 if upcast else 0)
+    vae_dtype = model.family.vae_dtype(model.vae, dtype)
+    _cast(model.denoiser, dtype)
+    _cast(model.vae, vae_dtype)
+    weights = whole * dtype.itemsize // _FLOAT_BYTES + (_bytes(model.vae) // 2 if vae_dtype != dtype else 0)
     return weights + int(_TRACE_MARGIN * _drawing_peak(model, training, training.prior_batch_size))
 
 

@@ -66,6 +66,8 @@ class Lora:
         """
         from peft import inject_adapter_in_model
 
+        for name, network in networks.items():
+            _refuse_other_kinds(network, self._config(name).target_modules)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             for name, network in networks.items():
@@ -80,7 +82,6 @@ class Lora:
                         f"lora.{key}={list(config.target_modules)}: {reason}; expected endings of the names of linear "
                         f"or convolutional layers of {name}, e.g. {example_layers(network)}"
                     ) from error
-                _refuse_other_kinds(network)
                 for key, parameter in network.named_parameters():
                     parameter.requires_grad_(is_adapter(key))
 
@@ -144,12 +145,13 @@ def _on_host(network: nn.Module) -> Iterator[None]:
                     module._parameters[key] = deferred[parameter]
 
 
-def _refuse_other_kinds(network: nn.Module) -> None:
+def _refuse_other_kinds(network: nn.Module, targets: Iterable[str]) -> None:
+    """Refuse targets that are neither linear nor convolutional, before any adapter is inserted."""
+    endings = tuple(f".{target}" for target in targets)
     for name, layer in network.named_modules():
-        base = getattr(layer, "base_layer", None)
-        if base is not None and not isinstance(base, nn.Linear | nn.Conv2d):
+        if f".{name}".endswith(endings) and not isinstance(layer, nn.Linear | nn.Conv2d):
             raise UsageError(
-                f"lora: {name} is a {type(base).__name__}; expected target modules that are linear or convolutional "
+                f"lora: {name} is a {type(layer).__name__}; expected target modules that are linear or convolutional "
                 f"layers, e.g. {example_layers(network)}"
             )
 

@@ -88,7 +88,7 @@ class Family(ABC):
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
     vae_overflows: bool = False
-    """Whether the VAE overflows in float16 if its configuration has ``force_upcast``."""
+    """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE's configuration has ``force_upcast``."""
 
     # Parts
 
@@ -132,6 +132,12 @@ class Family(ABC):
         """
 
     # Pixels
+
+    def vae_dtype(self, vae: nn.Module, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype for a VAE in a model of ``dtype``: float32 if it may overflow in float16 (``force_upcast``)."""
+        config: Mapping[str, Any] = vae.config  # type: ignore[assignment]
+        overflows = dtype == torch.float16 and config.get("force_upcast", False)
+        return torch.float32 if overflows else dtype
 
     def encode(self, vae: Any, pixel_values: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) in [-1, 1]; latents are sampled from the result, and caches store it.

@@ -93,6 +93,7 @@ class Watchdog(threading.Thread):
 
     def _forget(self) -> None:
         """Close inherited sockets in a forked process (a data loader's): they keep a dead rank's connection open."""
+        self._selector.close()
         for link in self._links:
             link.connection.close()
         self._wakes.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from sd_lightning.data.datamodule import SDDataModule
+    from sd_lightning.training.module import SDLightningModule
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +78,9 @@ class SampleGrid(Callback):
         self._last_step = 0
         self._drawn_step = -1
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check before the first step that the model can be sampled with these options."""
-        self.options.check(pl_module.latent_diffusion)
+        self.options.check(cast("SDLightningModule", pl_module).latent_diffusion)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
@@ -94,21 +95,21 @@ class SampleGrid(Callback):
         self._last_step = step
         at_end = step == trainer.max_steps or trainer.should_stop
         if self.every_n_steps and step % self.every_n_steps == 0 and not at_end:
-            self.draw(trainer, pl_module)
+            self.draw(trainer, cast("SDLightningModule", pl_module))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if stopped_by_signal(trainer):
             return  # save and exit
         if self._drawn_step != trainer.global_step:
-            self.draw(trainer, pl_module)
+            self.draw(trainer, cast("SDLightningModule", pl_module))
         judge = _judge(trainer)
         if judge is not None and self.accuracy_samples:
-            self.prompted_accuracy = self._measure(trainer, pl_module, judge)
+            self.prompted_accuracy = self._measure(trainer, cast("SDLightningModule", pl_module), judge)
 
-    def draw(self, trainer: pl.Trainer, pl_module: Any) -> Path:
+    def draw(self, trainer: pl.Trainer, module: SDLightningModule) -> Path:
         """Draw the grid of the current step and return its path; a collective call."""
         prompts = self.prompts or _suggested_prompts(trainer, 2 * self.columns)
-        images = self._sample(trainer, pl_module, prompts)
+        images = self._sample(trainer, module, prompts)
         path = self.folder / f"step-{trainer.global_step:08d}.png"
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -119,21 +120,21 @@ class SampleGrid(Callback):
         self.last_grid, self._drawn_step = path, trainer.global_step
         return path
 
-    def _measure(self, trainer: pl.Trainer, pl_module: Any, judge: Judge) -> float:
+    def _measure(self, trainer: pl.Trainer, module: SDLightningModule, judge: Judge) -> float:
         prompts, labels = judge.prompts(self.accuracy_samples)
-        images = self._sample(trainer, pl_module, prompts)
+        images = self._sample(trainer, module, prompts)
         accuracy = judge.accuracy(images, labels)
         for logger in trainer.loggers:
             logger.log_metrics({"samples/prompted_accuracy": accuracy}, step=trainer.global_step)
         return accuracy
 
-    def _sample(self, trainer: pl.Trainer, pl_module: Any, prompts: Sequence[str]) -> list[Image.Image]:
+    def _sample(self, trainer: pl.Trainer, module: SDLightningModule, prompts: Sequence[str]) -> list[Image.Image]:
         with paused(trainer, "sampling"), inference_weights(trainer):
-            return sample_collectively(trainer, pl_module, prompts, options=self.options, seed=self.seed)
+            return sample_collectively(trainer, module, prompts, options=self.options, seed=self.seed)
 
 
 def sample_collectively(
-    trainer: pl.Trainer, pl_module: Any, prompts: Sequence[str], *, options: SamplingOptions, seed: int
+    trainer: pl.Trainer, module: SDLightningModule, prompts: Sequence[str], *, options: SamplingOptions, seed: int
 ) -> list[Image.Image]:
     """Draw one picture per prompt, split over the ranks; all ranks make the same number of network calls.
 
@@ -145,8 +146,8 @@ def sample_collectively(
     world, rank = trainer.world_size, trainer.global_rank
     each = -(-len(prompts) // world)
     mine = [i % len(prompts) for i in range(rank * each, (rank + 1) * each)]
-    images = pl_module.sample_seeded([prompts[i] for i in mine], [seed + i for i in mine], options)
-    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).to(pl_module.device)
+    images = module.sample_seeded([prompts[i] for i in mine], [seed + i for i in mine], options)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).to(module.device)
     gathered = trainer.strategy.all_gather(pixels).reshape(-1, *pixels.shape[1:]).cpu().numpy()
     return [Image.fromarray(array) for array in gathered[: len(prompts)]]
 

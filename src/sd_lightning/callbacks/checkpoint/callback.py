@@ -16,6 +16,7 @@ from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint.rotation import Rotation
 from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
 from sd_lightning.callbacks.pauses import paused
+from sd_lightning.data.contract import ResumableData
 from sd_lightning.storage import checkpoint, runs, typed_json
 from sd_lightning.storage.new_folder import check_place
 from sd_lightning.storage.run_folder import RunFolder
@@ -213,7 +214,7 @@ class PortableCheckpoint(Checkpoint):
         module = cast(SDLightningModule, pl_module)
         opening.prepare_folder(trainer, module, self.run_dir, keep=self.keep, has_frozen=has_frozen)
 
-    def check_resume(self, pl_module: SDLightningModule, datamodule: Any) -> None:
+    def check_resume(self, pl_module: SDLightningModule, datamodule: ResumableData) -> None:
         """Compare the checkpoint to resume, if any, with the run before it starts.
 
         Raises:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.contract import ResumableData
+
+if TYPE_CHECKING:
+    from sd_lightning.training.module import SDLightningModule
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,6 @@ class RunPosition:
     def of(cls, trainer: pl.Trainer) -> RunPosition:
         """Return the position of a running trainer."""
         data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
-        module: Any = trainer.lightning_module
         sampler = data.train_sampler
         assert sampler is not None
         steps = trainer.global_step
@@ -45,7 +47,7 @@ class RunPosition:
             steps_in_epoch=done // trainer.accumulate_grad_batches,
             batch_size=data.batch_size,
             samples_per_epoch=sampler.samples_per_epoch,
-            seed=module.seed,
+            seed=cast("SDLightningModule", trainer.lightning_module).seed,
         )
 
     def check_same_run(self, *, batch_size: int, seed: int) -> None:

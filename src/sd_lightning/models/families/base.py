@@ -88,7 +88,7 @@ class Family(ABC):
     width_key: str = ""
     """Key of the denoiser's configuration that tells the family's architectures apart."""
     vae_overflows: bool = False
-    """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE's configuration has ``force_upcast``."""
+    """Whether diffusers' pipeline decodes in float32 instead of float16 if the VAE has ``force_upcast``."""
 
     # Parts
 
@@ -134,7 +134,7 @@ class Family(ABC):
     # Pixels
 
     def vae_dtype(self, vae: nn.Module, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype for a VAE in a model of ``dtype``: float32 if it may overflow in float16 (``force_upcast``)."""
+        """Return the dtype for a VAE in a model of ``dtype``: float32 if it may overflow (``force_upcast``)."""
         config: Mapping[str, Any] = vae.config  # type: ignore[assignment]
         overflows = dtype == torch.float16 and config.get("force_upcast", False)
         return torch.float32 if overflows else dtype

@@ -42,6 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     }
     (folder / "disk").mkdir()
     nvme = {**OFFLOAD3, "offload_optimizer": "nvme", "nvme_path": str(folder / "disk")}
+    swapping = {"strategy": nvme, "fake_aio": True, "whole": True}
     jobs: dict[str, dict[str, Any]] = {
         "ddp": {},
         "ddp, bad loss": {"bad_batch": 2},
@@ -70,7 +71,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "zero3 offload, bad loss": {"strategy": OFFLOAD3, "bad_batch": 2},
         "zero2, twice, bad loss": {"strategy": {"stage": 2}, "trainer": TWICE, "steps": 3, "bad_batch": 3},
         "zero3, twice, bad loss": {"strategy": ZERO3, "trainer": TWICE, "steps": 3, "bad_batch": 3},
-        "nvme": {"strategy": nvme, "fake_aio": True, "run_dir": runs["nvme"], "save_every": 2, "sample_after": 3},
+        "zero3 offload, whole": {"strategy": OFFLOAD3, "whole": True},
+        "nvme": swapping | {"run_dir": runs["nvme"], "save_every": 2, "sample_after": 3},
         "zero2 bf16, few": {**FEW, "strategy": {"stage": 2}, "trainer": BF16, "run_dir": runs["few2"]},
         "zero3, few": {**FEW, "strategy": ZERO3, "run_dir": runs["few3"]},
         "zero2, another layout": {"strategy": {"stage": 2}, "breaks_layout": True},
@@ -79,7 +81,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     for name, source, job in (
         ("zero3 bf16, resumed", "bf16", {"strategy": ZERO3, "trainer": BF16, "run_dir": runs["bf16-again"]}),
         ("zero2 bf16, resumed", "bf16", {"strategy": {"stage": 2}, "trainer": BF16, "run_dir": runs["bf16-zero2"]}),
-        ("nvme, resumed", "nvme", {"strategy": nvme, "fake_aio": True, "run_dir": runs["nvme-again"]}),
+        ("nvme, resumed", "nvme", swapping | {"run_dir": runs["nvme-again"]}),
     ):
         jobs[name] = job | {"resume": f"{runs[source]}/checkpoints/step-00000002"}
     found = run_jobs("deepspeed_jobs", jobs, folder, world_size=2, timeout=900)
@@ -178,7 +180,7 @@ def test_optimizer_states_on_a_disk_are_those_in_memory(results: Results) -> Non
     found = results["nvme"]
     assert len(found["swap_files"]) >= 3, "nothing was swapped, so this proves nothing"
     assert {name.partition("-")[0] for name in found["swap_files"]} >= {"exp_avg", "exp_avg_sq"}
-    in_memory = results["zero3 offload"]
+    in_memory = results["zero3 offload, whole"]
     assert (found["losses"], found["weights"]) == (in_memory["losses"], in_memory["weights"])
     assert found["average"] == in_memory["average"]
     resumed = results["nvme, resumed"]
@@ -281,7 +283,8 @@ def test_cpu_adam_steps_as_torchs_adamw_does(tmp_path: Path) -> None:
     if compiled:  # compiling it takes minutes
         nvme = {**OFFLOAD3, "cpu_adam": True, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
         jobs["real nvme, cpu adam"] = {"strategy": nvme}
-    found = run_jobs("deepspeed_jobs", jobs, tmp_path, world_size=2)
+    whole = {name: job | {"whole": True} for name, job in jobs.items()}
+    found = run_jobs("deepspeed_jobs", whole, tmp_path, world_size=2)
     for name, result in found.items():
         assert result["losses"] == pytest.approx(found["zero2"]["losses"], abs=1e-6), name
         if "cpu adam" in name:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fake_aio
 import small_training as small
+from sd_lightning import LatentDiffusion
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.strategies import training_state
@@ -44,6 +45,8 @@ class Job:
     resume: str | None = None
     breaks_layout: bool = False
     """Pretend that DeepSpeed arranges parameters in another order."""
+    whole: bool = False
+    """Train the whole `tiny` model: DeepSpeed swaps nothing smaller than 1 MiB."""
     fake_aio: bool = False
     """Swap without DeepSpeed's compiled extension."""
 
@@ -173,7 +176,7 @@ def train(job: Job) -> dict[str, Any]:
         callbacks.append(BadBatch(job.bad_batch))
     if job.run_dir is not None:
         callbacks.append(PortableCheckpoint(job.run_dir, every_n_steps=job.save_every, resume=job.resume, keep=9))
-    module = small.module()
+    module = small.module(LatentDiffusion.build("tiny", seed=1) if job.whole else None)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(job.trains in name)
     if job.checkpointing:

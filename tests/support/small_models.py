@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+from sd_lightning import LatentDiffusion
+from sd_lightning.models import assets
+from sd_lightning.models.components import load_network
 from sd_lightning.models.families import Architecture, Component, architecture
 
 _TINY = architecture("tiny")
@@ -51,3 +54,31 @@ SMALL_SD2: Architecture = replace(
     },
 )
 """What Stable Diffusion 2.x changed: OpenCLIP as text encoder, linear layers around the UNet's attention."""
+
+_FEW_BLOCKS: Architecture = replace(
+    _TINY,
+    networks={
+        **_TINY.networks,
+        "unet": Component(
+            "diffusers",
+            "UNet2DConditionModel",
+            {
+                **_TINY.networks["unet"].config,
+                "block_out_channels": [32],
+                "down_block_types": ["CrossAttnDownBlock2D"],
+                "mid_block_type": None,
+                "up_block_types": ["CrossAttnUpBlock2D"],
+            },
+        ),
+        "text_encoder": Component(
+            "transformers", "CLIPTextModel", {**_TINY.networks["text_encoder"].config, "num_hidden_layers": 1}
+        ),
+    },
+)
+
+
+def few_blocks(seed: int) -> LatentDiffusion:
+    """Return the `tiny` model with one block of each kind, as engines take a time for every module of a network."""
+    model = LatentDiffusion.build(_FEW_BLOCKS, seed=seed)
+    model.networks["vae"], model.components["vae"] = load_network(model.components["vae"], assets.TINY_VAE)
+    return model

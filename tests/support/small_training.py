@@ -19,6 +19,7 @@ from sd_lightning.data.source import SourceSubset
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.storage import typed_json
 from sd_lightning.storage.tensor_store import ShardedTensors
+from small_models import few_blocks
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 5
@@ -46,10 +47,10 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=2e-3, fused=True)
 
 
-def module(**options: Any) -> SDLightningModule:
-    """Return the tiny model with its text encoder trained, as the default configuration has it."""
+def module(model: LatentDiffusion | None = None, **options: Any) -> SDLightningModule:
+    """Return a module of few blocks, or of ``model``; its text encoder is trained, as by default."""
     options = {"train_text_encoder": True, "optimizer": adamw, "seed": 3} | options
-    return SDLightningModule(LatentDiffusion.build("tiny", seed=1), **options)
+    return SDLightningModule(model or few_blocks(seed=1), **options)
 
 
 def fit(

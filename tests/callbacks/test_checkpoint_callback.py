@@ -157,7 +157,7 @@ def test_the_size_of_a_checkpoint_is_told_at_the_start_and_is_an_upper_bound(
 def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=10_000_000)
+    usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UsageError, match=r"checkpoints needs? .* 0.01 GB free; .*output_dir"):
         small.fit(small.module(), small.data(), 1, PortableCheckpoint(tmp_path))

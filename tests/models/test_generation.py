@@ -1,5 +1,6 @@
 """Drawing pictures: the same whatever the batch, scheduler, precision or program that draws them."""
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -107,9 +108,7 @@ def test_pictures_of_half_precision_encoders_are_close_and_decoded_in_the_vaes_o
     dtype: Any, model: LatentDiffusion
 ) -> None:
     exact = draw(model)
-    half = LatentDiffusion.build("tiny")
-    for name, network in model.networks.items():
-        half.networks[name].load_state_dict(network.state_dict())
+    half = copy.deepcopy(model)
     LatentEncoder(half, dtype=dtype).to(torch.device("cpu"))
     vae, unet = DtypeSpy(half.vae.decoder.conv_in), DtypeSpy(half.denoiser.conv_in)
     assert np.abs(draw(half) - exact).mean() < 12

@@ -155,7 +155,7 @@ def test_a_learned_word_goes_along_but_for_the_weights_it_is_not_of(
 
 def test_non_ema_keeps_what_was_frozen_inside_a_trained_network(cli: Any, run_dir: Path, tmp_path: Path) -> None:
     """A run that trained only a part of the UNet stores only that part."""
-    original, part = newest(run_dir), "unet.mid_block."
+    original, part = newest(run_dir), "unet.down_blocks."
     with checkpoint.saving(tmp_path / "partial", 6) as tmp:
         shutil.copytree(original / "pipeline", tmp / "pipeline")
         (tmp / "state").mkdir()

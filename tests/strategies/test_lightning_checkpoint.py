@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import small_training
-from sd_lightning import UsageError, train
+from sd_lightning import LatentDiffusion, UsageError, train
 from sd_lightning.storage import checkpoint, runs
 
 
@@ -17,7 +17,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what Lightning saves: `both.ckpt`, and `unet.ckpt` of a run with a frozen text encoder."""
     folder = tmp_path_factory.mktemp("lightning")
     for name, trains_text_encoder in {"both": True, "unet": False}.items():
-        module = small_training.module(train_text_encoder=trains_text_encoder)
+        module = small_training.module(LatentDiffusion.build("tiny", seed=1), train_text_encoder=trains_text_encoder)
         trainer = small_training.fit(module, small_training.data(), 2)
         trainer.save_checkpoint(folder / f"{name}.ckpt")
     return folder
@@ -38,7 +38,7 @@ def call(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_module_takes_the_weights_bit_for_bit(saved: Path) -> None:
-    module = small_training.module()
+    module = small_training.module(LatentDiffusion.build("tiny", seed=1))
     assert not small_training.same(module.state_dict(), state_of(saved / "both.ckpt"))
     runs.load_lightning_checkpoint(saved / "both.ckpt", module)
     assert small_training.same(module.state_dict(), state_of(saved / "both.ckpt"))
@@ -72,7 +72,7 @@ def test_training_starts_from_the_weights_at_step_0(
     ],
 )
 def test_other_trained_networks_are_named(name: str, train_text_encoder: bool, first: str, saved: Path) -> None:
-    module = small_training.module(train_text_encoder=train_text_encoder)
+    module = small_training.module(LatentDiffusion.build("tiny", seed=1), train_text_encoder=train_text_encoder)
     before = small_training.weights(module)
     with pytest.raises(UsageError, match=first) as refused:
         runs.load_lightning_checkpoint(saved / f"{name}.ckpt", module)
@@ -85,7 +85,7 @@ def test_other_shapes_are_named(saved: Path, tmp_path: Path) -> None:
     content = torch.load(saved / "unet.ckpt", weights_only=True)
     content["state_dict"]["unet.conv_in.weight"] = torch.zeros(32, 9, 3, 3)
     torch.save(content, tmp_path / "inpainting.ckpt")
-    module = small_training.module(train_text_encoder=False)
+    module = small_training.module(LatentDiffusion.build("tiny", seed=1), train_text_encoder=False)
     with pytest.raises(
         UsageError, match=r"1 of \d+ tensors differ: unet.conv_in.weight: \(32, 9, 3, 3\) in the .*, \(32, 4, 3, 3\) in"
     ):

@@ -359,7 +359,7 @@ def test_8_bit_adamw_resumes_nearly_where_it_was(tmp_path: Path) -> None:
     ours, theirs = small.stored(resumed), small.stored(straight)
     assert ours.keys() == theirs.keys() and {tensor.dtype for tensor in ours.values()} == {torch.float32}
     start = small.stored(checkpoint_path(tmp_path / "straight", 3))
-    for name in ("master/unet.mid_block.resnets.0.conv1.weight", "master/unet.conv_in.weight"):
+    for name in ("master/unet.up_blocks.0.resnets.0.conv1.weight", "master/unet.conv_in.weight"):
         moved, apart = (theirs[name] - start[name]).norm(), (ours[name] - theirs[name]).norm()
         assert apart < 0.05 * moved
 
@@ -451,5 +451,5 @@ def test_cuda_8_bit_adamw_takes_a_quarter_of_the_state_and_resumes(tmp_path: Pat
     straight = small.train(tmp_path / "straight", 6, save=(3,), **options)
     resumed = small.train(tmp_path / "resumed", 6, resume=checkpoint_path(tmp_path / "straight", 3), **options)
     ours, theirs = small.stored(resumed), small.stored(straight)
-    name = "master/unet.mid_block.resnets.0.conv1.weight"
+    name = "master/unet.up_blocks.0.resnets.0.conv1.weight"
     assert (ours[name] - theirs[name]).norm() < 0.01 * theirs[name].norm()

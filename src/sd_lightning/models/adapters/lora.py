@@ -67,7 +67,7 @@ class Lora:
         from peft import inject_adapter_in_model
 
         for name, network in networks.items():
-            _refuse_other_kinds(network, self._config(name).target_modules)
+            self._check_kinds(name, network)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             for name, network in networks.items():
@@ -76,10 +76,9 @@ class Lora:
                     with _on_host(network):
                         inject_adapter_in_model(config, network, adapter_name=_ADAPTER)
                 except ValueError as error:
-                    key = "text_encoder_target_modules" if _is_text(name) else "target_modules"
                     reason = str(error).partition(". ")[0]
                     raise UsageError(
-                        f"lora.{key}={list(config.target_modules)}: {reason}; expected endings of the names of linear "
+                        f"{self._targets(name)}: {reason}; expected endings of the names of linear "
                         f"or convolutional layers of {name}, e.g. {example_layers(network)}"
                     ) from error
                 for key, parameter in network.named_parameters():
@@ -107,6 +106,21 @@ class Lora:
             settings |= {f"{name}.{k}": sorted(v) if isinstance(v, set) else v for k, v in config}
         metadata = {METADATA: json.dumps(settings, sort_keys=True)}
         return write_tensors(file, tensors, metadata=metadata)
+
+    def _check_kinds(self, name: str, network: nn.Module) -> None:
+        """Raise if a target is neither linear nor convolutional, before any adapter is inserted."""
+        endings = tuple(f".{target}" for target in self._config(name).target_modules)
+        for key, layer in network.named_modules():
+            if f".{key}".endswith(endings) and not isinstance(layer, nn.Linear | nn.Conv2d):
+                raise UsageError(
+                    f"{self._targets(name)}: {key} is a {type(layer).__name__}; expected target modules that are "
+                    f"linear or convolutional layers, e.g. {example_layers(network)}"
+                )
+
+    def _targets(self, name: str) -> str:
+        """Return the setting that names a network's layers, for error messages."""
+        key = "text_encoder_target_modules" if _is_text(name) else "target_modules"
+        return f"lora.{key}={list(getattr(self, key))}"
 
     def _config(self, name: str) -> Any:
         from peft import LoraConfig
@@ -143,17 +157,6 @@ def _on_host(network: nn.Module) -> Iterator[None]:
             for key, parameter in module._parameters.items():
                 if parameter in deferred:
                     module._parameters[key] = deferred[parameter]
-
-
-def _refuse_other_kinds(network: nn.Module, targets: Iterable[str]) -> None:
-    """Refuse targets that are neither linear nor convolutional, before any adapter is inserted."""
-    endings = tuple(f".{target}" for target in targets)
-    for name, layer in network.named_modules():
-        if f".{name}".endswith(endings) and not isinstance(layer, nn.Linear | nn.Conv2d):
-            raise UsageError(
-                f"lora: {name} is a {type(layer).__name__}; expected target modules that are linear or convolutional "
-                f"layers, e.g. {example_layers(network)}"
-            )
 
 
 def example_layers(network: nn.Module) -> str:

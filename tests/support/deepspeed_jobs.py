@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fake_aio
 import small_training as small
-from sd_lightning import LatentDiffusion
+from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.strategies import training_state
@@ -67,7 +67,7 @@ class Record(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.engine = engine_facts(trainer)
-        self.initial_difference = distance_from_fresh_weights(trainer, pl_module)
+        self.initial_difference = distance_from_fresh_weights(trainer, self.job)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.dtypes.add(str(batch["latents"].dtype))
@@ -147,9 +147,13 @@ def engine_facts(trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-def distance_from_fresh_weights(trainer: pl.Trainer, pl_module: Any) -> float:
+def fresh_module(job: Job) -> SDLightningModule:
+    return small.module(LatentDiffusion.build("tiny", seed=1) if job.whole else None)
+
+
+def distance_from_fresh_weights(trainer: pl.Trainer, job: Job) -> float:
     """Return the largest difference of the float32 weights from those of a module just built."""
-    fresh = dict(small.module().named_parameters())
+    fresh = dict(fresh_module(job).named_parameters())
     distances = [0.0]
     for shard in training_state(trainer).parameter_shards():
         if shard.begin < shard.end:
@@ -176,7 +180,7 @@ def train(job: Job) -> dict[str, Any]:
         callbacks.append(BadBatch(job.bad_batch))
     if job.run_dir is not None:
         callbacks.append(PortableCheckpoint(job.run_dir, every_n_steps=job.save_every, resume=job.resume, keep=9))
-    module = small.module(LatentDiffusion.build("tiny", seed=1) if job.whole else None)
+    module = fresh_module(job)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(job.trains in name)
     if job.checkpointing:

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sd_lightning._errors import UsageError
-from sd_lightning.diffusion.objective import NoisyBatch, Objective
+from sd_lightning.diffusion.objective import Objective
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import Dtype, LatentEncoder
-from sd_lightning.models.families import Conditioning
-from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of
 from sd_lightning.training.flops import training_flops_per_sample
+from sd_lightning.training.loop import check_accumulation, is_logging_step
+from sd_lightning.training.losses import DiffusionLoss
 from sd_lightning.training.parameters import choose_trained, parameter_groups
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class SDLightningModule(pl.LightningModule):
         has_text = train_text_encoder or learned_token is not None
         self.latent_diffusion = latent_diffusion
         self.objective = (objective or Objective()).resolve(latent_diffusion.scheduler_config)
-        self.schedule = self.objective.noise_schedule(latent_diffusion.scheduler_config)
+        self._losses = DiffusionLoss(latent_diffusion, self.objective, seed=seed)
         self.encoder = LatentEncoder(
             latent_diffusion, train_text_encoder=has_text, dtype=encoder_dtype, offload=offload_encoders
         )
@@ -168,28 +168,16 @@ class SDLightningModule(pl.LightningModule):
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(device)
         self.encoder.to(self.device)
-        self.schedule = self.schedule.to(self.device)
+        self._losses.to(self.device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed the global generators (dropout) from seed, step and rank, so that resuming is exact."""
-        self._check_accumulation()
+        check_accumulation(self.trainer)
         seed = hash((self.seed, self.global_step, batch_idx, self.global_rank)) % 2**63
         # Not torch.manual_seed: it queues a call, with a formatted stack, for every kind of device not in use.
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
-
-    def _check_accumulation(self) -> None:
-        """Raise if a callback changed ``accumulate_grad_batches``: the sampler has divided the batches by it."""
-        trainer: Any = self.trainer
-        sampler = getattr(trainer.datamodule, "train_sampler", None)
-        if sampler is not None and sampler.accumulate != trainer.accumulate_grad_batches:
-            raise UsageError(
-                f"trainer.accumulate_grad_batches became {trainer.accumulate_grad_batches} during the fit, which began "
-                f"with {sampler.accumulate}: data.batch_size={sampler.global_batch_size} is the global batch, and the "
-                "data are divided for the first; leave GradientAccumulationScheduler out and write "
-                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
-            )
 
     def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Encode images and captions with the frozen encoders."""
@@ -199,28 +187,15 @@ class SDLightningModule(pl.LightningModule):
         """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
         loss = self.training_loss(batch)
         self._loss = loss.detach()
-        if self._is_logging_step():
+        if is_logging_step(self.trainer):
             count = len(batch["latents"])
             self.log("train/loss", self._loss, batch_size=count, sync_dist=self.trainer.world_size > 1)
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=count)
         return loss
 
-    def _is_logging_step(self) -> bool:
-        """Return whether metrics of this step are read: at the logging interval, or at the end of an epoch or the run.
-
-        A callback that monitors one of them, such as ModelCheckpoint, may read it at any step. Metrics that nobody
-        reads are not logged, because logging costs half a millisecond, and with several processes a barrier.
-        """
-        trainer: Any = self.trainer
-        step, every = self.global_step + 1, trainer.log_every_n_steps
-        if trainer.is_last_batch or step == trainer.max_steps or (every > 0 and step % every == 0):
-            return True
-        return any(str(getattr(callback, "monitor", None)).startswith("train/") for callback in trainer.callbacks)
-
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
         """Return the mean training loss of an encoded batch, weighted by its ``loss_weight`` (B,) if it has one."""
-        losses = self._sample_losses(self._add_noise(batch), self._conditioning(batch))
-        return (losses * batch["loss_weight"]).mean() if "loss_weight" in batch else losses.mean()
+        return self._losses.mean(self.trained_networks(), batch)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log the held-out loss and the caption gap as ``val/loss`` and ``val/caption_gap``.
@@ -236,15 +211,9 @@ class SDLightningModule(pl.LightningModule):
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: dict[str, Any], prefix: str) -> None:
-        conditioning = self._conditioning(batch)
-        losses = self._sample_losses(self._add_noise(batch), conditioning)
-        metrics = {"loss": losses}
-        if "wrong_input_ids" in batch:
-            noisy = self._add_noise(batch, min_timestep=self.schedule.num_train_timesteps // 2)
-            right = self._sample_losses(noisy, conditioning)
-            metrics["caption_gap"] = self._sample_losses(noisy, self._conditioning(batch, prefix="wrong_")) - right
+        metrics = self._losses.held_out(self.trained_networks(), batch)
         # Padding samples, which fill up the last batches so that all ranks make the same calls, have weight 0.
-        weight = batch.get("sample_weight", torch.ones_like(losses))
+        weight = batch.get("sample_weight", torch.ones_like(metrics["loss"]))
         count = int(weight.sum())
         for name, values in metrics.items():
             mean = (values * weight).sum() / max(count, 1)
@@ -254,28 +223,6 @@ class SDLightningModule(pl.LightningModule):
     def last_loss(self) -> Tensor | None:
         """Loss of the last training step on this rank, detached."""
         return self._loss
-
-    def _add_noise(self, batch: dict[str, Any], *, min_timestep: int = 0) -> NoisyBatch:
-        return self.objective.prepare(
-            batch["latents"],
-            seed=self.seed,
-            epoch=batch["epoch"],
-            index=batch["index"],
-            schedule=self.schedule,
-            min_timestep=min_timestep,
-        )
-
-    def _conditioning(self, batch: dict[str, Any], *, prefix: str = "") -> Conditioning:
-        if prefix + "conditioning" in batch:
-            return batch[prefix + "conditioning"]
-        encoders = {name: self.get_submodule(name) for name in self._text_encoder_names}
-        return self.latent_diffusion.condition(encoders, {**batch, "input_ids": batch[prefix + "input_ids"]})
-
-    def _sample_losses(self, noisy: NoisyBatch, conditioning: Conditioning) -> Tensor:
-        dtype = next(self.denoiser.parameters()).dtype  # an engine may have cast the weights
-        latents, conditioning = noisy.noisy_latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
-        prediction = self.latent_diffusion.family.denoise(self.denoiser, latents, noisy.timesteps, conditioning)
-        return self.objective.loss(prediction, noisy)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         text_encoders = {name: self.get_submodule(name) for name in self._text_encoder_names}
@@ -345,5 +292,5 @@ class SDLightningModule(pl.LightningModule):
 
     def flops_per_sample(self, batch: dict[str, Any]) -> int:
         """Return the floating-point operations of forward and backward for one sample of ``batch``."""
-        conditioning = self._conditioning(batch) if "conditioning" in batch else None
+        conditioning = batch.get("conditioning")
         return training_flops_per_sample(self.latent_diffusion, batch["latents"], conditioning)

@@ -283,6 +283,7 @@ def test_saving_and_restoring_take_little_memory_beside_the_model(tmp_path: Path
         import torch
         import small_training as small
         from pathlib import Path
+        from sd_lightning import LatentDiffusion
         from sd_lightning.callbacks import EMA, PortableCheckpoint
 
         def resident():
@@ -306,7 +307,7 @@ def test_saving_and_restoring_take_little_memory_beside_the_model(tmp_path: Path
 
         def build():
             from diffusers import UNet2DConditionModel
-            module = small.module(train_text_encoder=False)
+            module = small.module(LatentDiffusion.build("tiny"), train_text_encoder=False)
             model = module.latent_diffusion
             config = dict(model.components["unet"].config, block_out_channels=[448, 896])
             model.components["unet"] = dataclasses.replace(model.components["unet"], config=config)

@@ -1,0 +1,81 @@
+"""Losses of encoded batches, for training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.diffusion.objective import NoisyBatch, Objective
+from sd_lightning.models.families import Conditioning
+from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+
+Networks = Mapping[str, nn.Module]
+"""The trained networks by name: the denoiser, and the text encoders that are trained."""
+Batch = Mapping[str, Any]
+
+
+class DiffusionLoss:
+    """Noise for latents, the denoiser's prediction, and the objective's loss of it.
+
+    Args:
+        latent_diffusion: The model.
+        objective: For this model: :meth:`Objective.resolve`.
+        seed: Seed of noise and timesteps.
+    """
+
+    def __init__(self, latent_diffusion: LatentDiffusion, objective: Objective, *, seed: int) -> None:
+        self._model = latent_diffusion
+        self._objective = objective
+        self._seed = seed
+        self._schedule = objective.noise_schedule(latent_diffusion.scheduler_config)
+
+    def to(self, device: torch.device) -> None:
+        """Move the noise schedule to a device."""
+        self._schedule = self._schedule.to(device)
+
+    def mean(self, networks: Networks, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch, weighted by its ``loss_weight`` (B,) if it has one."""
+        losses = self._per_sample(networks, self._noisy(batch), self.conditioning(networks, batch))
+        return (losses * batch["loss_weight"]).mean() if "loss_weight" in batch else losses.mean()
+
+    def held_out(self, networks: Networks, batch: Batch) -> dict[str, Tensor]:
+        """Return the losses (B,) of a batch as "loss", and as "caption_gap" how much wrong captions raise them.
+
+        The gap is measured on the noisier half of the schedule. Batches without ``wrong_input_ids`` have none.
+        """
+        conditioning = self.conditioning(networks, batch)
+        found = {"loss": self._per_sample(networks, self._noisy(batch), conditioning)}
+        if "wrong_input_ids" in batch:
+            noisy = self._noisy(batch, min_timestep=self._schedule.num_train_timesteps // 2)
+            right = self._per_sample(networks, noisy, conditioning)
+            wrong = self.conditioning(networks, batch, prefix="wrong_")
+            found["caption_gap"] = self._per_sample(networks, noisy, wrong) - right
+        return found
+
+    def conditioning(self, networks: Networks, batch: Batch, *, prefix: str = "") -> Conditioning:
+        """Return the conditioning of a batch: that of the frozen text encoders, or now that of the trained ones."""
+        if prefix + "conditioning" in batch:
+            return batch[prefix + "conditioning"]
+        encoders = {name: networks[name] for name in self._model.text_encoders if name in networks}
+        return self._model.condition(encoders, {**batch, "input_ids": batch[prefix + "input_ids"]})
+
+    def _noisy(self, batch: Batch, *, min_timestep: int = 0) -> NoisyBatch:
+        return self._objective.prepare(
+            batch["latents"],
+            seed=self._seed,
+            epoch=batch["epoch"],
+            index=batch["index"],
+            schedule=self._schedule,
+            min_timestep=min_timestep,
+        )
+
+    def _per_sample(self, networks: Networks, noisy: NoisyBatch, conditioning: Conditioning) -> Tensor:
+        denoiser = networks[self._model.family.denoiser]
+        dtype = next(denoiser.parameters()).dtype  # an engine may have cast the weights
+        latents, conditioning = noisy.noisy_latents.to(dtype), map_conditioning(conditioning, lambda t: t.to(dtype))
+        prediction = self._model.family.denoise(denoiser, latents, noisy.timesteps, conditioning)
+        return self._objective.loss(prediction, noisy)

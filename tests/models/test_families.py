@@ -12,6 +12,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import EMA
 from sd_lightning.models import families
 from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.models.meta import meta_batch
 from sd_lightning.strategies.gemini import GeminiStrategy
 from small_training import Saving, adamw, data, fit, weights
 from toy_family import Toy, ToyFamily, ToyPipeline
@@ -67,7 +68,7 @@ def test_a_family_outside_the_package_does_all_that_ours_do(tmp_path: Path) -> N
 
 def test_its_sizes_are_known_without_weights() -> None:
     model = LatentDiffusion.build("toy", device="meta")
-    batch = model.meta_batch(2)
+    batch = meta_batch(model, 2)
     assert batch["latents"].shape == (2, 4, 8, 8)
     assert {name: ids.shape[1] for name, ids in batch["input_ids"].items()} == {"text_encoder": 8, "text_encoder_2": 12}
     assert SDLightningModule(LatentDiffusion.build("toy")).flops_per_sample({"latents": batch["latents"]}) > 0

@@ -20,6 +20,7 @@ from sd_lightning.apps.trainer_checks import cuda_devices, num_processes
 from sd_lightning.data.sources.dreambooth import check_readable, find_photos, ignored_photos
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.meta import meta_networks
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -199,7 +200,7 @@ def load_base(cfg: DictConfig, parts: Parts) -> LatentDiffusion:
         return train.build_module(cfg, parts).latent_diffusion
     model: LatentDiffusion = _conf.instantiate(cfg.model, **train.deferral(cfg, ["all"]))
     twin = type(model)(
-        model.meta_networks(tuple(model.networks)),  # on the meta device: no time, no memory
+        meta_networks(model, tuple(model.networks)),  # on the meta device: no time, no memory
         tokenizers=copy.deepcopy(model.tokenizers),
         components=copy.deepcopy(model.components),
         pipeline_class=model.pipeline_class,

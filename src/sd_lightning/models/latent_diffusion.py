@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.components import instantiate
 from sd_lightning.models.families import Architecture, Component, Conditioning, Family, family_of
 from sd_lightning.models.families.autoencoder import scale_factor
-from sd_lightning.models.families.base import SIZES
-from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.families.sampling import said_once, scheduler_class
 from sd_lightning.storage.deferred_weights import DeferredWeights
 
@@ -146,47 +143,9 @@ class LatentDiffusion:
         class_name = config.pop("_class_name", old.class_name)
         self.components["scheduler"] = Component("diffusers", class_name, config)
 
-    def meta_networks(self, names: Sequence[str]) -> dict[str, nn.Module]:
-        """Return copies of the named networks on the meta device, without storage."""
-        with torch.device("meta"):
-            return {name: instantiate(self.components[name]).eval() for name in names}
-
-    def meta_batch(self, count: int, *, height: int | None = None, width: int | None = None) -> dict[str, Any]:
-        """Return a batch on the meta device: the inputs of :meth:`condition`, ``latents`` and ``timesteps``.
-
-        Args:
-            count: Number of samples.
-            height: Image height in pixels; the model's own if not given.
-            width: Image width, likewise.
-        """
-        shape = self.family.latent_shape(self.components, height or self.resolution, width or self.resolution)
-        ids = self.tokenize([""])
-        with torch.device("meta"):
-            return {
-                "latents": torch.empty(count, *shape),
-                "timesteps": torch.empty(count, dtype=torch.int64),
-                "input_ids": {name: torch.empty(count, each.shape[1], dtype=torch.int64) for name, each in ids.items()},
-                **{name: torch.empty(count, 2) for name in SIZES},
-            }
-
     def condition(self, text_encoders: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> Conditioning:
         """Encode the captions of a batch; see :meth:`Family.condition`."""
         return self.family.condition(text_encoders, batch)
-
-    def unused_parameters(self) -> dict[str, list[str]]:
-        """Return, per text encoder, the names of the parameters that the conditioning does not depend on.
-
-        SDXL uses the penultimate hidden states, so the last layer of its first encoder is unused. Such parameters
-        never get a gradient, and DistributedDataParallel would wait for it.
-        """
-        networks = self.meta_networks(tuple(self.text_encoders))
-        sums: list[Tensor] = []
-        map_conditioning(self.condition(networks, self.meta_batch(1)), lambda tensor: sums.append(tensor.sum()))
-        sum(sums, torch.zeros((), device="meta")).backward()
-        return {
-            name: [key for key, parameter in network.named_parameters() if parameter.grad is None]
-            for name, network in networks.items()
-        }
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return token ids (B, L), int64, padded and truncated, by text encoder; L may differ between encoders."""

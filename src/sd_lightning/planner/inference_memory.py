@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.meta import meta_batch, meta_networks
 from sd_lightning.planner.memory_trace import peak_bytes
 from sd_lightning.quantization.layers import Int8Layer, Int8Linear, int8_layers, to_int8
 
@@ -46,7 +47,7 @@ def inference_bytes(
 
 def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Module:
     """Return a copy of a network's structure on the meta device."""
-    twin = model.meta_networks([name])[name].requires_grad_(False)
+    twin = meta_networks(model, [name])[name].requires_grad_(False)
     network = model.networks[name]
     if name == "vae" and model.vae.use_tiling:
         twin.use_tiling = True  # type: ignore[assignment]
@@ -73,7 +74,7 @@ def _calls(
     family, vae = model.family, twins["vae"]
     denoiser = twins[family.denoiser]
     rows, dtype = 2 * batch_size, next(denoiser.parameters()).dtype  # guidance: with the caption and without
-    batch = model.meta_batch(rows, height=height, width=width)
+    batch = meta_batch(model, rows, height=height, width=width)
     latents = batch["latents"].to(dtype)
     yield torch.no_grad()(lambda: model.condition(twins, batch))
     with torch.no_grad():

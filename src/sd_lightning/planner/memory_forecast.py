@@ -25,6 +25,7 @@ from sd_lightning.models.encoder import images_per_call
 from sd_lightning.models.families import Conditioning
 from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.meta import meta_batch
 from sd_lightning.planner.memory_trace import peak_bytes
 from sd_lightning.training.speed import enable_gradient_checkpointing
 
@@ -217,7 +218,7 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
     """Return the peak of a forward and backward pass; gradients are freed at once: the engine takes them."""
 
     def step() -> None:
-        inputs = model.meta_batch(training.batch_size, height=training.resolution, width=training.resolution)
+        inputs = meta_batch(model, training.batch_size, height=training.resolution, width=training.resolution)
         if training.train_text_encoder:
             conditioning = model.condition(trained, inputs)
         else:
@@ -255,12 +256,12 @@ def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int
     height, width = training.drawn_size or (training.resolution, training.resolution)
 
     def denoise() -> None:
-        inputs = model.meta_batch(2 * count, height=height, width=width)
+        inputs = meta_batch(model, 2 * count, height=height, width=width)
         conditioning = map_conditioning(_conditioning(model, inputs, dtype), lambda t: t.to(dtype))
         family.denoise(denoiser, inputs["latents"].to(dtype), inputs["timesteps"], conditioning)
 
     def decode() -> None:
-        vae.decode(model.meta_batch(count, height=height, width=width)["latents"].to(decoded))
+        vae.decode(meta_batch(model, count, height=height, width=width)["latents"].to(decoded))
 
     denoiser.eval()
     with torch.no_grad(), family.decoding_in_tiles(vae, training.vae_tiling):

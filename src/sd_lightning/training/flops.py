@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.meta import meta_batch, meta_networks
 
 
 def training_flops_per_sample(
@@ -31,10 +32,10 @@ def training_flops_per_sample(
 
     model, family = latent_diffusion, latent_diffusion.family
     encoders = list(model.text_encoders) if conditioning is None else []
-    networks = model.meta_networks([family.denoiser, *encoders])
+    networks = meta_networks(model, [family.denoiser, *encoders])
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         if conditioning is None:
-            conditioning = model.condition(networks, model.meta_batch(1))
+            conditioning = model.condition(networks, meta_batch(model, 1))
         else:
             conditioning = map_conditioning(conditioning, one)
         family.denoise(networks[family.denoiser], one(latents).float(), torch.zeros(1, device="meta"), conditioning)

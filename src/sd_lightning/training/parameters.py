@@ -10,6 +10,7 @@ from torch import nn
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import Lora, freeze_unused, plain_names
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.meta import unused_parameters
 
 
 def choose_trained(
@@ -32,7 +33,7 @@ def choose_trained(
             model.deferred[name] = model.deferred[name].renamed(plain_names(adapted[name].state_dict()))
     for parameter in LearnedToken.parameters(networks):
         parameter.requires_grad_(True)
-    for name, unused in model.unused_parameters().items() if train_text_encoder else ():
+    for name, unused in unused_parameters(model).items() if train_text_encoder else ():
         freeze_unused(model.networks[name], unused)
 
 

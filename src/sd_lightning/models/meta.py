@@ -1,0 +1,57 @@
+"""Networks and batches on the meta device: shapes and graphs without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sd_lightning.models.components import instantiate
+from sd_lightning.models.families.base import SIZES
+from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+
+
+def meta_networks(model: LatentDiffusion, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return copies of the named networks on the meta device, without storage."""
+    with torch.device("meta"):
+        return {name: instantiate(model.components[name]).eval() for name in names}
+
+
+def meta_batch(
+    model: LatentDiffusion, count: int, *, height: int | None = None, width: int | None = None
+) -> dict[str, Any]:
+    """Return a batch on the meta device: ``latents``, ``timesteps`` and the inputs of `LatentDiffusion.condition`.
+
+    Args:
+        count: Number of samples.
+        height: Image height in pixels; the model's own if not given.
+        width: Image width, likewise.
+    """
+    shape = model.family.latent_shape(model.components, height or model.resolution, width or model.resolution)
+    ids = model.tokenize([""])
+    with torch.device("meta"):
+        return {
+            "latents": torch.empty(count, *shape),
+            "timesteps": torch.empty(count, dtype=torch.int64),
+            "input_ids": {name: torch.empty(count, each.shape[1], dtype=torch.int64) for name, each in ids.items()},
+            **{name: torch.empty(count, 2) for name in SIZES},
+        }
+
+
+def unused_parameters(model: LatentDiffusion) -> dict[str, list[str]]:
+    """Return, per text encoder, the names of the parameters that the conditioning does not depend on.
+
+    SDXL uses the penultimate hidden states, so the last layer of its first encoder is unused. Such parameters
+    never get a gradient, and DistributedDataParallel would wait for it.
+    """
+    networks = meta_networks(model, tuple(model.text_encoders))
+    sums: list[Tensor] = []
+    map_conditioning(model.condition(networks, meta_batch(model, 1)), lambda tensor: sums.append(tensor.sum()))
+    sum(sums, torch.zeros((), device="meta")).backward()
+    return {
+        name: [key for key, parameter in network.named_parameters() if parameter.grad is None]
+        for name, network in networks.items()
+    }

@@ -172,7 +172,7 @@ def save_pretrained(model: LatentDiffusion, folder: str | Path, *, skip: Sequenc
     for name, tokenizer in model.tokenizers.items():
         tokenizer.save_pretrained(folder / name)
     index: dict[str, Any] = {"_class_name": model.pipeline_class, "_diffusers_version": version("diffusers")}
-    index |= {name: [None, None] for name in family.absent}
+    index |= dict.fromkeys(family.absent, [None, None])
     index |= {name: [family.parts[name].library, family.parts[name].classes[0]] for name in model.tokenizers}
     index |= model.pipeline_options
     for name, component in model.components.items():
@@ -209,8 +209,7 @@ def load_model(
     if pretrained is not None:
         check_pretrained(architecture, pretrained, revision=revision)
         return from_pretrained(pretrained, revision=revision, variant=variant, vae=vae, deferred=deferred)
-    given = {k: v for k, v in {"revision": revision, "variant": variant, "vae": vae}.items() if v is not None}
-    if given:
+    if given := {k: v for k, v in {"revision": revision, "variant": variant, "vae": vae}.items() if v is not None}:
         raise UsageError(
             f"model got {', '.join(f'{k}={v}' for k, v in given.items())} without pretrained weights; "
             "add model.pretrained=<hub id or folder>"
@@ -249,11 +248,10 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
     for name in family.networks:
         networks[name], components[name] = load(name, records[name], family)
     components["scheduler"] = Component("diffusers", scheduler.pop("_class_name"), scheduler)
+    tokenizers = {name: load_tokenizer(root / name, records[name]) for name in records if name not in networks}
     return LatentDiffusion(
         networks,
-        tokenizers={
-            name: load_tokenizer(root / name, record) for name, record in records.items() if name not in networks
-        },
+        tokenizers=tokenizers,
         components=components,
         pipeline_class=family.pipeline_class,
         pipeline_options={key: index.get(key, absent) for key, absent in family.stored_options.items()},

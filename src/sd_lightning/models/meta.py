@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning.models.components import instantiate
+from sd_lightning.models.families import Conditioning
 from sd_lightning.models.families.base import SIZES
 from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -39,6 +40,13 @@ def meta_batch(
             "input_ids": {name: torch.empty(count, each.shape[1], dtype=torch.int64) for name, each in ids.items()},
             **{name: torch.empty(count, 2) for name in SIZES},
         }
+
+
+def meta_conditioning(model: LatentDiffusion, batch: Mapping[str, Any], dtype: torch.dtype) -> Conditioning:
+    """Return the conditioning of a model on the meta device as frozen text encoders give it: without a graph."""
+    with torch.no_grad():
+        made = model.condition(model.text_encoders, batch)
+    return map_conditioning(made, lambda tensor: torch.empty_like(tensor, dtype=dtype))
 
 
 def unused_parameters(model: LatentDiffusion) -> dict[str, list[str]]:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,9 @@ from sd_lightning.gemini.tiers import Tier
 from sd_lightning.gemini.updates import update_of
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import images_per_call
-from sd_lightning.models.families import Conditioning
 from sd_lightning.models.families.conditioning import map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.models.meta import meta_batch
+from sd_lightning.models.meta import meta_batch, meta_conditioning
 from sd_lightning.planner.memory_trace import peak_bytes
 from sd_lightning.training.speed import enable_gradient_checkpointing
 
@@ -222,7 +220,7 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
         if training.train_text_encoder:
             conditioning = model.condition(trained, inputs)
         else:
-            conditioning = _conditioning(model, inputs, training.dtype)
+            conditioning = meta_conditioning(model, inputs, training.dtype)
         conditioning = map_conditioning(conditioning, lambda t: t.to(training.dtype))
         latents = inputs["latents"].to(training.dtype)
         prediction = model.family.denoise(model.denoiser, latents, inputs["timesteps"], conditioning)
@@ -257,7 +255,7 @@ def _drawing_peak(model: LatentDiffusion, training: Training, count: int) -> int
 
     def denoise() -> None:
         inputs = meta_batch(model, 2 * count, height=height, width=width)
-        conditioning = map_conditioning(_conditioning(model, inputs, dtype), lambda t: t.to(dtype))
+        conditioning = map_conditioning(meta_conditioning(model, inputs, dtype), lambda t: t.to(dtype))
         family.denoise(denoiser, inputs["latents"].to(dtype), inputs["timesteps"], conditioning)
 
     def decode() -> None:
@@ -281,13 +279,6 @@ def _encoding_peak(model: LatentDiffusion, training: Training) -> int:
 
     with torch.no_grad():
         return peak_bytes(encode)
-
-
-def _conditioning(model: LatentDiffusion, inputs: Mapping[str, Any], dtype: torch.dtype) -> Conditioning:
-    """Return conditioning as from frozen text encoders: correct shapes, without an autograd graph."""
-    with torch.no_grad():
-        made = model.condition(model.text_encoders, inputs)
-    return map_conditioning(made, lambda tensor: torch.empty_like(tensor, dtype=dtype))
 
 
 def _drop_gradient(parameter: Tensor) -> None:

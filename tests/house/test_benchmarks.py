@@ -350,10 +350,9 @@ def test_the_bare_loop_trains_the_same_parameters_on_the_same_loss(
 
     index, latents = torch.arange(4), torch.randn(4, 4, 8, 8)
     batch = {"latents": latents, "epoch": torch.zeros(4, dtype=torch.int64), "index": index}
-    noisy = module._add_noise(batch)
     input_ids = captions[[0, 1, 1, 0]]
-    conditioning = module._conditioning({**batch, "input_ids": {"text_encoder": input_ids}})
-    expected = module._sample_losses(noisy, conditioning).mean()
+    expected = module.training_loss(batch | {"input_ids": {"text_encoder": input_ids}})
+    noisy = module.objective.prepare(latents, epoch=0, index=index, seed=3, schedule=module.schedule)
     noise = normal(3, 0, index, Purpose.NOISE, (4, 8, 8))
     assert torch.allclose(bare.loss(latents, noise, noisy.timesteps, input_ids), expected, rtol=1e-5)
 

@@ -31,11 +31,12 @@ class DiffusionLoss:
         self._model = latent_diffusion
         self._objective = objective
         self._seed = seed
-        self._schedule = objective.noise_schedule(latent_diffusion.scheduler_config)
+        self.schedule = objective.noise_schedule(latent_diffusion.scheduler_config)
+        """The noise schedule, on the device of :meth:`to`."""
 
     def to(self, device: torch.device) -> None:
         """Move the noise schedule to a device."""
-        self._schedule = self._schedule.to(device)
+        self.schedule = self.schedule.to(device)
 
     def mean(self, networks: Networks, batch: Batch) -> Tensor:
         """Return the mean loss of a batch, weighted by its ``loss_weight`` (B,) if it has one."""
@@ -50,7 +51,7 @@ class DiffusionLoss:
         conditioning = self.conditioning(networks, batch)
         found = {"loss": self._per_sample(networks, self._noisy(batch), conditioning)}
         if "wrong_input_ids" in batch:
-            noisy = self._noisy(batch, min_timestep=self._schedule.num_train_timesteps // 2)
+            noisy = self._noisy(batch, min_timestep=self.schedule.num_train_timesteps // 2)
             right = self._per_sample(networks, noisy, conditioning)
             wrong = self.conditioning(networks, batch, prefix="wrong_")
             found["caption_gap"] = self._per_sample(networks, noisy, wrong) - right
@@ -69,7 +70,7 @@ class DiffusionLoss:
             seed=self._seed,
             epoch=batch["epoch"],
             index=batch["index"],
-            schedule=self._schedule,
+            schedule=self.schedule,
             min_timestep=min_timestep,
         )
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sd_lightning._errors import UsageError
 from sd_lightning.diffusion.objective import Objective
+from sd_lightning.diffusion.prediction import Schedule
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import Dtype, LatentEncoder
@@ -129,6 +130,11 @@ class SDLightningModule(pl.LightningModule):
         """The denoising network: a UNet or a transformer."""
         return self.get_submodule(self.latent_diffusion.family.denoiser)
 
+    @property
+    def schedule(self) -> Schedule:
+        """The noise schedule of the objective."""
+        return self._losses.schedule
+
     def setup(self, stage: str) -> None:
         """Read deferred weights, unless the strategy reads them after it has sharded the networks."""
         strategy = self.trainer.strategy
@@ -149,15 +155,6 @@ class SDLightningModule(pl.LightningModule):
         return self if self.latent_diffusion.deferred else super().cpu()
 
     def on_fit_start(self) -> None:
-        self._to_device()
-
-    def on_validation_start(self) -> None:
-        self._to_device()
-
-    def on_test_start(self) -> None:
-        self._to_device()
-
-    def _to_device(self) -> None:
         """Move encoder and noise schedule to the strategy's device, and buffers if the strategy has not moved them."""
         device = self.trainer.strategy.root_device
         if device.type != "cpu" and device != self.device:
@@ -169,6 +166,9 @@ class SDLightningModule(pl.LightningModule):
                     module._buffers[name] = None if buffer is None else buffer.to(device)
         self.encoder.to(self.device)
         self._losses.to(self.device)
+
+    on_validation_start = on_fit_start
+    on_test_start = on_fit_start
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed the global generators (dropout) from seed, step and rank, so that resuming is exact."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from gemini_jobs import (
 )
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.layout import align
+
+slow = pytest.mark.slow
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -140,12 +143,29 @@ def jobs_of_ranks() -> list[Job]:
 
 
 JOBS = {job.name: job for job in jobs_of_ranks()}
+QUICK = (
+    "place/sharded",
+    "place/all_offloaded",
+    "place/auto_some",
+    "place/disk",
+    "ddp",
+    "feature/plain",
+    "feature/clip",
+)
+"""What two ranks train in the default suite."""
+
+
+def quickly(group: str, names: Iterable[str]) -> list[Any]:
+    """Return names as parameters; those whose job is not quick are slow."""
+    return [pytest.param(n, marks=() if f"{group}/{n}".lstrip("/") in QUICK else slow) for n in names]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Findings]]:
-    """What both ranks found, by job."""
-    return run_ranks(2, list(JOBS.values()), tmp_path_factory.mktemp("gemini"))
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Findings]]:
+    """What both ranks found, by job; of the quick jobs alone where no slow test of this file is chosen."""
+    here = [item for item in request.session.items if item.path == request.path]
+    jobs = [job for job in JOBS.values() if job.name in QUICK or any(item.get_closest_marker("slow") for item in here)]
+    return run_ranks(2, jobs, tmp_path_factory.mktemp("gemini"))
 
 
 @lru_cache
@@ -222,19 +242,19 @@ def quantised() -> Findings:
     return train(Job("8bit", engine="torch", optimizer="AdamW8bit"))
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", quickly("place", PLACEMENTS))
 def test_placement_budget_and_prefetch_change_no_bit(two_ranks: list[dict[str, Findings]], name: str) -> None:
     found, plain = two_ranks[0][f"place/{name}"], two_ranks[0]["place/sharded"]
     assert found.losses == plain.losses
     assert found.digest == plain.digest
 
 
-@pytest.mark.parametrize("name", ["ddp", "chunks/one", "chunks/searched", "chunks/tiny", "meta"])
+@pytest.mark.parametrize("name", quickly("", ["ddp", "chunks/one", "chunks/searched", "chunks/tiny", "meta"]))
 def test_chunk_plans_and_ddp_equal_one_process(two_ranks: list[dict[str, Findings]], name: str) -> None:
     assert_as_plain_torch(two_ranks[0][name], {})
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", quickly("feature", FEATURES))
 def test_features_equal_one_process(two_ranks: list[dict[str, Findings]], name: str) -> None:
     assert_as_plain_torch(two_ranks[0][f"feature/{name}"], FEATURES[name])
 
@@ -244,6 +264,7 @@ def test_gradient_norms_equal_those_of_one_process(two_ranks: list[dict[str, Fin
     assert two_ranks[0]["feature/clip"].norms == pytest.approx(expected.norms, rel=1e-5)
 
 
+@slow
 @pytest.mark.parametrize("name", ["feature/unused_one_rank", "unused_one_rank/kept_gathered"])
 def test_a_parameter_used_on_one_rank_only_trains_as_under_ddp(two_ranks: list[dict[str, Findings]], name: str) -> None:
     found, expected = two_ranks[0][name], two_ranks[0]["ddp/unused_one_rank"]
@@ -253,6 +274,7 @@ def test_a_parameter_used_on_one_rank_only_trains_as_under_ddp(two_ranks: list[d
     assert moved > 1e-3, "the branch makes no difference"
 
 
+@slow
 @pytest.mark.parametrize("how", SKIPS)
 def test_blocks_that_go_backward_on_some_ranks_only_train_as_under_ddp(
     two_ranks: list[dict[str, Findings]], how: str
@@ -266,21 +288,25 @@ def test_blocks_that_go_backward_on_some_ranks_only_train_as_under_ddp(
         assert found.notes["statistics"]["schedules"] == STEPS / 2, "two steps of four differ between ranks"
 
 
+@slow
 def test_gradients_that_are_dropped_leave_nothing_behind_on_any_rank(two_ranks: list[dict[str, Findings]]) -> None:
     """Before some steps a micro-batch is dropped, in which only one rank used some parameters."""
     found, expected = two_ranks[0]["act/drop"], two_ranks[0]["feature/unused_one_rank"]
     assert found.losses == expected.losses and found.digest == expected.digest
 
 
+@slow
 def test_a_term_outside_of_forward_that_one_rank_has_counts(two_ranks: list[dict[str, Findings]]) -> None:
     assert_as_plain_torch(two_ranks[0]["penalised"], {"penalised": True})
     assert distance(two_ranks[0]["penalised"], two_ranks[0]["place/sharded"])[1] > 1e-4, "it makes no difference"
 
 
+@slow
 def test_a_unit_that_returns_what_another_returned_is_not_done_before_it(two_ranks: list[dict[str, Findings]]) -> None:
     assert_as_plain_torch(two_ranks[0]["outputs_of_others/one_layer_each"], {"network": "direct"})
 
 
+@slow
 def test_an_unused_parameter_is_left_alone(two_ranks: list[dict[str, Findings]]) -> None:
     initial = train(Job("initial", engine="torch", steps=0)).weights
     found = two_ranks[0]["feature/unused_everywhere"].weights
@@ -289,11 +315,13 @@ def test_an_unused_parameter_is_left_alone(two_ranks: list[dict[str, Findings]])
     assert not torch.equal(found["gain"], initial["gain"])
 
 
+@slow
 @pytest.mark.parametrize("name", ["feature/checkpointed", "checkpointed/all_offloaded", "feature/compiled"])
 def test_recomputed_and_compiled_blocks_train_the_same(two_ranks: list[dict[str, Findings]], name: str) -> None:
     assert_as_plain_torch(two_ranks[0][name], {})
 
 
+@slow
 @pytest.mark.parametrize("name", ["feature/reduce_once", "reduce_once/kept_gathered", "reduce_once/all_offloaded"])
 def test_gradients_kept_whole_are_reduced_once(two_ranks: list[dict[str, Findings]], name: str) -> None:
     assert_as_plain_torch(two_ranks[0][name], FEATURES["accumulate"])
@@ -303,6 +331,7 @@ def test_gradients_kept_whole_are_reduced_once(two_ranks: list[dict[str, Finding
     assert two_ranks[0][name].digest == two_ranks[0]["feature/reduce_once"].digest
 
 
+@slow
 @pytest.mark.parametrize("name", ["auto/reduce_if_room", "reduce_once/measured"])
 def test_gradients_are_reduced_once_from_the_step_on_that_knows_they_fit(
     two_ranks: list[dict[str, Findings]], name: str
@@ -317,6 +346,7 @@ def test_gradients_are_reduced_once_from_the_step_on_that_knows_they_fit(
     )
 
 
+@slow
 def test_a_larger_call_reduces_at_once_what_was_kept(two_ranks: list[dict[str, Findings]]) -> None:
     found = two_ranks[0]["auto/reduce_until_longer"]
     assert_as_plain_torch(found, {"accumulate": 5, "act": "longer"})
@@ -326,6 +356,7 @@ def test_a_larger_call_reduces_at_once_what_was_kept(two_ranks: list[dict[str, F
     assert found.notes["statistics"]["reductions"] * STEPS == once * (5 + 3 + STEPS - 2)
 
 
+@slow
 @pytest.mark.parametrize("name", ["sample", "sample_kept_gathered", "swap", "swap_kept_gathered"])
 def test_sampling_and_other_weights_between_steps_change_no_bit(
     two_ranks: list[dict[str, Findings]], name: str
@@ -335,6 +366,7 @@ def test_sampling_and_other_weights_between_steps_change_no_bit(
     assert found.digest == plain.digest
 
 
+@slow
 @pytest.mark.parametrize("name", ["swap", "swap_kept_gathered"])
 def test_swapped_weights_are_the_ones_computed_with(two_ranks: list[dict[str, Findings]], name: str) -> None:
     constant = build(Job("constant"))
@@ -345,6 +377,7 @@ def test_swapped_weights_are_the_ones_computed_with(two_ranks: list[dict[str, Fi
     assert two_ranks[0][f"act/{name}"].notes["swapped_loss"] == pytest.approx(float(expected), abs=1e-6)
 
 
+@slow
 @pytest.mark.parametrize("name", ["act/raise", "act/raise_kept_gathered"])
 def test_an_exception_in_backward_leaves_no_trace(two_ranks: list[dict[str, Findings]], name: str) -> None:
     found, plain = two_ranks[0][name], two_ranks[0]["place/sharded"]
@@ -353,6 +386,7 @@ def test_an_exception_in_backward_leaves_no_trace(two_ranks: list[dict[str, Find
     assert found.digest == plain.digest
 
 
+@slow
 @pytest.mark.parametrize("name", ["act/refit", "act/refit_kept_gathered", "auto/refit"])
 def test_a_fit_after_an_exception_begins_with_new_optimizers(two_ranks: list[dict[str, Findings]], name: str) -> None:
     assert two_ranks[0][name].notes["failed"] == STEPS // 4
@@ -360,6 +394,7 @@ def test_a_fit_after_an_exception_begins_with_new_optimizers(two_ranks: list[dic
     assert two_ranks[0][name].digest == two_ranks[0]["act/refit"].digest != two_ranks[0]["place/sharded"].digest
 
 
+@slow
 def test_ranks_that_call_blocks_in_different_orders_step_nothing(two_ranks: list[dict[str, Findings]]) -> None:
     for rank in two_ranks:
         assert "the ranks called the blocks of a network in different orders" in rank["act/reorder"].notes["refused"]
@@ -367,6 +402,7 @@ def test_ranks_that_call_blocks_in_different_orders_step_nothing(two_ranks: list
         assert rank["act/reorder"].digest == rank["twins"].digest
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "static"),
     [
@@ -390,6 +426,7 @@ def test_an_automatic_placement_changes_no_bit(two_ranks: list[dict[str, Finding
     assert found.digest == expected.digest
 
 
+@slow
 def test_an_automatic_placement_stays_under_its_cap_and_is_agreed(two_ranks: list[dict[str, Findings]]) -> None:
     names = [name for name in two_ranks[0] if name.startswith(("auto/", "place/auto"))]
     for name in names:
@@ -400,12 +437,14 @@ def test_an_automatic_placement_stays_under_its_cap_and_is_agreed(two_ranks: lis
     assert len(names) > 12
 
 
+@slow
 def test_more_memory_keeps_more_on_the_fast_tier(two_ranks: list[dict[str, Findings]]) -> None:
     every, some, least = (two_ranks[0][f"place/auto_{name}"].notes["plan"] for name in ("all", "some", "least"))
     assert every["slow_optimizers"] == 0 < some["slow_optimizers"] < least["slow_optimizers"]
     assert every["moves"] == some["moves"] == least["moves"] == 1, "moved again though nothing changed"
 
 
+@slow
 def test_larger_inputs_and_sampling_are_measured_and_planned_for(two_ranks: list[dict[str, Findings]]) -> None:
     plan = two_ranks[0]["auto/longer_inputs"].notes["plan"]
     # 9 instead of 5 tokens: to the slow tier for the measurement, and back.
@@ -416,6 +455,7 @@ def test_larger_inputs_and_sampling_are_measured_and_planned_for(two_ranks: list
     assert two_ranks[0]["auto/sample"].notes["plan"]["moves"] == 3
 
 
+@slow
 def test_the_trace_shows_activations_growing_from_unit_to_unit(two_ranks: list[dict[str, Findings]]) -> None:
     trace = two_ranks[0]["place/auto_some"].notes["plan"]["trace"]
     forward = [nbytes for phase, _, nbytes in trace if phase == "forward"]
@@ -424,6 +464,7 @@ def test_the_trace_shows_activations_growing_from_unit_to_unit(two_ranks: list[d
     assert {unit for _, unit, _ in trace} >= {"embed", "blocks.0", "blocks.3", "head"}
 
 
+@slow
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_the_users_own_class_steps_ranges_as_it_steps_parameters(
     two_ranks: list[dict[str, Findings]], name: str
@@ -431,6 +472,7 @@ def test_the_users_own_class_steps_ranges_as_it_steps_parameters(
     assert_as_plain_torch(two_ranks[0][f"own/{name}"], {"optimizer": name, "settings": OPTIMIZERS[name]})
 
 
+@slow
 @pytest.mark.parametrize(("name", "optimizer"), [("float64", "AdamW"), ("float64/own", "RMSprop")])
 def test_float64_is_reduced_clipped_and_stepped_in_float64(
     two_ranks: list[dict[str, Findings]], name: str, optimizer: str
@@ -442,6 +484,7 @@ def test_float64_is_reduced_clipped_and_stepped_in_float64(
     assert two_ranks[0][name].norms == pytest.approx(expected.norms, rel=1e-13)
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "exchanged"),
     [
@@ -459,6 +502,7 @@ def test_collectives_of_the_backend_give_the_same_bits(
     assert found.losses == expected.losses and found.digest == expected.digest
 
 
+@slow
 def test_half_precision_gradients_are_summed_in_float32_unless_asked_otherwise(
     two_ranks: list[dict[str, Findings]],
 ) -> None:
@@ -471,6 +515,7 @@ def test_half_precision_gradients_are_summed_in_float32_unless_asked_otherwise(
     assert sent[0] == 2 * sent[1] == 2 * sent[2] > 0
 
 
+@slow
 def test_half_precision_trains_and_placement_changes_no_bit(two_ranks: list[dict[str, Findings]]) -> None:
     fast, slow = two_ranks[0]["bf16/fast"], two_ranks[0]["bf16/slow"]
     assert fast.losses == slow.losses and fast.digest == slow.digest
@@ -480,6 +525,7 @@ def test_half_precision_trains_and_placement_changes_no_bit(two_ranks: list[dict
     assert all(weight.dtype == torch.float32 for weight in fast.weights.values())
 
 
+@slow
 def test_half_precision_on_the_slow_tier_clips(two_ranks: list[dict[str, Findings]]) -> None:
     clipped, free = two_ranks[0]["bf16/slow_clip"], two_ranks[0]["bf16/slow_sgd"]
     expected = reference(1, (("clip", 1e-3), ("optimizer", "SGD")))
@@ -487,6 +533,7 @@ def test_half_precision_on_the_slow_tier_clips(two_ranks: list[dict[str, Finding
     assert distance(clipped, expected)[1] < 0.02 * distance(free, expected)[1]
 
 
+@slow
 @pytest.mark.parametrize("name", ["fp16/overflow", "fp16/overflow_on_one"])
 def test_float16_overflow_skips_the_step_on_all_ranks(two_ranks: list[dict[str, Findings]], name: str) -> None:
     one, other = (rank[name] for rank in two_ranks)
@@ -496,6 +543,7 @@ def test_float16_overflow_skips_the_step_on_all_ranks(two_ranks: list[dict[str, 
     assert one.losses[-1] < one.losses[0]
 
 
+@slow
 @pytest.mark.parametrize("name", ["offloaded", "disk", "auto"])
 def test_8_bit_states_train_the_same_on_every_tier(two_ranks: list[dict[str, Findings]], name: str) -> None:
     fast, moved = two_ranks[0]["8bit/fast"], two_ranks[0][f"8bit/{name}"]
@@ -506,6 +554,7 @@ def test_8_bit_states_train_the_same_on_every_tier(two_ranks: list[dict[str, Fin
     assert not name == "auto" or moved.notes["plan"]["slow_optimizers"] > 0
 
 
+@slow
 def test_bytes_at_rest_equal_the_closed_form(two_ranks: list[dict[str, Findings]]) -> None:
     def expected(name: str, fast: float, slow: float, disk: float = 0) -> None:
         notes = two_ranks[0][name].notes
@@ -525,6 +574,7 @@ def test_bytes_at_rest_equal_the_closed_form(two_ranks: list[dict[str, Findings]
     expected("bf16/slow", 0, 14 / 2)
 
 
+@slow
 def test_temporary_memory_stays_within_the_budget_and_the_largest_unit(two_ranks: list[dict[str, Findings]]) -> None:
     checked = 0
     for name, found in two_ranks[0].items():
@@ -537,11 +587,13 @@ def test_temporary_memory_stays_within_the_budget_and_the_largest_unit(two_ranks
     assert two_ranks[0]["place/small_budget"].notes["gathered_peak"] < unlimited
 
 
+@slow
 def test_collectives_are_the_same_in_order_and_size_on_every_rank(two_ranks: list[dict[str, Findings]]) -> None:
     for name, found in two_ranks[0].items():
         assert found.notes.get("sequence") == two_ranks[1][name].notes.get("sequence"), name
 
 
+@slow
 def test_bytes_on_the_wire_equal_the_closed_form(two_ranks: list[dict[str, Findings]]) -> None:
     notes = two_ranks[0]["place/kept_gathered"].notes
     steps, numel = JOBS["place/kept_gathered"].steps, notes["numel"]
@@ -550,6 +602,7 @@ def test_bytes_on_the_wire_equal_the_closed_form(two_ranks: list[dict[str, Findi
     assert notes["statistics"]["gathered_bytes"] == (steps + 1) * numel * 4 / 2
 
 
+@slow
 def test_prefetch_turns_misses_into_hits(two_ranks: list[dict[str, Findings]]) -> None:
     ahead = two_ranks[0]["place/far_prefetch"].notes["statistics"]
     behind = two_ranks[0]["place/no_budget_no_prefetch"].notes["statistics"]
@@ -557,6 +610,7 @@ def test_prefetch_turns_misses_into_hits(two_ranks: list[dict[str, Findings]]) -
     assert behind.get("prefetches", 0) == 0 < ahead["prefetches"]
 
 
+@slow
 def test_offloading_moves_gradients_down_and_weights_up(two_ranks: list[dict[str, Findings]]) -> None:
     notes = two_ranks[0]["place/optimizer_offloaded"].notes
     per_step = JOBS["place/optimizer_offloaded"].steps * notes["numel"] * 4 / 2
@@ -564,6 +618,7 @@ def test_offloading_moves_gradients_down_and_weights_up(two_ranks: list[dict[str
     assert notes["statistics"]["moved_bytes/slow_to_fast"] == per_step
 
 
+@slow
 def test_states_on_disk_are_read_and_written_once_per_step(two_ranks: list[dict[str, Findings]]) -> None:
     job, notes = JOBS["place/disk_all"], two_ranks[0]["place/disk_all"].notes
     per_step = job.steps * notes["numel"] * 12 / 2
@@ -577,6 +632,7 @@ def test_states_on_disk_are_read_and_written_once_per_step(two_ranks: list[dict[
     assert half["slow"] == (4 * numel + 8 * (numel - on_disk)) // 2
 
 
+@slow
 def test_a_rank_reads_only_what_it_owns_of_networks_on_the_meta_device(two_ranks: list[dict[str, Findings]]) -> None:
     read = [sum(rank["meta"].notes["read"]) for rank in two_ranks]
     buffers, numel = 4, sum(w.numel() for w in two_ranks[0]["meta"].weights.values())
@@ -584,7 +640,7 @@ def test_a_rank_reads_only_what_it_owns_of_networks_on_the_meta_device(two_ranks
     assert max(read) < 0.7 * numel
 
 
-@pytest.mark.slow
+@slow
 def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
     names = [name for name in JOBS if name.startswith("place/")]
     names += ["feature/accumulate", "feature/frozen", "feature/unused_one_rank", "act/raise", "act/swap"]
@@ -605,7 +661,7 @@ def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
         assert len({rank[name].digest for rank in ranks}) == 1, name
 
 
-@pytest.mark.slow
+@slow
 def test_a_diffusers_unet_equals_one_process(tmp_path: Path) -> None:
     config = {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 1_500_000}
     jobs = [

@@ -719,6 +719,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
+PASSED: dict[str, int] = {}
+"""How many functions of ``FLOW`` a mended command has entered before it was stopped: many mistakes have one remedy."""
+
+
 class Reached(BaseException):
     """A command has passed the checks that matter; what follows would take time."""
 
@@ -780,11 +784,14 @@ def test_mistake_is_one_line_and_touches_nothing(
         message = refuse(command, words, folder, capfd)
     mended = REMEDIES[command]
     assert_remedy_is_in(message, command, mended)
+    if PASSED.get(mended, 0) >= len(entered) > 0:
+        return
     before = contents(folder)
     follow(monkeypatch, stop_after=len(entered))
     try:
         code = call(mended)
     except Reached:
+        PASSED[mended] = len(entered)
         return
     finally:
         remove_new(before, folder)

@@ -479,7 +479,7 @@ def test_8bit_adam_trains(full: Path, folder: Path) -> None:
     assert "AdamW8bit" in Path("8bit/config.yaml").read_text()
 
 
-@pytest.mark.parametrize("preset", ["dreambooth_8gb", "dreambooth_lora_6gb"])
+@pytest.mark.parametrize("preset", [pytest.param("dreambooth_8gb", marks=pytest.mark.slow), "dreambooth_lora_6gb"])
 def test_a_preset_says_what_it_will_take_and_trains(
     preset: str, full: Path, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

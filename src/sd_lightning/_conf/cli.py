@@ -14,7 +14,7 @@ from typing import Any
 from sd_lightning._conf.check import check
 from sd_lightning._conf.command_line import CommandLine, given_keys
 from sd_lightning._conf.folder import config_dir
-from sd_lightning._conf.programs import Program, Task, check_choices, help_of
+from sd_lightning._conf.programs import Program, Task, help_of
 from sd_lightning._conf.targets import locate, update_moved
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_on_machine, is_first_process, was_started_with_others
@@ -90,9 +90,9 @@ def _run(program: Program, command_line: CommandLine) -> int:
     import hydra
     from omegaconf import OmegaConf
 
-    if command_line.problem is not None:
-        from sd_lightning._conf.messages import unreadable
+    from sd_lightning._conf.messages import check_choices, unreadable
 
+    if command_line.problem is not None:
         raise UsageError(unreadable(sys.argv[1:], command_line))
     check_choices(program, command_line)
     OmegaConf.register_new_resolver("help_of", lambda name: help_of(program, config_dir()), replace=True)

@@ -13,6 +13,7 @@ from sd_lightning._conf.annotations import list_element
 from sd_lightning._conf.check import SPECIAL_KEYS, nearest_argument
 from sd_lightning._conf.command_line import CommandLine, paths
 from sd_lightning._conf.other_names import in_our_words, model_like, our_value
+from sd_lightning._conf.programs import Program, groups_of, owner_of
 from sd_lightning._errors import UsageError
 
 
@@ -29,6 +30,33 @@ def check_additions(command_line: CommandLine) -> None:
         if key and not command_line.is_group(key[1]):  # such as +experiment=…
             if command_line.defaults and key[1] not in command_line.defaults:
                 raise UsageError(_unknown_key(each, key[0].strip("+="), command_line))
+
+
+def check_choices(program: Program, command_line: CommandLine) -> None:
+    """Check that groups and experiments are not another program's: Hydra would accept them, or not name the program.
+
+    Raises:
+        UsageError: One is; the message names the program that it belongs to.
+    """
+    folder = command_line.folders[0]  # has the primary configs of all programs
+    groups = {name: groups_of(name, folder) for name in program.among}
+    for override in command_line.overrides:
+        group, _, value = override.lstrip("+").partition("=")
+        owners = [name for name in program.among if group in groups[name]]
+        if owners and program.name not in owners and group not in command_line.groups:
+            plain = f"python -m sd_lightning.{owners[0]} {group}={value}"
+            remedy = program.instead.get(group, f"leave it out, or write {plain}")
+            raise UsageError(
+                f"{override}: {program.name} has no group {group!r}, which is of {' and '.join(owners)}; {remedy}"
+            )
+        for name in value.split(",") if group == "experiment" else ():
+            files = [file for each in command_line.folders if (file := Path(each, group, f"{name}.yaml")).is_file()]
+            owner = owner_of(files[-1], folder, program.among) if files else None
+            if owner not in (None, program.name):
+                raise UsageError(
+                    f"{override}: {name} is an experiment of {owner}, not of {program.name}; write python -m "
+                    f"sd_lightning.{owner} experiment={name}"
+                )
 
 
 def explain(error: Exception, command_line: CommandLine) -> str | None:

@@ -7,12 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from sd_lightning._errors import UsageError
-
-if TYPE_CHECKING:
-    from sd_lightning._conf.command_line import CommandLine
+from typing import Any
 
 Task = Callable[[Any], int | None]
 
@@ -57,33 +52,6 @@ def owner_of(experiment: Path, folder: str, programs: tuple[str, ...]) -> str | 
     command = re.search(rf"^#.*python -m sd_lightning\.(\w+) experiment={experiment.stem}\b", text, re.MULTILINE)
     prefix = experiment.stem.partition("_")[0] if experiment.is_relative_to(folder) else None
     return next((name for name in (command and command[1], prefix) if name in programs), None)
-
-
-def check_choices(program: Program, command_line: CommandLine) -> None:
-    """Check that groups and experiments are not another program's: Hydra would accept them, or not name the program.
-
-    Raises:
-        UsageError: One is; the message names the program that it belongs to.
-    """
-    folder = command_line.folders[0]  # has the primary configs of all programs
-    groups = {name: groups_of(name, folder) for name in program.among}
-    for override in command_line.overrides:
-        group, _, value = override.lstrip("+").partition("=")
-        owners = [name for name in program.among if group in groups[name]]
-        if owners and program.name not in owners and group not in command_line.groups:
-            plain = f"python -m sd_lightning.{owners[0]} {group}={value}"
-            remedy = program.instead.get(group, f"leave it out, or write {plain}")
-            raise UsageError(
-                f"{override}: {program.name} has no group {group!r}, which is of {' and '.join(owners)}; {remedy}"
-            )
-        for name in value.split(",") if group == "experiment" else ():
-            files = [file for each in command_line.folders if (file := Path(each, group, f"{name}.yaml")).is_file()]
-            owner = owner_of(files[-1], folder, program.among) if files else None
-            if owner not in (None, program.name):
-                raise UsageError(
-                    f"{override}: {name} is an experiment of {owner}, not of {program.name}; write python -m "
-                    f"sd_lightning.{owner} experiment={name}"
-                )
 
 
 def help_of(program: Program, folder: str) -> str:

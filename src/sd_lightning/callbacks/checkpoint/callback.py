@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,7 +87,9 @@ class PortableCheckpoint(Checkpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lock the run's folder, and write the frozen weights before an engine shards or rounds them."""
         if not isinstance(trainer.strategy.checkpoint_io, CheckpointFolders):
-            trainer.strategy.checkpoint_io = CheckpointFolders(self, trainer, trainer.strategy.checkpoint_io)
+            trainer.strategy.checkpoint_io = CheckpointFolders(
+                self.run_dir, partial(self._resume_from, trainer), trainer, trainer.strategy.checkpoint_io
+            )
         if stage != "fit":
             return
         module = cast(SDLightningModule, pl_module)
@@ -233,6 +236,12 @@ class PortableCheckpoint(Checkpoint):
         """
         if self.resume is not None:
             data.compare_data(datamodule, trainer_state.read_trainer_state(self.resume), self.resume)
+
+    def _resume_from(self, trainer: pl.Trainer, path: Path) -> None:
+        """Resume a checkpoint that Lightning was given as ``ckpt_path``."""
+        self.resume = path
+        if trainer.strategy.restore_checkpoint_after_setup:  # else on_fit_start restores
+            self.restore(trainer, trainer.lightning_module)
 
     def restore(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the checkpoint ``resume``, if given, before the first step; only the first ``fit`` restores it."""

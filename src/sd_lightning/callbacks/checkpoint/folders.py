@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -20,9 +21,6 @@ from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies.base import is_whole
 
-if TYPE_CHECKING:
-    from sd_lightning.callbacks.checkpoint.callback import PortableCheckpoint
-
 
 class CheckpointFolders(CheckpointIO):
     """``CheckpointIO`` that loads portable checkpoint folders besides Lightning's own files.
@@ -31,12 +29,15 @@ class CheckpointFolders(CheckpointIO):
     state itself, in the engine's layout, and returns a dictionary that changes nothing.
 
     Args:
-        callback: Restores a run from a folder.
+        run_dir: Directory of the run.
+        resume: Called with the checkpoint that ``fit`` starts from.
+        trainer: The trainer.
         files: Reads and writes Lightning's files.
     """
 
-    def __init__(self, callback: PortableCheckpoint, trainer: pl.Trainer, files: CheckpointIO) -> None:
-        self._callback = callback
+    def __init__(self, run_dir: Path, resume: Callable[[Path], None], trainer: pl.Trainer, files: CheckpointIO) -> None:
+        self._run_dir = run_dir
+        self._resume = resume
         self._trainer = trainer
         self._files = files
 
@@ -49,13 +50,11 @@ class CheckpointFolders(CheckpointIO):
         """
         if not checkpoint.is_portable(path):
             return self._files.load_checkpoint(path, map_location, weights_only)
-        trainer, run_dir = self._trainer, self._callback.run_dir
-        found = on_rank_zero(trainer, lambda: runs.find_checkpoint(str(path), run_dir, who="ckpt_path"))
+        trainer = self._trainer
+        found = on_rank_zero(trainer, lambda: runs.find_checkpoint(str(path), self._run_dir, who="ckpt_path"))
         assert found is not None
         if trainer.state.fn == TrainerFn.FITTING:
-            self._callback.resume = found
-            if trainer.strategy.restore_checkpoint_after_setup:  # else on_fit_start restores
-                self._callback.restore(trainer, trainer.lightning_module)
+            self._resume(found)
         else:
             load_weights(found, trainer.lightning_module)
         unchanged = trainer.lightning_module.state_dict() if trainer.strategy.lightning_restore_optimizer else {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from sd_lightning.models.families import autoencoder
 if TYPE_CHECKING:
     from PIL import Image
 
-    from sd_lightning.models.families.single_file import Layout
-
+Layout = Literal["v1", "v2", "xl"]
+"""Names of weights in a single-file checkpoint."""
 Conditioning = dict[str, Any]
 """Encoded captions, the denoiser's input: tensors whose first dimension is the batch, possibly in nested dicts."""
 SIZES = ("original_size", "crop_top_left", "target_size")

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sd_lightning.models.families.base import SIZES, Architecture, Component, Conditioning
-from sd_lightning.models.families.single_file import Layout
+from sd_lightning.models.families.base import SIZES, Architecture, Component, Conditioning, Layout
 from sd_lightning.models.families.stable_diffusion import BETAS, CLIP, CLIP_L, TOKENIZER, UNET, VAE, UNetFamily, vae
 
 

@@ -13,15 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sd_lightning._errors import UsageError
+from sd_lightning.models.families.base import Family, Layout
 from sd_lightning.storage.streamed_tensor import StreamedTensor, joined
-
-if TYPE_CHECKING:
-    from sd_lightning.models.families.base import Family
-
-Layout = Literal["v1", "v2", "xl"]
 
 _UNET_PREFIX, _VAE_PREFIX = "model.diffusion_model.", "first_stage_model."
 _ENCODER_PREFIXES = {

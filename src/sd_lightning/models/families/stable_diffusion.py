@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from sd_lightning.models.families.autoencoder import scale_factor
-from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Part
+from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Layout, Part
 from sd_lightning.models.families.sampling import takes_noise_pred
-from sd_lightning.models.families.single_file import Layout
 
 UNET = Part("diffusers", ("UNet2DConditionModel",))
 VAE = Part("diffusers", ("AutoencoderKL",))

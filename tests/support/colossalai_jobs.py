@@ -33,7 +33,7 @@ from strategy_jobs import Losses
 
 ACCELERATOR = "cpu"
 LEARNING_RATE = 1e-3
-SHARDED = {"min_chunk_size_m": 0.0625, "search_range_m": 0.03125, "hidden_dim": 64}
+SHARDED = {"min_chunk_size_m": 0.03125, "search_range_m": 0.015625, "hidden_dim": 64}
 """Chunks small enough for several of the tiny model's."""
 
 

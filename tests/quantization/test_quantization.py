@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from places import SUPPORT
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.export import main as export_main
 from sd_lightning.loading import load_model
@@ -608,11 +609,11 @@ def test_tiles_lower_the_peak() -> None:
 
 @pytest.mark.full("platform")
 def test_loading_sd21_needs_little_more_memory_than_it_is_in_int8(
-    tmp_path: Path, run_python: Callable[..., Any], repo: Path
+    tmp_path: Path, run_python: Callable[..., Any]
 ) -> None:
     if shutil.disk_usage(tmp_path).free < 8e9:
         pytest.skip("needs 8 GB of disk: sd21 in float16 and in int8")
-    run_python(repo / "tests/int8_driver.py", tmp_path, tmp_path / "found.json", timeout=800, check=True)
+    run_python(SUPPORT / "int8_driver.py", tmp_path, tmp_path / "found.json", timeout=800, check=True)
     found = json.loads((tmp_path / "found.json").read_text())
     for name in ("float16", "int8"):
         shutil.rmtree(tmp_path / name)

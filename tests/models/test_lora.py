@@ -195,3 +195,18 @@ def test_impossible_adapters_are_refused(options: dict[str, Any], words: str) ->
     with pytest.raises(UsageError) as refused:
         adapted("tiny", Lora(**options))
     assert words in str(refused.value)
+
+
+def test_a_refused_target_leaves_no_adapters() -> None:
+    model = LatentDiffusion.build("tiny", seed=1)
+    with pytest.raises(UsageError, match="norm1 is a LayerNorm"):
+        SDLightningModule(model, lora=Lora(target_modules=["to_q", "norm1"]))
+    assert not any(map(is_adapter, model.denoiser.state_dict()))
+
+
+def test_a_model_with_adapters_trains_in_another_module() -> None:
+    model, lora = LatentDiffusion.build("tiny", seed=1), Lora(rank=2)
+    first = SDLightningModule(model, lora=lora)
+    again = SDLightningModule(model, lora=lora)
+    trained = [name for name, p in first.named_parameters() if p.requires_grad]
+    assert trained and trained == [name for name, p in again.named_parameters() if p.requires_grad]

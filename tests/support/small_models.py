@@ -78,7 +78,7 @@ _FEW_BLOCKS: Architecture = replace(
 
 
 def few_blocks(seed: int) -> LatentDiffusion:
-    """Return the `tiny` model with one block of each kind, as engines take a time for every module of a network."""
+    """Return the `tiny` model with one level and no middle block: engines spend time on every module of a network."""
     model = LatentDiffusion.build(_FEW_BLOCKS, seed=seed)
     model.networks["vae"], model.components["vae"] = load_network(model.components["vae"], assets.TINY_VAE)
     return model

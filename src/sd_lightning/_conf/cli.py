@@ -14,6 +14,7 @@ from typing import Any
 from sd_lightning._conf.check import check
 from sd_lightning._conf.command_line import CommandLine, given_keys
 from sd_lightning._conf.folder import config_dir
+from sd_lightning._conf.messages import check_additions, check_choices, explain, unreadable
 from sd_lightning._conf.programs import Program, Task, help_of
 from sd_lightning._conf.targets import locate, update_moved
 from sd_lightning._errors import UsageError
@@ -50,8 +51,6 @@ def main(program: Program) -> None:
         sys.stderr.write("interrupted\n")
         sys.exit(INTERRUPTED_EXIT_CODE)
     except Exception as error:
-        from sd_lightning._conf.messages import explain
-
         message = None if wants_trace else explain(error, command_line)
         if message is None:
             raise
@@ -89,8 +88,6 @@ def _run(program: Program, command_line: CommandLine) -> int:
     """Hand the command line to Hydra; return the exit code of the task."""
     import hydra
     from omegaconf import OmegaConf
-
-    from sd_lightning._conf.messages import check_choices, unreadable
 
     if command_line.problem is not None:
         raise UsageError(unreadable(sys.argv[1:], command_line))
@@ -139,8 +136,6 @@ def _run_once(program: Program, command_line: CommandLine, job: Task) -> None:
 def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:
     """Check the configuration, resolve it in place, and return the task to run with it."""
     from omegaconf import OmegaConf
-
-    from sd_lightning._conf.messages import check_additions
 
     _log_to_console()
     moved = update_moved(cfg)

@@ -106,10 +106,10 @@ class SampleGrid(Callback):
         if judge is not None and self.accuracy_samples:
             self.prompted_accuracy = self._measure(trainer, cast("SDLightningModule", pl_module), judge)
 
-    def draw(self, trainer: pl.Trainer, module: SDLightningModule) -> Path:
+    def draw(self, trainer: pl.Trainer, pl_module: SDLightningModule) -> Path:
         """Draw the grid of the current step and return its path; a collective call."""
         prompts = self.prompts or _suggested_prompts(trainer, 2 * self.columns)
-        images = self._sample(trainer, module, prompts)
+        images = self._sample(trainer, pl_module, prompts)
         path = self.folder / f"step-{trainer.global_step:08d}.png"
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,21 +120,21 @@ class SampleGrid(Callback):
         self.last_grid, self._drawn_step = path, trainer.global_step
         return path
 
-    def _measure(self, trainer: pl.Trainer, module: SDLightningModule, judge: Judge) -> float:
+    def _measure(self, trainer: pl.Trainer, pl_module: SDLightningModule, judge: Judge) -> float:
         prompts, labels = judge.prompts(self.accuracy_samples)
-        images = self._sample(trainer, module, prompts)
+        images = self._sample(trainer, pl_module, prompts)
         accuracy = judge.accuracy(images, labels)
         for logger in trainer.loggers:
             logger.log_metrics({"samples/prompted_accuracy": accuracy}, step=trainer.global_step)
         return accuracy
 
-    def _sample(self, trainer: pl.Trainer, module: SDLightningModule, prompts: Sequence[str]) -> list[Image.Image]:
+    def _sample(self, trainer: pl.Trainer, pl_module: SDLightningModule, prompts: Sequence[str]) -> list[Image.Image]:
         with paused(trainer, "sampling"), inference_weights(trainer):
-            return sample_collectively(trainer, module, prompts, options=self.options, seed=self.seed)
+            return sample_collectively(trainer, pl_module, prompts, options=self.options, seed=self.seed)
 
 
 def sample_collectively(
-    trainer: pl.Trainer, module: SDLightningModule, prompts: Sequence[str], *, options: SamplingOptions, seed: int
+    trainer: pl.Trainer, pl_module: SDLightningModule, prompts: Sequence[str], *, options: SamplingOptions, seed: int
 ) -> list[Image.Image]:
     """Draw one picture per prompt, split over the ranks; all ranks make the same number of network calls.
 
@@ -146,8 +146,8 @@ def sample_collectively(
     world, rank = trainer.world_size, trainer.global_rank
     each = -(-len(prompts) // world)
     mine = [i % len(prompts) for i in range(rank * each, (rank + 1) * each)]
-    images = module.sample_seeded([prompts[i] for i in mine], [seed + i for i in mine], options)
-    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).to(module.device)
+    images = pl_module.sample_seeded([prompts[i] for i in mine], [seed + i for i in mine], options)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).to(pl_module.device)
     gathered = trainer.strategy.all_gather(pixels).reshape(-1, *pixels.shape[1:]).cpu().numpy()
     return [Image.fromarray(array) for array in gathered[: len(prompts)]]
 

@@ -40,7 +40,7 @@ class DiffusionLoss:
 
     def mean(self, networks: Networks, batch: Batch) -> Tensor:
         """Return the mean loss of a batch, weighted by its ``loss_weight`` (B,) if it has one."""
-        losses = self._per_sample(networks, self._noisy(batch), self.conditioning(networks, batch))
+        losses = self._per_sample(networks, self._noisy(batch), self._conditioning(networks, batch))
         return (losses * batch["loss_weight"]).mean() if "loss_weight" in batch else losses.mean()
 
     def held_out(self, networks: Networks, batch: Batch) -> dict[str, Tensor]:
@@ -48,16 +48,16 @@ class DiffusionLoss:
 
         The gap is measured on the noisier half of the schedule. Batches without ``wrong_input_ids`` have none.
         """
-        conditioning = self.conditioning(networks, batch)
+        conditioning = self._conditioning(networks, batch)
         found = {"loss": self._per_sample(networks, self._noisy(batch), conditioning)}
         if "wrong_input_ids" in batch:
             noisy = self._noisy(batch, min_timestep=self.schedule.num_train_timesteps // 2)
             right = self._per_sample(networks, noisy, conditioning)
-            wrong = self.conditioning(networks, batch, prefix="wrong_")
+            wrong = self._conditioning(networks, batch, prefix="wrong_")
             found["caption_gap"] = self._per_sample(networks, noisy, wrong) - right
         return found
 
-    def conditioning(self, networks: Networks, batch: Batch, *, prefix: str = "") -> Conditioning:
+    def _conditioning(self, networks: Networks, batch: Batch, *, prefix: str = "") -> Conditioning:
         """Return the conditioning of a batch: that of the frozen text encoders, or now that of the trained ones."""
         if prefix + "conditioning" in batch:
             return batch[prefix + "conditioning"]

@@ -110,7 +110,8 @@ class Lora:
     def _check_kinds(self, name: str, network: nn.Module) -> None:
         """Raise if a target is neither linear nor convolutional, before any adapter is inserted."""
         endings = tuple(f".{target}" for target in self._config(name).target_modules)
-        for key, layer in network.named_modules():
+        for key, module in network.named_modules():
+            layer = getattr(module, "base_layer", module)  # peft's wrapper of a layer that has adapters already
             if f".{key}".endswith(endings) and not isinstance(layer, nn.Linear | nn.Conv2d):
                 raise UsageError(
                     f"{self._targets(name)}: {key} is a {type(layer).__name__}; expected target modules that are "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ class _Weights:
         if not self.is_trained(key):
             return self._kept(key).detach()[-1:].cpu()
         rows, dim = self._store.shape(self._prefix + key)
-        row = self.state[key].new_empty(1, dim, dtype=self._store.dtype(self._prefix + key), device="cpu")
+        row = torch.empty(1, dim, dtype=self._store.dtype(self._prefix + key))  # a live weight may be a DTensor
         self._store.read_into(self._prefix + key, row, (rows - 1) * dim, rows * dim)
         return row
 

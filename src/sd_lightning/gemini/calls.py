@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -142,9 +141,7 @@ class Calls:
         own = [tuple(call.unit for call in group) for group in at_nodes]
         reached = [any(map(_is_reached, unit.parameters)) for unit in self._units]
         called = [route.called for route in self.routes]
-        digest = int.from_bytes(hashlib.sha256(repr((own, reached, called)).encode()).digest()[:7], "big")
-        most, least = collectives.all_reduce(torch.tensor([digest, -digest]), dist.ReduceOp.MAX).tolist()
-        if most == -least:
+        if collectives.agree(repr((own, reached, called))):
             for route in self.routes:
                 route.learn()
             return None

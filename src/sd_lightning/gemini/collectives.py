@@ -147,17 +147,19 @@ class Collectives:
         dist.all_reduce(on_control, op=op, group=self.group)
         return on_control.to(values.device)
 
+    def agree(self, description: str) -> bool:
+        """Return whether all ranks give the same description, with one small all-reduce."""
+        digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7], "big")
+        most, least = self.all_reduce(torch.tensor([digest, -digest]), dist.ReduceOp.MAX).tolist()
+        return bool(most == -least)
+
     def require_agreement(self, what: str, description: str) -> None:
         """Check that all ranks made the same decision.
 
         Raises:
             UsageError: The decisions differ.
         """
-        digest = hashlib.sha256(description.encode()).digest()[:7]
-        own = torch.tensor([int.from_bytes(digest, "big")], dtype=torch.int64)
-        low = self.all_reduce(own, dist.ReduceOp.MIN)
-        high = self.all_reduce(own, dist.ReduceOp.MAX)
-        if not torch.equal(low, high):
+        if not self.agree(description):
             raise UsageError(
                 f"Gemini: the ranks disagree on {what}; expected the same model, settings and inputs' shapes on every "
                 f"rank; rank {self.rank} has {description[:300]}"

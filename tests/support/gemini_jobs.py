@@ -591,7 +591,7 @@ def _note(training: Training) -> None:
         "kinds": {f"{tier}/{kind}": count for (tier, kind), count in ledger.by_kind.items() if count},
         "gathered_peak": ledger.kind_peak["fast", "gathered"],
         "largest_unit": _largest_unit_bytes(engine),
-        "sequence": engine.collectives.sequence_hash,
+        "sequence": engine.collectives._sequence.hexdigest(),
         "statistics": engine.statistics(),
         "num_chunks": len(engine.chunks),
         "numel": sum(layout.numel for layout in engine.layouts if layout.is_trained),

@@ -12,7 +12,7 @@ type and widened by the receiver; nccl sums in the type that it sends, so gradie
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from sd_lightning._errors import UsageError
 class Pending:
     """A collective in progress."""
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: Sequence[dist.Work] = (), finish: Callable[[], None] | None = None) -> None:
         self._works = works
         self._finish = finish
 
@@ -32,7 +32,7 @@ class Pending:
         """Order later operations after the collective."""
         for work in self._works:
             work.wait()
-        self._works = []
+        self._works = ()
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -50,7 +50,7 @@ class Collectives:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, reduce_dtype: torch.dtype = torch.float32
     ) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
+        if group is None and dist.is_initialized():
             group = dist.group.WORLD
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -64,20 +64,12 @@ class Collectives:
         self.count = 0
         self._peers = [] if group is None else dist.get_process_group_ranks(group)
         self._sequence = hashlib.sha256()
+        """Digest of all collectives so far, with their order and chunks; the same on every rank."""
         backend = "" if group is None else str(dist.get_backend_config(group))
-        self._is_direct = self.world_size > 1 and exchanges_shards(device, backend)
+        self.is_direct = self.world_size > 1 and exchanges_shards(device, backend)
+        """Whether ranks exchange shards point to point: waiting then blocks the host, and not the current stream."""
         # Small all-reduces run on the host if a backend supports it, so that no kernel waits for them.
         self._control = torch.device("cpu") if not backend or "gloo" in backend or "fake" in backend else device
-
-    @property
-    def wait_on_host(self) -> bool:
-        """Whether waiting for a collective blocks the host, and not the current stream."""
-        return self._is_direct
-
-    @property
-    def sequence_hash(self) -> str:
-        """Digest of all collectives so far, with their order and chunks; the same on every rank."""
-        return self._sequence.hexdigest()
 
     def summed_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which gradients of type ``dtype`` are summed over the ranks."""
@@ -86,12 +78,12 @@ class Collectives:
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which :meth:`reduce_scatter` expects gradients."""
-        return dtype if self._is_direct else self.summed_dtype(dtype)
+        return dtype if self.is_direct else self.summed_dtype(dtype)
 
     @property
     def widest_sent_dtype(self) -> torch.dtype | None:
         """The type to which narrower gradients are widened before sending; None if they are not widened."""
-        return None if self._is_direct or self.world_size == 1 else self.reduce_dtype
+        return None if self.is_direct or self.world_size == 1 else self.reduce_dtype
 
     def shard(self, buffer: Tensor) -> Tensor:
         """Return this rank's part of a flat buffer."""
@@ -101,9 +93,9 @@ class Collectives:
         """All-gather the shards of all ranks into a chunk's flat buffer, in place."""
         self._record("all_gather", buffer, chunk)
         if self.world_size == 1:
-            return Pending([])
+            return Pending()
         self.gathered_bytes += self._crossing(buffer)
-        if not self._is_direct:
+        if not self.is_direct:
             work = dist.all_gather_into_tensor(buffer, self.shard(buffer), group=self.group, async_op=True)
             return Pending([work])
         works = []
@@ -124,9 +116,9 @@ class Collectives:
         self._record("reduce_scatter", buffer, chunk)
         own = self.shard(buffer)
         if self.world_size == 1:
-            return Pending([]), own
+            return Pending(), own
         self.reduced_bytes += self._crossing(buffer)
-        if not self._is_direct:
+        if not self.is_direct:
             work = dist.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
             return Pending([work]), own
         received: dict[int, Tensor] = {}

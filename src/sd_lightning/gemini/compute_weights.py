@@ -125,7 +125,7 @@ class ComputeWeights:
         self.storage = ChunkStorage(layout, memory.device)
         self.state = ChunkState.GATHERED
         self._shard: Buffer | None = None
-        self._pending: Pending | None = None
+        self._pending = Pending()
         self._gathered, self._refreshed = Arrival(), Arrival()
         self._versions: dict[nn.Parameter, int] = {}
         """Autograd's version counters of weights before gradients overwrote them."""
@@ -166,9 +166,7 @@ class ComputeWeights:
         """Order the computation after the all-gather."""
         if self.state is not ChunkState.GATHERING:
             return
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        self._pending.wait()
         self._gathered.join()
         self._go(ChunkState.GATHERED)
 

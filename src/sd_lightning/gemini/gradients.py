@@ -33,7 +33,7 @@ class ChunkGradients:
         """Whole gradients in separate memory."""
         self._filled: set[str] = set()
         """Parameters whose gradient of this pass is in its slot."""
-        self._pending: Pending | None = None
+        self._pending = Pending()
         self._reduced: Tensor | None = None
         """The shard that receives the sums of the current reduction."""
         self._offloaded: tuple[Buffer, Arrival] | None = None
@@ -87,7 +87,7 @@ class ChunkGradients:
         self._filled.clear()
         slots = self._widened(slots)
         self._pending, self._reduced = weights.collectives.reduce_scatter(slots, layout.index)
-        if weights.placement.step_tier is Tier.SLOW and not weights.collectives.wait_on_host:
+        if weights.placement.step_tier is Tier.SLOW and not weights.collectives.is_direct:
             self._offload()
 
     def finish_reduction(self) -> None:
@@ -97,7 +97,7 @@ class ChunkGradients:
                 self._offload()
             self._receive()
         else:
-            self._wait()
+            self._pending.wait()
             self._accumulate()
         self._reduced = None
         self._free_whole()
@@ -121,7 +121,7 @@ class ChunkGradients:
 
     def drop(self) -> None:
         """Free all gradients, including those being reduced."""
-        self._wait()
+        self._pending.wait()
         self._filled.clear()
         if self._offloaded is not None:
             (buffer, arrival), self._offloaded = self._offloaded, None
@@ -162,11 +162,6 @@ class ChunkGradients:
         self._whole = wide
         return wide.tensor
 
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-
     def _accumulate(self) -> None:
         """Add the reduced gradients to the accumulated ones on the fast tier."""
         assert self._reduced is not None
@@ -187,7 +182,7 @@ class ChunkGradients:
         assert self._reduced is not None
         dtype = self._weights.layout.master_dtype if self.accumulated is None else self._reduced.dtype
         with self._memory.copying(Tier.SLOW) as arrival:
-            self._wait()
+            self._pending.wait()
             buffer = self._memory.allocate(Tier.SLOW, Kind.ACCUMULATED, self._weights.bounds.numel, dtype)
             self._memory.copy(buffer.tensor, self._reduced, Tier.FAST, Tier.SLOW)
         self._offloaded = buffer, arrival

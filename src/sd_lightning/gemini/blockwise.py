@@ -12,7 +12,7 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.layout import Shard, Slot, align
 from sd_lightning.gemini.update import Group, Progress, Ranges, Update, next_step
-from sd_lightning.state.eight_bit import BLOCK
+from sd_lightning.state.eight_bit import BLOCK, dequantise, quantise
 
 _SIGNED = {"state1": True, "state2": False}
 """Whether the codes of a state are signed."""
@@ -64,18 +64,13 @@ class BlockwiseUpdate(Update):
     def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
         if part.dtype == torch.float32:
             return part[:numel]
-        return partial(self._dequantise, kind, part, numel)
+        return partial(dequantise, *_split(part, numel), self._code(kind, part.device))
 
     def store(self, kind: str, part: Tensor, values: Tensor) -> None:
-        from bitsandbytes.functional import quantize_blockwise
-
         if part.dtype == torch.float32:
             part[: values.numel()].copy_(values)
-            return
-        codes, scales = _split(part, values.numel())
-        quantised, state = quantize_blockwise(values, code=self._code(kind, values.device), blocksize=BLOCK)
-        codes.copy_(quantised)
-        scales.copy_(state.absmax)
+        else:
+            quantise(values, *_split(part, values.numel()), self._code(kind, values.device))
 
     def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
@@ -106,14 +101,6 @@ class BlockwiseUpdate(Update):
         numel = end - begin
         is_quantised = slot.numel >= self._least_numel
         return align(numel) + align(4 * -(-numel // BLOCK)) if is_quantised else align(4 * numel)
-
-    def _dequantise(self, kind: str, part: Tensor, numel: int) -> Tensor:
-        from bitsandbytes.functional import dequantize_blockwise
-
-        codes, scales = _split(part, numel)
-        code = self._code(kind, part.device)
-        whole: Tensor = dequantize_blockwise(codes, absmax=scales, code=code, blocksize=BLOCK)
-        return whole
 
     def _code(self, kind: str, device: torch.device) -> Tensor:
         from bitsandbytes.functional import create_dynamic_map

@@ -331,14 +331,14 @@ def test_the_host_waits_for_nothing_that_has_just_been_sent() -> None:
         made = GeminiEngine({"": network}, GeminiConfig(chunk_numel=1500, offload_optim_frac=1.0))
         optimizer = made.optimizer(torch.optim.AdamW(network.parameters()))
         under_way: list[int] = []
-        apply = optimizer.update.apply
+        apply = optimizer.stepper.update.apply
 
         def watched(*args: Any) -> Any:
             stream = made.memory._to_slow
             under_way.append(stream.clock[stream.name] - device.host.clock[stream.name])
             return apply(*args)
 
-        optimizer.update.apply = watched  # type: ignore[method-assign]
+        optimizer.stepper.update.apply = watched  # type: ignore[method-assign]
         for micro in range(3):
             with made.no_sync():
                 loss_of(network, inputs(micro, Job("streams")), torch.float32).backward()

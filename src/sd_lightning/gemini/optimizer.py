@@ -16,7 +16,6 @@ from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.loss_scale import LossScale
 from sd_lightning.gemini.stepper import GradientAgreement, Stepper
-from sd_lightning.gemini.update import Progress, Update
 
 
 class GeminiOptimizer(torch.optim.Optimizer):
@@ -44,14 +43,14 @@ class GeminiOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = inner
         self._is_built = False
-        self._stepper = Stepper(inner, engine)
+        self.stepper = Stepper(inner, engine)
         inner.state.clear()  # some constructors create states of whole parameters
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self._engine = engine
         self._accumulation = accumulation
         self._scaler = loss_scale
-        self._agreement = GradientAgreement(engine, self._stepper)
+        self._agreement = GradientAgreement(engine, self.stepper)
         self._clip = 1.0
         self._aborts_before_clip = 0
         self.adopt()
@@ -62,24 +61,14 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
         return self.inner
 
-    @property
-    def update(self) -> Update:
-        """The update of flat ranges."""
-        return self._stepper.update
-
-    @property
-    def progress(self) -> dict[nn.Parameter, Progress]:
-        """Progress of the parameters that were stepped."""
-        return self._stepper.progress
-
     def adopt(self) -> None:
         """Adopt the parameters and settings of all groups.
 
         Raises:
             UsageError: An update is not elementwise, or the engine does not train a parameter.
         """
-        self._stepper.adopt()
-        self._agreement.touched = None
+        self.stepper.adopt()
+        self._agreement.reset()
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -103,11 +92,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Return whether this optimizer steps a parameter."""
-        return parameter in self._stepper.group_of
-
-    def state_kinds(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """Return the names of the states kept for a parameter."""
-        return self._stepper.state_kinds(parameter)
+        return parameter in self.stepper.group_of
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -132,7 +117,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self._forget()
             scaler.overflowed()
             return loss
-        self._stepper.step(touched, self._scale / self._pending_clip if self._pending_clip else math.inf)
+        self.stepper.step(touched, self._scale / self._pending_clip if self._pending_clip else math.inf)
         if scaler is not None:
             scaler.succeeded()
         self._forget()
@@ -141,7 +126,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters."""
         self._engine.runtime.recover()
-        if not all(chunk.gradients.is_empty for chunk in self._stepper.chunks):
+        if not all(chunk.gradients.is_empty for chunk in self.stepper.chunks):
             self._forget()
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +167,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._engine.check_can_step()
         self._agreement.reach(with_norm=True)
         assert self._agreement.norm is not None
-        is_double = any(chunk.layout.master_dtype == torch.float64 for chunk in self._stepper.chunks)
+        is_double = any(chunk.layout.master_dtype == torch.float64 for chunk in self.stepper.chunks)
         dtype = torch.float64 if is_double else torch.float32
         return torch.tensor(self._agreement.norm * self._pending_clip / self._scale, dtype=dtype)
 
@@ -194,7 +179,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if not self._pending_clip or (self._scaler is not None and not self._agreement.is_finite):
             return
         bound = float(clip_value) * self._scale / self._pending_clip
-        for tensor in self._stepper.gradients():
+        for tensor in self.stepper.gradients():
             tensor.clamp_(-bound, bound)
         self._agreement.norm = None
 
@@ -210,7 +195,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop this optimizer's gradients, and free their memory unless another optimizer has gradients in it."""
-        runtime, stepper = self._engine.runtime, self._stepper
+        runtime, stepper = self._engine.runtime, self.stepper
         runtime.touched.difference_update(stepper.parameters)
         for chunk in stepper.chunks:
             if not self._is_shared(chunk):

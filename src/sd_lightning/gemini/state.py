@@ -13,7 +13,6 @@ from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.optimizer import GeminiOptimizer
-from sd_lightning.gemini.update import Progress
 from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedParameter
 
 
@@ -37,14 +36,15 @@ class EngineState:
             begin, end = chunk.bounds.owned(slot)
             if begin == end and slot.numel > 0:
                 continue
-            optimizer, progress = self._optimizer_of(parameter)
+            optimizer = self._optimizer_of(parameter)
             states: dict[str, LazyTensor] = {}
             scalars: dict[str, Any] = {}
-            if optimizer is not None and progress is not None:
-                for kind in optimizer.state_kinds(parameter):
-                    part = optimizer.update.part(chunk.bounds, slot, chunk.states[kind].tensor)
-                    states[kind] = optimizer.update.values(kind, part, end - begin)
-                scalars = optimizer.update.scalars(progress)
+            if optimizer is not None and (progress := optimizer.stepper.progress.get(parameter)) is not None:
+                update = optimizer.stepper.update
+                for kind in optimizer.stepper.state_kinds(parameter):
+                    part = update.part(chunk.bounds, slot, chunk.states[kind].tensor)
+                    states[kind] = update.values(kind, part, end - begin)
+                scalars = update.scalars(progress)
             master = chunk.bounds.view_of(slot, chunk.master.tensor)
             owned.append(ParameterShard(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
         return owned
@@ -76,10 +76,11 @@ class EngineState:
     def _load_states(
         self, chunk: Chunk, slot: Slot, parameter: nn.Parameter, saved: SavedParameter, read: Read
     ) -> None:
-        optimizer, _ = self._optimizer_of(parameter)
+        optimizer = self._optimizer_of(parameter)
         if optimizer is None:
             return
-        kinds, update = optimizer.state_kinds(parameter), optimizer.update
+        stepper, update = optimizer.stepper, optimizer.stepper.update
+        kinds = stepper.state_kinds(parameter)
         has_states = bool(saved.states or saved.scalars)
         progress = update.progress(saved.scalars) if has_states else None
         if has_states and (set(kinds) != set(saved.states) or progress is None):
@@ -88,9 +89,9 @@ class EngineState:
                 f"{type(optimizer.inner).__name__} keeps {_listed(kinds, update.scalar_names)}; resume with the "
                 "optimizer of the checkpoint, or start a new run from its weights with init_from="
             )
-        optimizer.progress.pop(parameter, None)
+        stepper.progress.pop(parameter, None)
         if progress is not None:
-            optimizer.progress[parameter] = progress
+            stepper.progress[parameter] = progress
         begin, end = chunk.bounds.owned(slot)
         for kind in kinds:
             part = update.part(chunk.bounds, slot, chunk.states[kind].tensor)
@@ -140,11 +141,8 @@ class EngineState:
             for slot in chunk.layout.slots:
                 yield chunk, slot, chunk.parameters[slot.name]
 
-    def _optimizer_of(self, parameter: nn.Parameter) -> tuple[GeminiOptimizer | None, Progress | None]:
-        for optimizer in self._optimizers:
-            if optimizer.owns(parameter):
-                return optimizer, optimizer.progress.get(parameter)
-        return None, None
+    def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
+        return next((optimizer for optimizer in self._optimizers if optimizer.owns(parameter)), None)
 
 
 def _listed(kinds: Iterable[str], scalars: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.compute_weights import ComputeWeights
 from sd_lightning.gemini.gradients import ChunkGradients
-from sd_lightning.gemini.layout import ChunkLayout, Slot
+from sd_lightning.gemini.layout import ChunkLayout
 from sd_lightning.gemini.memory import Memory
 from sd_lightning.gemini.placement import ChunkPlacement
 from sd_lightning.gemini.tiers import Buffer, Kind, Tier
@@ -39,11 +39,6 @@ class MasterWeights:
         if self._stash is not None:
             return self._stash.tensor
         return self._compute.shard if self._own is None else self._own.tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of separate memory; 0 if this is the compute shard."""
-        return 0 if self._own is None else self._own.nbytes
 
     def fill(self, values: Tensor) -> None:
         """Set this rank's master and compute weights."""
@@ -145,14 +140,6 @@ class Chunk:
     @property
     def placement(self) -> ChunkPlacement:
         return self.weights.placement
-
-    def add(self, slot: Slot, parameter: nn.Parameter) -> None:
-        """Make a parameter a view of its slot."""
-        self.weights.storage.add(slot, parameter)
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the name of a parameter of this chunk."""
-        return self.slots[parameter].name
 
     def wait_on_host(self) -> None:
         """Block the host until it may change weights and read accumulated gradients on the slow tier."""

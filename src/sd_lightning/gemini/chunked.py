@@ -116,7 +116,7 @@ class ChunkedNetworks:
                     source = reader(slot.name, begin, end)
                 chunk.bounds.view_of(slot, values).copy_(source.reshape(-1))
         for slot in layout.slots:
-            chunk.add(slot, parameters[slot.name])
+            chunk.weights.storage.add(slot, parameters[slot.name])
             self.chunk_of[parameters[slot.name]] = chunk
         chunk.master.fill(values)
         self.chunks.append(chunk)

@@ -183,7 +183,7 @@ class Collectives:
         return buffer.narrow(0, rank * numel, numel)
 
     def _crossing(self, buffer: Tensor) -> int:
-        return buffer.numel() * buffer.element_size() // self.world_size * (self.world_size - 1)
+        return buffer.nbytes // self.world_size * (self.world_size - 1)
 
     def _partners(self) -> list[tuple[int, int]]:
         """Return pairs (rank to send to, rank to receive from), in order."""

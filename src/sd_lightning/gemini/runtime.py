@@ -250,7 +250,7 @@ class Runtime:
             self._note_late(chunk, parameter)
         elif len(self._pass.tasks) > 1 and chunk.gradients.has_overwritten(parameter):
             raise UsageError(
-                f"Gemini got a second gradient of {chunk.name_of(parameter)} from a backward pass inside another "
+                f"Gemini got a second gradient of {chunk.slots[parameter].name} from a backward pass inside another "
                 "(torch.utils.checkpoint with use_reentrant=True): the first one had taken the place of the weight, "
                 "which is gathered for one pass only; write use_reentrant=False, or keep the weights whole on the "
                 "accelerator (shard_param_frac=0, offload_param_frac=0)"
@@ -263,7 +263,7 @@ class Runtime:
         """Mark a chunk as late, for the optimizer to reduce: a parameter was used outside of its unit's forward."""
         if not chunk.weights.is_resident:
             raise UsageError(
-                f"Gemini got a gradient of {chunk.name_of(parameter)} outside of its block's part of the backward "
+                f"Gemini got a gradient of {chunk.slots[parameter].name} outside of its block's part of the backward "
                 "pass: it is used outside of that block's forward, where it is not gathered; use it inside, or keep "
                 "the weights whole on the accelerator (shard_param_frac=0, offload_param_frac=0)"
             )

@@ -120,7 +120,7 @@ class Stepper:
         """Step this rank's ranges of a chunk; return the new progress by group and old progress."""
         assert chunk.gradients.accumulated is not None
         if chunk.placement.optim_tier is Tier.DISK:
-            nbytes = sum(state.nbytes for state in chunk.states.values()) + chunk.master.nbytes
+            nbytes = sum(state.nbytes for state in chunk.states.values()) + chunk.master.tensor.nbytes
             for source, target in ((Tier.DISK, Tier.SLOW), (Tier.SLOW, Tier.DISK)):
                 chunk.memory.ledger.move(source, target, nbytes)
         after: dict[tuple[int, Progress | None], Progress] = {}

@@ -81,7 +81,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.nbytes
 
 
 def mib(nbytes: int) -> str:

@@ -13,19 +13,6 @@ from sd_lightning.gemini.networks import Unit
 from sd_lightning.gemini.reducer import Reducer
 
 
-class _TaskEnd:
-    """Callback at the end of an autograd graph task, unless it fails; only the task holds a reference."""
-
-    def __init__(self, number: int, on_end: Callable[[int], None]) -> None:
-        self._number = number
-        self._on_end = on_end
-        self.is_called = False
-
-    def __call__(self) -> None:
-        self.is_called = True
-        self._on_end(self._number)
-
-
 class GraphTask:
     """An autograd graph task that belongs to the backward pass.
 
@@ -35,18 +22,23 @@ class GraphTask:
     """
 
     def __init__(self, number: int, on_end: Callable[[int], None]) -> None:
-        end = _TaskEnd(number, on_end)
-        self._end = weakref.ref(end)
         self.node: Any = None
         """The autograd or schedule node before which the last unit was opened."""
         self.units_at_node: list[int] = []
         """Units opened before that node."""
+        self._has_ended = False
+
+        def end() -> None:
+            self._has_ended = True
+            on_end(number)
+
+        self._callback = weakref.ref(end)
+        """Only autograd holds the callback, and lets go of it when the task ends or fails."""
         Variable._execution_engine.queue_callback(end)
 
     @property
     def is_running(self) -> bool:
-        end = self._end()
-        return end is not None and not end.is_called
+        return self._callback() is not None and not self._has_ended
 
 
 class Pass:

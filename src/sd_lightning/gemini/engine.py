@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -86,15 +86,13 @@ class GeminiEngine(ChunkedNetworks):
         """Run backward from a loss, scaled in float16, and reduce the gradients."""
         self.scale_loss(loss).backward()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Mark the backward passes of all micro-batches of a step but the last; a collective call.
 
         With ``reduce_once``, gradients are kept whole in float32, and reduced by the next pass outside of ``no_sync``.
         Without it, each pass reduces them and only this rank's shard is kept.
         """
-        with self.runtime.reducer.keeping_gradients() if self.accumulation.keeps_gradients() else nullcontext():
-            yield
+        return self.runtime.reducer.keeping_gradients(self.accumulation.keeps_gradients())
 
     @override
     def move(self, plan: Plan) -> None:

@@ -65,8 +65,8 @@ class Reducer:
             pass
 
     @contextmanager
-    def keeping_gradients(self, keeps: bool = True) -> Iterator[None]:
-        """Keep whole gradients during the body; a later pass reduces them."""
+    def keeping_gradients(self, keeps: bool) -> Iterator[None]:
+        """Keep whole gradients during the body, for a later pass to reduce them, or reduce them at once."""
         before, self.keeps_gradients = self.keeps_gradients, keeps
         try:
             yield

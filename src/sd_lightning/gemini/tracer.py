@@ -21,7 +21,7 @@ class Tracer:
     def __init__(self, chunks_of: Sequence[Sequence[int]]) -> None:
         self._chunks_of = chunks_of
         # By the kind of the pass, so that sampling in between does not discard the order of training.
-        self._expected_of: dict[bool, list[int]] = {True: [], False: []}
+        self._order_of: dict[bool, list[int]] = {True: [], False: []}
         self._uses_of: dict[bool, dict[int, list[int]]] = {True: {}, False: {}}
         self._with_gradients = True
         self._current: list[int] = []
@@ -30,12 +30,8 @@ class Tracer:
 
     @property
     def order(self) -> list[int]:
-        """Units of the last complete pass of the current kind."""
-        return list(self._expected)
-
-    @property
-    def _expected(self) -> list[int]:
-        return self._expected_of[self._with_gradients]
+        """Units of the last complete pass of the current kind; they are expected in the next one."""
+        return self._order_of[self._with_gradients]
 
     @property
     def current_start(self) -> int | None:
@@ -47,23 +43,23 @@ class Tracer:
         if with_gradients != self._with_gradients:
             self.end_pass()
             self._with_gradients = with_gradients
-            self._is_known = bool(self._expected)
+            self._is_known = bool(self.order)
 
     def use(self, unit: int) -> None:
         """Note that a unit is used now."""
         position = len(self._current)
         self._current.append(unit)
-        if self._is_known and (position >= len(self._expected) or self._expected[position] != unit):
+        if self._is_known and (position >= len(self.order) or self.order[position] != unit):
             self._is_known = False
 
     def end_pass(self) -> None:
         """Expect the recorded order in the next pass."""
         if not self._current:
             return
-        if self._current != self._expected:
-            self._expected_of[self._with_gradients] = self._current
+        if self._current != self.order:
+            self._order_of[self._with_gradients] = self._current
             uses = self._uses_of[self._with_gradients] = {}
-            for position, unit in enumerate(self._expected):
+            for position, unit in enumerate(self.order):
                 for chunk in self._chunks_of[unit]:
                     uses.setdefault(chunk, []).append(position)
         self._current = []
@@ -71,7 +67,7 @@ class Tracer:
 
     def forget(self) -> None:
         """Discard all recorded orders: ranks may have recorded different ones, for example after a failure."""
-        self._expected_of = {True: [], False: []}
+        self._order_of = {True: [], False: []}
         self._uses_of = {True: {}, False: {}}
         self._current = []
         self._is_known = False
@@ -88,6 +84,6 @@ class Tracer:
         """Yield (position, chunk) of the next uses, in order."""
         if not self._is_known:
             return
-        for position in range(len(self._current), len(self._expected)):
-            for chunk in self._chunks_of[self._expected[position]]:
+        for position in range(len(self._current), len(self.order)):
+            for chunk in self._chunks_of[self.order[position]]:
                 yield position, chunk

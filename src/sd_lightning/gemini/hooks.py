@@ -18,15 +18,12 @@ class Monitor(Protocol):
 
     def access(self, phase: str, unit: int) -> None:
         """Note that a unit's weights are about to be gathered."""
-        ...
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended."""
-        ...
 
     def abort(self) -> None:
         """Forget the current pass."""
-        ...
 
 
 Before = Callable[[nn.Module, Any], None]

@@ -127,8 +127,9 @@ class Memory:
         self.ledger.add(buffer.tier, buffer.kind, -buffer.nbytes)
         if buffer.tier is Tier.SLOW and self.on_accelerator:
             self.ledger.add(Tier.SLOW, Kind.KEPT, buffer.nbytes)
-            kept = buffer.tensor, self._mark() if last_use is None else last_use
-            self._pinned.setdefault(buffer.nbytes, []).append(kept)
+            if last_use is None:
+                last_use = Arrival(self._module, self.device).after([self._to_fast, self._to_slow])
+            self._pinned.setdefault(buffer.nbytes, []).append((buffer.tensor, last_use))
         buffer.tensor = torch.empty(0)
 
     def copy(self, target: Tensor, source: Tensor, source_tier: Tier, target_tier: Tier) -> None:
@@ -212,11 +213,6 @@ class Memory:
         empty = getattr(torch._C, "_host_emptyCache", None)  # only in builds of torch with an accelerator
         if empty is not None and self.on_accelerator:
             empty()
-
-    def _mark(self) -> Arrival:
-        """Return the arrival of all copies submitted so far."""
-        streams = [] if self._module is None else [self._to_fast, self._to_slow]
-        return Arrival(self._module, self.device).after(streams)
 
     def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize

@@ -20,7 +20,6 @@ class EightBitOptimizer(Protocol):
 
     def init_state(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
         """Create ``state[p]``."""
-        ...
 
 
 def is_eight_bit(optimizer: object) -> TypeGuard[EightBitOptimizer]:

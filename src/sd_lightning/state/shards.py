@@ -120,27 +120,21 @@ class TrainingState(Protocol):
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return this rank's shards as live tensors."""
-        ...
 
     def optimizer_groups(self) -> OptimizerGroups:
         """Return hyper-parameters and parameter names of every group."""
-        ...
 
     def optimizer_names(self) -> list[str]:
         """Return the class of each optimizer, as :func:`optimizer_name` writes it."""
-        ...
 
     def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Load weights, optimizer states and hyper-parameters from a checkpoint; only weights if groups are None."""
-        ...
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Swap other weights in until :meth:`swap_out`; keys are ``ParameterShard.key``."""
-        ...
 
     def swap_out(self) -> None:
         """Restore the trained weights, bit for bit."""
-        ...
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:

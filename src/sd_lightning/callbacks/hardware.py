@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import torch
 
-from sd_lightning.gemini.probe import peak_allocated
+from sd_lightning.gemini.probe import peak_allocated, peak_resident
 
 _DENSE_16BIT_FLOPS = {"h100 nvl": 835.5e12, "h200": 989.5e12}
 """Dense bf16/fp16 tensor-core FLOP/s (NVIDIA datasheets: half of the "with sparsity" figure). Only chips for which
@@ -20,14 +19,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     Returns:
         Bytes, or None on Windows without CUDA, where the standard library cannot tell.
     """
-    if device.type == "cuda":
-        return peak_allocated(device)
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_allocated(device) if device.type == "cuda" else peak_resident()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from sd_lightning.gemini.auto import AutoPlacement, fast_tier_bytes
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.memory import Memory
 from sd_lightning.gemini.placement import Plan, whole_gradient_bytes
-from sd_lightning.gemini.probe import peak_allocated
+from sd_lightning.gemini.probe import peak_allocated, peak_resident
 from sd_lightning.gemini.tiers import mib
 
 log = logging.getLogger(__name__)
@@ -99,12 +98,8 @@ class Accumulation:
 def spare_bytes(memory: Memory, world_size: int) -> int:
     """Return the bytes that this process can still take of its fast tier, beyond its peak so far."""
     if not memory.on_accelerator:
-        if sys.platform == "win32":
-            return 0  # the standard library does not report the peak
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return int(_USABLE * fast_tier_bytes(memory.device, world_size)) - peak
+        peak = peak_resident()
+        return 0 if peak is None else int(_USABLE * fast_tier_bytes(memory.device, world_size)) - peak
     module = torch.get_device_module(memory.device)
     free, _ = module.mem_get_info(memory.device)
     reachable = free + module.memory_reserved(memory.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,6 +42,16 @@ _peaks: dict[torch.device, int] = {}
 def peak_allocated(device: torch.device) -> int:
     """Return the peak bytes that this process allocated on an accelerator, including before a probe's reset."""
     return max(_peaks.get(device, 0), int(torch.get_device_module(device).max_memory_allocated(device)))
+
+
+def peak_resident() -> int | None:
+    """Return the peak bytes of host memory of this process; None on Windows: the standard library cannot tell."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class AllocatorProbe(Probe):

@@ -189,13 +189,8 @@ class AutoPlacement:
         self.spare_bytes = demand.cap_bytes - demand.non_model_bytes - taken
         if plan != self._last:
             self._last = plan
-            log.info(
-                "Gemini: %s of %s for chunks beside %s of activations: %s",
-                mib(taken),
-                mib(self.cap_bytes),
-                mib(self.non_model_bytes),
-                plan.summary(engine.layouts),
-            )
+            use = f"{mib(taken)} of {mib(self.cap_bytes)} for chunks beside {mib(self.non_model_bytes)} of activations"
+            log.info("Gemini: %s: %s", use, plan.summary(engine.layouts))
 
     def _demand(self) -> Demand:
         engine = self._engine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +44,6 @@ class BlockwiseUpdate(Update):
 
     def states(self, group: Group) -> tuple[str, ...]:
         return tuple(_SIGNED)
-
-    def scalars(self, progress: Progress) -> dict[str, Any]:
-        return {"step": progress.step}
 
     def size(self, shard: Shard) -> tuple[int, torch.dtype]:
         return sum(self._nbytes(shard, slot) for slot in shard.layout.slots), torch.uint8

@@ -59,12 +59,12 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def scalars(self, progress: Progress) -> dict[str, Any]:
-        """Return the scalars that torch's optimizer keeps per parameter, in its own types."""
-
-    @abstractmethod
     def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         """Divide the gradients by ``divisor`` and update ranges in place; return the progress after this step."""
+
+    def scalars(self, progress: Progress) -> dict[str, Any]:
+        """Return the scalars that the user's optimizer keeps per parameter, in its own types."""
+        return {"step": progress.step}
 
     def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
         """Return a parameter's progress from the result of :meth:`scalars`; None if a scalar is missing."""

@@ -68,8 +68,8 @@ class Runtime:
         self.reducer = Reducer(self._chunks)
         self.gatherer = Gatherer(self.tracer, self.reducer, budget=budget, prefetch=prefetch)
         self.statistics = self.reducer.statistics
-        self._pass = self._new_pass()
         self._calls = Calls(self.units, networks, collectives)
+        self._reset()
         self._undo: list[Undo] = []
         self._attach(world_size=collectives.world_size)
 
@@ -133,12 +133,9 @@ class Runtime:
             for parameter in chunk.slots if chunk.is_trained else ():
                 self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
 
-    def _new_pass(self) -> Pass:
-        return Pass(self.units, self._chunks_of, self.reducer, self._access)
-
     def _reset(self) -> None:
         """Forget the current pass."""
-        self._pass = self._new_pass()
+        self._pass = Pass(self.units, self._chunks_of, self.reducer, self._access)
         self._calls.reset()
 
     def _access(self, index: int, phase: str) -> None:

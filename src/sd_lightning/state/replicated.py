@@ -46,7 +46,13 @@ class ReplicatedState:
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._rank = rank
         self._trained: dict[str, Tensor] | None = None
-        self._refuse_replaced_parameters()
+        for optimizer in self._optimizers:
+            # bitsandbytes replaces other weights by contiguous copies, so all views of them would go stale.
+            if is_eight_bit(optimizer) and not all(p.is_contiguous() for p in self._parameters.values()):
+                raise UsageError(
+                    f"{type(optimizer).__name__} works on contiguous weights only, and some are in the NHWC layout; "
+                    "set speed.channels_last=false or choose optimizer=adamw"
+                )
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return one shard per parameter: this rank's part of it."""
@@ -135,15 +141,6 @@ class ReplicatedState:
     def forget(self) -> None:
         """Keep the swapped-in weights for good: drop the trained ones."""
         self._trained = None
-
-    def _refuse_replaced_parameters(self) -> None:
-        """Raise for non-contiguous weights: bitsandbytes replaces them by copies, so all views of them go stale."""
-        for optimizer in self._optimizers:
-            if is_eight_bit(optimizer) and not all(p.is_contiguous() for p in self._parameters.values()):
-                raise UsageError(
-                    f"{type(optimizer).__name__} works on contiguous weights only, and some are in the NHWC layout; "
-                    "set speed.channels_last=false or choose optimizer=adamw"
-                )
 
     # Sharding engines override which part of a parameter, or of an optimizer state like it, this rank holds.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class BlockwiseUpdate(Update):
                 "is_paged=False, with offload_optim_frac to move them"
             )
         self._least_numel = int(inner.args.min_8bit_size)  # type: ignore[attr-defined]
-        self._codes: dict[tuple[bool, torch.device], Tensor] = {}
 
     def states(self, group: Group) -> tuple[str, ...]:
         return tuple(_SIGNED)
@@ -49,24 +48,21 @@ class BlockwiseUpdate(Update):
         return sum(self._nbytes(shard, slot) for slot in shard.layout.slots), torch.uint8
 
     def part(self, shard: Shard, slot: Slot, flat: Tensor) -> Tensor:
-        begin = 0
-        for other in shard.layout.slots:
-            if other.name == slot.name:
-                break
-            begin += self._nbytes(shard, other)
+        slots = shard.layout.slots
+        begin = sum(self._nbytes(shard, other) for other in slots[: slots.index(slot)])
         part = flat[begin : begin + self._nbytes(shard, slot)]
         return part if slot.numel >= self._least_numel else part.view(torch.float32)
 
     def values(self, kind: str, part: Tensor, numel: int) -> Tensor | Callable[[], Tensor]:
         if part.dtype == torch.float32:
             return part[:numel]
-        return partial(dequantise, *_split(part, numel), self._code(kind, part.device))
+        return partial(dequantise, *_split(part, numel), _code(kind, part.device))
 
     def store(self, kind: str, part: Tensor, values: Tensor) -> None:
         if part.dtype == torch.float32:
             part[: values.numel()].copy_(values)
         else:
-            quantise(values, *_split(part, values.numel()), self._code(kind, values.device))
+            quantise(values, *_split(part, values.numel()), _code(kind, values.device))
 
     def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
@@ -85,7 +81,7 @@ class BlockwiseUpdate(Update):
                 )  # fmt: skip
                 continue
             (codes1, scales1), (codes2, scales2) = _split(first, n), _split(second, n)
-            maps = self._code("state1", weight.device), self._code("state2", weight.device)
+            maps = _code("state1", weight.device), _code("state2", weight.device)
             optimizer_update_8bit_blockwise(
                 "adam", gradient, weight, codes1, codes2, beta1, beta2, 0.0, 0.0, eps, step, lr, *maps, scales1,
                 scales2, decay, gnorm_scale=1 / divisor,
@@ -98,13 +94,14 @@ class BlockwiseUpdate(Update):
         is_quantised = slot.numel >= self._least_numel
         return align(numel) + align(4 * -(-numel // BLOCK)) if is_quantised else align(4 * numel)
 
-    def _code(self, kind: str, device: torch.device) -> Tensor:
-        from bitsandbytes.functional import create_dynamic_map
 
-        key = (_SIGNED[kind], device)
-        if key not in self._codes:
-            self._codes[key] = create_dynamic_map(signed=_SIGNED[kind]).to(device)
-        return self._codes[key]
+@cache
+def _code(kind: str, device: torch.device) -> Tensor:
+    """Return the value of each byte of a state."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    code: Tensor = create_dynamic_map(signed=_SIGNED[kind]).to(device)
+    return code
 
 
 def _split(part: Tensor, numel: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Update of flat ranges by the user's own optimizer class, after a test that it is elementwise."""
+"""Choice of an update for an optimizer: by its own class, after a test that it is elementwise, unless it is known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.update import Group, Progress, Ranges, Update
+from sd_lightning.gemini.blockwise import BlockwiseUpdate
+from sd_lightning.gemini.update import AdamUpdate, Group, Progress, Ranges, SGDUpdate, Update
 
 _TRIED_SHAPE = (96, 128)
 """Large enough for optimizers that treat small parameters differently (bitsandbytes: below 4096 elements)."""
@@ -222,3 +223,20 @@ def _number(value: Any) -> float:
 
 def _typed(value: float, dtype: torch.dtype | None) -> Any:
     return value if dtype is None else torch.tensor(value, dtype=dtype)
+
+
+def update_of(inner: torch.optim.Optimizer, devices: Iterable[torch.device] = (torch.device("cpu"),)) -> Update:
+    """Return an optimizer's update of flat ranges; :meth:`Update.states` raises if it is not elementwise.
+
+    Args:
+        inner: The user's optimizer.
+        devices: Devices on which ranges are stepped.
+    """
+    kind = type(inner)
+    if kind in (torch.optim.AdamW, torch.optim.Adam):
+        return AdamUpdate(decoupled=kind is torch.optim.AdamW)
+    if kind is torch.optim.SGD:
+        return SGDUpdate()
+    if kind.__name__ == "AdamW8bit" and kind.__module__.startswith("bitsandbytes."):
+        return BlockwiseUpdate(inner)
+    return OwnUpdate(inner, devices)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ParameterSpec, Shard, default_search, pack, search_chunk_numel
+from sd_lightning.gemini.own_update import update_of
 from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
 from sd_lightning.gemini.tiers import Tier
-from sd_lightning.gemini.updates import update_of
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import images_per_call
 from sd_lightning.models.families.conditioning import map_conditioning

@@ -234,7 +234,7 @@ def update_of(inner: torch.optim.Optimizer, devices: Iterable[torch.device] = (t
     """
     kind = type(inner)
     if kind in (torch.optim.AdamW, torch.optim.Adam):
-        return AdamUpdate(decoupled=kind is torch.optim.AdamW)
+        return AdamUpdate()
     if kind is torch.optim.SGD:
         return SGDUpdate()
     if kind.__name__ == "AdamW8bit" and kind.__module__.startswith("bitsandbytes."):

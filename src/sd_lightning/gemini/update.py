@@ -90,9 +90,6 @@ class Update(ABC):
 class AdamUpdate(Update):
     """``torch.optim.Adam`` and ``AdamW``, with torch's fused kernels."""
 
-    def __init__(self, *, decoupled: bool) -> None:
-        self._decoupled = decoupled
-
     def states(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
@@ -101,8 +98,7 @@ class AdamUpdate(Update):
 
     def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
         step = next_step(ranges.progress)
-        decoupled = group.get("decoupled_weight_decay", self._decoupled)
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         device = ranges.weights[0].device
         count = torch.full((), float(step), device=device)  # torch.tensor would wait for the device
         kernel(

@@ -63,7 +63,14 @@ class OwnUpdate(Update):
     def states(self, group: Group) -> tuple[str, ...]:
         found: tuple[str, ...] = ()
         for device in self._devices:
-            found = self._try_out(group, device)
+            try:
+                with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                    found = self._compare(group, device)
+            except _NotElementwise as error:
+                raise self._refusal(str(error)) from None
+            except Exception as error:  # a class that was not made for this may raise anything
+                what = f"{type(error).__name__}: {error}"
+                raise self._refusal(f"its step fails on a flat range of a parameter ({what})") from None
         return found
 
     def scalars(self, progress: Progress) -> dict[str, Any]:
@@ -139,17 +146,6 @@ class OwnUpdate(Update):
         stepper.param_groups = groups
         return stepper
 
-    def _try_out(self, group: Group, device: torch.device) -> tuple[str, ...]:
-        """Test the update; return the names of states with one value per weight."""
-        try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                return self._compare(group, device)
-        except _NotElementwise as error:
-            reason = str(error)
-        except Exception as error:  # a class that was not made for this may raise anything
-            reason = f"its step fails on a flat range of a parameter ({type(error).__name__}: {error})"
-        raise self._refusal(reason)
-
     def _refusal(self, reason: str) -> UsageError:
         return UsageError(
             f"Gemini cannot step {self._kind.__name__}: {reason}, and chunks are cut anywhere inside a parameter; use "
@@ -158,7 +154,7 @@ class OwnUpdate(Update):
         )
 
     def _compare(self, group: Group, device: torch.device) -> tuple[str, ...]:
-        """Step a matrix whole and in parts, and compare after each step."""
+        """Step a matrix whole and in parts, compare after each step, and return the names of states like weights."""
         generator = torch.Generator().manual_seed(0)
         # Use a learning rate that moves the weights: warm-up starts at zero, where every update looks elementwise.
         group = {**group, "lr": 0.1} if "lr" in group else group

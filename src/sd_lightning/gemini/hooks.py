@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -51,10 +50,9 @@ def wrap_calls(module: nn.Module, before: Before, after: After) -> list[Undo]:
             after(module, args, output)
         return output
 
+    def undo() -> None:
+        if module._compiled_call_impl is call:
+            module._compiled_call_impl = compiled
+
     module._compiled_call_impl = call
-    return [partial(_restore, module, call, compiled)]
-
-
-def _restore(module: nn.Module, ours: Any, compiled: Any) -> None:
-    if module._compiled_call_impl is ours:
-        module._compiled_call_impl = compiled
+    return [undo]

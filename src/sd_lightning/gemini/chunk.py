@@ -134,7 +134,6 @@ class Chunk:
         """Optimizer states by name."""
         self.bounds = self.weights.bounds
         """The shard that this rank owns."""
-        self.parameters = self.weights.storage.parameters
         self.slots = self.weights.storage.slots
 
     @property

@@ -161,14 +161,14 @@ class ChunkedNetworks:
     @torch.no_grad()
     def full_parameter(self, name: str) -> Tensor:
         """Return a copy of a whole parameter, in the type of the master weights if trained; a collective call."""
-        chunk = next(chunk for chunk in self.chunks if name in chunk.parameters)
-        slot = chunk.slots[chunk.parameters[name]]
-        return self._whole(chunk)[slot.begin : slot.end].view(chunk.parameters[name].shape).clone()
+        parameter, chunk = next((p, chunk) for p, chunk in self.chunk_of.items() if chunk.slots[p].name == name)
+        slot = chunk.slots[parameter]
+        return self._whole(chunk)[slot.begin : slot.end].view(parameter.shape).clone()
 
     def _whole_parameters(self, chunk: Chunk) -> Iterator[tuple[str, Tensor]]:
         whole = self._whole(chunk).cpu()
-        for name, slot in zip(chunk.parameters, chunk.layout.slots, strict=True):
-            yield name, whole[slot.begin : slot.end].view(chunk.parameters[name].shape).clone()
+        for parameter, slot in chunk.slots.items():
+            yield slot.name, whole[slot.begin : slot.end].view(parameter.shape).clone()
 
     def _whole(self, chunk: Chunk) -> Tensor:
         source = chunk.master.tensor if chunk.is_trained else chunk.weights.shard
@@ -186,8 +186,8 @@ class ChunkedNetworks:
         """
         self.abort()
         for chunk in self.chunks:
-            for name, weight in self._whole_parameters(chunk):
-                chunk.parameters[name].data = weight
+            for parameter, (_, weight) in zip(chunk.slots, self._whole_parameters(chunk)):
+                parameter.data = weight
             chunk.discard()
         self.end()
 

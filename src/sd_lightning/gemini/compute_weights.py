@@ -49,8 +49,8 @@ class ChunkStorage:
 
     def __init__(self, layout: ChunkLayout, device: torch.device) -> None:
         self.full = torch.empty(layout.numel, dtype=layout.dtype, device=device)
-        self.parameters: dict[str, nn.Parameter] = {}
         self.slots: dict[nn.Parameter, Slot] = {}
+        """In the order of the layout."""
         # Reading freed memory would crash the process. NaN is seen at once, and the expanded NaN refuses writes.
         self._nan = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._faces: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
@@ -63,7 +63,6 @@ class ChunkStorage:
 
     def add(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Make a parameter a view of its slot."""
-        self.parameters[slot.name] = parameter
         self.slots[parameter] = slot
         view = self.full[slot.begin : slot.end].view(parameter.shape)
         self._faces[parameter] = view, self._nan.expand(parameter.shape)
@@ -200,7 +199,7 @@ class ComputeWeights:
         """
         if not self.is_resident:
             self.release()
-        torch.autograd.graph.increment_version(self.storage.parameters.values() if changed is None else changed)
+        torch.autograd.graph.increment_version(self.storage.slots if changed is None else changed)
         if not self.is_resident:
             return
         self.wait()

@@ -138,8 +138,8 @@ class EngineState:
 
     def _slots(self) -> Iterator[tuple[Chunk, Slot, nn.Parameter]]:
         for chunk in self._trained_chunks():
-            for slot in chunk.layout.slots:
-                yield chunk, slot, chunk.parameters[slot.name]
+            for parameter, slot in chunk.slots.items():
+                yield chunk, slot, parameter
 
     def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
         return next((optimizer for optimizer in self._optimizers if optimizer.owns(parameter)), None)

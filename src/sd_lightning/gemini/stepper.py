@@ -146,8 +146,7 @@ class Stepper:
         runs: list[Run] = []
         for chunk in self.chunks:
             previous: Run | None = None
-            for slot in chunk.layout.slots:
-                parameter = chunk.parameters[slot.name]
+            for parameter, slot in chunk.slots.items():
                 first, last = chunk.bounds.range_of(slot)
                 if parameter not in chosen or first == last:
                     previous = None

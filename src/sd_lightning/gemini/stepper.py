@@ -198,11 +198,8 @@ class GradientAgreement:
             return self.touched
         runtime.reducer.flush()
         late = [chunk.index in runtime.reducer.late for chunk in engine.chunks]
-        values = torch.zeros(1 + len(late) + len(trained), dtype=torch.float64)
-        if with_norm:
-            values[0] = self._sum_of_squares()
-        values[1:] = torch.tensor([*late, *(p in runtime.touched for p in trained)], dtype=torch.float64)
-        values = engine.collectives.sum_with_order(values)
+        own = [self._sum_of_squares() if with_norm else 0.0, *late, *(p in runtime.touched for p in trained)]
+        values = engine.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
         late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
         if late_anywhere:
             runtime.reducer.flush(late_anywhere)

@@ -26,19 +26,16 @@ class MasterWeights:
 
     def __init__(self, compute: ComputeWeights) -> None:
         self._compute = compute
-        self._own: Buffer | None = None
-        self._stash: Buffer | None = None
-        """Copy of the trained weights during a swap, if the compute weights are otherwise their only copy."""
+        self._buffer: Buffer | None = None
+        """Memory beside the compute weights; during a swap also if they are otherwise the only copy."""
         self._is_swapped = False
         if compute.layout.is_trained and not compute.is_master:
-            self._own = self._allocate(compute.placement.optim_tier, Kind.OPTIMIZER)
+            self._buffer = self._allocate(compute.placement.optim_tier, Kind.OPTIMIZER)
 
     @property
     def tensor(self) -> Tensor:
         """The trained weights, also during a swap."""
-        if self._stash is not None:
-            return self._stash.tensor
-        return self._compute.shard if self._own is None else self._own.tensor
+        return self._compute.shard if self._buffer is None else self._buffer.tensor
 
     def fill(self, values: Tensor) -> None:
         """Set this rank's master and compute weights."""
@@ -62,8 +59,8 @@ class MasterWeights:
         """Swap other weights in; each is the part of a parameter that this rank owns."""
         compute = self._compute
         if compute.is_master:
-            self._stash = self._allocate(Tier.SLOW, Kind.SWAPPED)
-            compute.memory.copy(self._stash.tensor, compute.shard, compute.placement.param_tier, Tier.SLOW)
+            self._buffer = self._allocate(Tier.SLOW, Kind.SWAPPED)
+            compute.memory.copy(self._buffer.tensor, compute.shard, compute.placement.param_tier, Tier.SLOW)
             compute.memory.wait_for_copies()
         self._is_swapped = True
         compute.wait()
@@ -77,14 +74,14 @@ class MasterWeights:
         """Restore the trained weights."""
         self._compute.wait()
         self._compute.shard.copy_(self.tensor)
-        if self._stash is not None:
-            self._compute.memory.free(self._stash)
-        self._stash, self._is_swapped = None, False
+        if self._compute.is_master:
+            self.discard()
+        self._is_swapped = False
         self._compute.invalidate()
 
     def move(self, placement: ChunkPlacement) -> None:
         """Move to another tier; call before the compute weights move."""
-        compute, old = self._compute, self._stash or self._own
+        compute, old = self._compute, self._buffer
         if not compute.layout.is_trained:
             return
         is_aliased = placement.aliases_master(compute.layout)
@@ -95,16 +92,14 @@ class MasterWeights:
             source_tier = compute.placement.param_tier if old is None else old.tier
             compute.memory.copy(new.tensor, self.tensor, source_tier, tier)
             compute.memory.wait_for_copies()
-        if old is not None:
-            compute.memory.free(old)
-        self._own, self._stash = (None, new) if is_aliased else (new, None)
+        self.discard()
+        self._buffer = new
 
     def discard(self) -> None:
-        """Free the memory."""
-        for buffer in (self._own, self._stash):
-            if buffer is not None:
-                self._compute.memory.free(buffer)
-        self._own = self._stash = None
+        """Free the memory beside the compute weights."""
+        if self._buffer is not None:
+            self._compute.memory.free(self._buffer)
+            self._buffer = None
 
     def _allocate(self, tier: Tier, kind: Kind) -> Buffer:
         compute = self._compute

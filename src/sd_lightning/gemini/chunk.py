@@ -55,8 +55,8 @@ class MasterWeights:
             self._compute.refresh(self.tensor)
         self._compute.invalidate(changed)
 
-    def swap_in(self, weights: Mapping[str, Tensor]) -> None:
-        """Swap other weights in; each is the part of a parameter that this rank owns."""
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Swap other weights in: by name and first element, the parts of parameters that this rank owns."""
         compute = self._compute
         if compute.is_master:
             self._buffer = self._allocate(Tier.SLOW, Kind.SWAPPED)
@@ -65,9 +65,9 @@ class MasterWeights:
         self._is_swapped = True
         compute.wait()
         for slot in compute.layout.slots:
-            target = compute.bounds.view_of(slot, compute.shard)
-            if target.numel():
-                target.copy_(weights[slot.name].reshape(-1))
+            begin, end = compute.bounds.owned(slot)
+            if begin < end:
+                compute.bounds.view_of(slot, compute.shard).copy_(weights[slot.name, begin].reshape(-1))
         compute.invalidate()
 
     def swap_out(self) -> None:

@@ -113,9 +113,7 @@ class EngineState:
         self._engine.release()
         self._engine.synchronize()
         for chunk in self._trained_chunks():
-            ranges = {slot.name: chunk.bounds.owned(slot) for slot in chunk.layout.slots}
-            own = {name: weights[name, begin] for name, (begin, end) in ranges.items() if begin < end}
-            chunk.master.swap_in(own)
+            chunk.master.swap_in(weights)
         self._engine.is_swapped = True
 
     @torch.no_grad()

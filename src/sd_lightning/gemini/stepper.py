@@ -22,7 +22,6 @@ from sd_lightning.gemini.update import Progress, Ranges
 class Run:
     """Neighbouring parameters that are stepped as one range of this rank's shard."""
 
-    chunk: Chunk
     slot: Slot
     """The last of the parameters."""
     group: int
@@ -86,11 +85,12 @@ class Stepper:
 
     def gradients(self) -> Iterator[Tensor]:
         """Yield this rank's reduced gradients of all parameters, in maximal ranges."""
-        for run in self._runs(self.group_of):
-            accumulated = run.chunk.gradients.accumulated
-            if accumulated is not None:
-                if run.chunk.placement.step_tier is Tier.SLOW:
-                    run.chunk.wait_on_host()
+        for chunk in self.chunks:
+            if (accumulated := chunk.gradients.accumulated) is None:
+                continue
+            for run in self._runs(chunk, self.group_of):
+                if chunk.placement.step_tier is Tier.SLOW:
+                    chunk.wait_on_host()
                 yield accumulated.tensor[run.begin : run.end]
 
     def step(self, touched: set[nn.Parameter], divisor: float) -> None:
@@ -100,16 +100,13 @@ class Stepper:
             touched: Parameters that have gradients on any rank.
             divisor: Gradients are divided by it.
         """
-        by_chunk: dict[Chunk, list[Run]] = {}
-        for run in self._runs(touched):
-            by_chunk.setdefault(run.chunk, []).append(run)
         after: dict[tuple[int, Progress | None], Progress] = {}
         for chunk in sorted({self._engine.chunk_of[p] for p in touched}, key=_order_of_stepping):
             if chunk.placement.step_tier is Tier.SLOW:
                 chunk.wait_on_host()
             chunk.weights.settle()  # another optimizer may just have stepped it
-            if chunk in by_chunk:
-                after |= self._step_chunk(chunk, by_chunk[chunk], divisor)
+            if runs := self._runs(chunk, touched):
+                after |= self._step_chunk(chunk, runs, divisor)
             chunk.master.refresh(touched.intersection(chunk.slots))
         for parameter in touched:
             key = self.group_of[parameter], self.progress.get(parameter)
@@ -141,23 +138,22 @@ class Stepper:
             return _slices(flat, runs)
         return [self.update.part(chunk.bounds, run.slot, flat) for run in runs]
 
-    def _runs(self, chosen: Collection[nn.Parameter]) -> list[Run]:
-        """Join this rank's parts of parameters into the longest ranges of one chunk, group and progress."""
+    def _runs(self, chunk: Chunk, chosen: Collection[nn.Parameter]) -> list[Run]:
+        """Join this rank's parts of parameters in a chunk into the longest ranges of one group and progress."""
         runs: list[Run] = []
-        for chunk in self.chunks:
-            previous: Run | None = None
-            for parameter, slot in chunk.slots.items():
-                first, last = chunk.bounds.range_of(slot)
-                if parameter not in chosen or first == last:
-                    previous = None
-                    continue
-                group, progress = self.group_of[parameter], self.progress.get(parameter)
-                is_next = previous is not None and (previous.group, previous.progress) == (group, progress)
-                if previous is not None and is_next and self.update.joins_parameters:
-                    runs.pop()
-                    first = previous.begin
-                previous = Run(chunk, slot, group, progress, first, last)
-                runs.append(previous)
+        previous: Run | None = None
+        for parameter, slot in chunk.slots.items():
+            first, last = chunk.bounds.range_of(slot)
+            if parameter not in chosen or first == last:
+                previous = None
+                continue
+            group, progress = self.group_of[parameter], self.progress.get(parameter)
+            is_next = previous is not None and (previous.group, previous.progress) == (group, progress)
+            if previous is not None and is_next and self.update.joins_parameters:
+                runs.pop()
+                first = previous.begin
+            previous = Run(slot, group, progress, first, last)
+            runs.append(previous)
         return runs
 
 

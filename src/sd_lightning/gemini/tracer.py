@@ -20,13 +20,8 @@ class Tracer:
 
     def __init__(self, chunks_of: Sequence[Sequence[int]]) -> None:
         self._chunks_of = chunks_of
-        # By the kind of the pass, so that sampling in between does not discard the order of training.
-        self._order_of: dict[bool, list[int]] = {True: [], False: []}
-        self._uses_of: dict[bool, dict[int, list[int]]] = {True: {}, False: {}}
         self._with_gradients = True
-        self._current: list[int] = []
-        self._is_known = False
-        """Whether the pass has followed the expected order so far."""
+        self.forget()
 
     @property
     def order(self) -> list[int]:
@@ -67,10 +62,12 @@ class Tracer:
 
     def forget(self) -> None:
         """Discard all recorded orders: ranks may have recorded different ones, for example after a failure."""
-        self._order_of = {True: [], False: []}
-        self._uses_of = {True: {}, False: {}}
-        self._current = []
+        # By the kind of the pass, so that sampling in between does not discard the order of training.
+        self._order_of: dict[bool, list[int]] = {True: [], False: []}
+        self._uses_of: dict[bool, dict[int, list[int]]] = {True: {}, False: {}}
+        self._current: list[int] = []
         self._is_known = False
+        """Whether the pass has followed the expected order so far."""
 
     def next_use(self, chunk: int) -> int:
         """Return the position of a chunk's next use; ``NEVER`` if there is none or nothing is predicted."""

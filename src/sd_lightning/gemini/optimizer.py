@@ -195,16 +195,15 @@ class GeminiOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop this optimizer's gradients, and free their memory unless another optimizer has gradients in it."""
-        runtime, stepper = self._engine.runtime, self.stepper
-        runtime.touched.difference_update(stepper.parameters)
-        for chunk in stepper.chunks:
-            if not self._is_shared(chunk):
+        runtime = self._engine.runtime
+        runtime.touched.difference_update(self.stepper.group_of)
+        for chunk in self.stepper.chunks:
+            if self._is_shared(chunk):
+                for parameter in filter(self.owns, chunk.slots):
+                    chunk.gradients.forget(parameter)
+            else:
                 chunk.gradients.drop()
                 runtime.reducer.late.discard(chunk.index)
-                continue
-            for parameter in stepper.parameters:
-                if parameter in chunk.slots:
-                    chunk.gradients.forget(parameter)
         self._agreement.reset()
         self._clip = 1.0
 

@@ -45,7 +45,6 @@ class Stepper:
         self.progress: dict[nn.Parameter, Progress] = {}
         """Progress of the parameters that were stepped."""
         self.group_of: dict[nn.Parameter, int] = {}
-        self.parameters: list[nn.Parameter] = []
         self.chunks: list[Chunk] = []
         self._inner = inner
         self._engine = engine
@@ -60,8 +59,7 @@ class Stepper:
         """
         engine, groups = self._engine, self._inner.param_groups
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        trained = engine.trained.values()
-        if foreign := group_of.keys() - trained:
+        if foreign := group_of.keys() - engine.trained.values():
             raise UsageError(
                 f"{type(self._inner).__name__} got {len(foreign)} parameters that Gemini does not train; expected "
                 "parameters of the networks given to the engine that had requires_grad when it was made, taken after "
@@ -69,9 +67,8 @@ class Stepper:
             )
         self._kinds = [self.update.states(group) for group in groups]
         self.group_of = group_of
-        self.parameters = [p for p in trained if p in group_of]
-        self.chunks = sorted({engine.chunk_of[p] for p in self.parameters}, key=lambda chunk: chunk.index)
-        for parameter in self.parameters:
+        self.chunks = sorted({engine.chunk_of[p] for p in group_of}, key=lambda chunk: chunk.index)
+        for parameter in group_of:
             chunk = engine.chunk_of[parameter]
             for name in self.state_kinds(parameter):
                 if name not in chunk.states:

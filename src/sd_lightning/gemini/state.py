@@ -27,7 +27,6 @@ class EngineState:
     def __init__(self, engine: ChunkedNetworks, optimizers: Sequence[GeminiOptimizer]) -> None:
         self._engine = engine
         self._optimizers = optimizers
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in engine.trained.items()}
 
     def shards(self) -> list[ParameterShard]:
         """Return this rank's shards as live tensors; all ranks together cover everything exactly once."""
@@ -46,7 +45,7 @@ class EngineState:
                     states[kind] = update.values(kind, part, end - begin)
                 scalars = update.scalars(progress)
             master = chunk.bounds.view_of(slot, chunk.master.tensor)
-            owned.append(ParameterShard(slot.name, self._shapes[slot.name], begin, end, master, states, scalars))
+            owned.append(ParameterShard(slot.name, tuple(parameter.shape), begin, end, master, states, scalars))
         return owned
 
     @torch.no_grad()

@@ -90,18 +90,13 @@ class AutoPlacement:
         self._depth = 0
         """Number of nested network calls now running."""
         plan_auto(engine.layouts, self._demand())
-        self._removable: list[Any] = []
         for name, network in engine.networks.items():
             before = torch._dynamo.disable(partial(self._before, name))
             after = torch._dynamo.disable(self._after)
-            self._removable.append(network.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._removable.append(network.register_forward_hook(after, always_call=True))
+            begin = network.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            end = network.register_forward_hook(after, always_call=True)
+            engine.runtime.undo += [begin.remove, end.remove]
         engine.runtime.monitor = self
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._removable:
-            handle.remove()
 
     def make_room(self) -> None:
         """Move all chunks to the slow tier, before a measurement or a new optimizer."""

@@ -99,9 +99,3 @@ class GeminiEngine(ChunkedNetworks):
         if plan != self.plan:
             self.accumulation.make_room(plan)
         super().move(plan)
-
-    @override
-    def close(self) -> None:
-        super().close()
-        if self.auto is not None:
-            self.auto.detach()

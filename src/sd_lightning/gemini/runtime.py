@@ -70,7 +70,8 @@ class Runtime:
         self.statistics = self.reducer.statistics
         self._calls = Calls(self.units, networks, collectives)
         self._reset()
-        self._undo: list[Undo] = []
+        self.undo: list[Undo] = []
+        """Functions that remove hooks."""
         self._attach(world_size=collectives.world_size)
 
     def chunks_of_units(self) -> tuple[tuple[int, ...], ...]:
@@ -85,9 +86,9 @@ class Runtime:
 
     def detach(self) -> None:
         """Remove all hooks."""
-        for undo in self._undo:
+        for undo in self.undo:
             undo()
-        self._undo.clear()
+        self.undo.clear()
 
     def recover(self) -> None:
         """Abort the last backward pass if it ended in an exception; call it outside of backward passes.
@@ -121,17 +122,17 @@ class Runtime:
 
     def _attach(self, *, world_size: int) -> None:
         for index, unit in enumerate(self.units):
-            self._undo += wrap_calls(unit.module, partial(self._before, index), partial(self._after, index))
+            self.undo += wrap_calls(unit.module, partial(self._before, index), partial(self._after, index))
         for route in self._calls.routes:
             if world_size > 1 and route.network._compiled_call_impl is None:
-                self._undo += wrap_calls(
+                self.undo += wrap_calls(
                     route.network, partial(self._begin_route, route), partial(self._end_route, route)
                 )
         for chunk in self._chunks:
             # Python's garbage collector does not see these hooks: a strong reference would keep the engine alive.
             hook = partial(_accumulated, weakref.ref(self), chunk.index)
             for parameter in chunk.slots if chunk.is_trained else ():
-                self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
+                self.undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
 
     def _reset(self) -> None:
         """Forget the current pass."""

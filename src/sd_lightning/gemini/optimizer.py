@@ -42,6 +42,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None,
     ) -> None:
         self.inner = inner
+        self.optimizer = inner
+        """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
         self._is_built = False
         self.stepper = Stepper(inner, engine)
         inner.state.clear()  # some constructors create states of whole parameters
@@ -55,11 +57,6 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._aborts_before_clip = 0
         self.adopt()
         self._is_built = True
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
-        return self.inner
 
     def adopt(self) -> None:
         """Adopt the parameters and settings of all groups.

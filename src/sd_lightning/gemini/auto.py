@@ -116,8 +116,7 @@ class AutoPlacement:
         self._depth = 0  # an interrupted call may not have ended
         self._probe.exit()
         if self._measurement in _UNDER_WAY:
-            self.trace = []
-            self._probe.begin()
+            self._begin()
 
     def _before(self, name: str, network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -133,7 +132,9 @@ class AutoPlacement:
             is_new_anywhere = self._agree(is_new)
             if self._measurement is Measurement.NONE:
                 if is_new_anywhere:
-                    self._begin(call)
+                    self.make_room()
+                    self._measurement = Measurement.UNTIL_BACKWARD if call.with_gradients else Measurement.UNTIL_FORWARD
+                    self._begin()
                 elif self._is_stale:
                     self._plan()
         if is_new:
@@ -150,9 +151,8 @@ class AutoPlacement:
             if self._measurement is Measurement.UNTIL_FORWARD:
                 self._complete()
 
-    def _begin(self, call: Call) -> None:
-        self.make_room()
-        self._measurement = Measurement.UNTIL_BACKWARD if call.with_gradients else Measurement.UNTIL_FORWARD
+    def _begin(self) -> None:
+        """Start a measurement, or start it again."""
         self.trace = []
         self._probe.begin()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.config import GeminiConfig
-from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, default_search, pack, search_chunk_numel
+from sd_lightning.gemini.layout import ChunkLayout, pack_as_set
 from sd_lightning.gemini.memory import Memory
 from sd_lightning.gemini.networks import (
     Reader,
@@ -64,7 +64,7 @@ class ChunkedNetworks:
         units = find_units(self.networks, blocks)
         if order is not None:
             units.sort(key=lambda unit: order(unit.name))
-        self.layouts = self._pack(parameter_specs(units, names, config))
+        self.layouts = pack_as_set(parameter_specs(units, names, config), config, self.collectives.world_size)
         self.plan = plan_trace(self.layouts) if config.placement == "auto" else plan_static(self.layouts, config)
         self.is_closed = False
         self.is_swapped = False
@@ -89,13 +89,6 @@ class ChunkedNetworks:
             budget=self.plan.gathered_budget,
             prefetch=config.prefetch,
         )
-
-    def _pack(self, specs: list[ParameterSpec]) -> list[ChunkLayout]:
-        world_size = self.collectives.world_size
-        size = self.config.chunk_numel
-        if size is None:
-            size = search_chunk_numel(specs, self.config.chunk_search or default_search(specs), world_size)
-        return pack(specs, size, world_size)
 
     def _create(
         self,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sd_lightning.gemini.config import GeminiConfig
+
 ALIGNMENT = 16
 """Parameters and shards begin at multiples of this many elements, for vector instructions and quantised blocks."""
 
@@ -112,6 +114,12 @@ class Shard:
 def align(numel: int, multiple: int = ALIGNMENT) -> int:
     """Round up to a multiple."""
     return -(-numel // multiple) * multiple
+
+
+def pack_as_set(specs: Sequence[ParameterSpec], config: GeminiConfig, world_size: int) -> list[ChunkLayout]:
+    """Pack parameters into chunks of the size in the settings; by default the one with the least padding."""
+    search = config.chunk_search or default_search(specs)
+    return pack(specs, config.chunk_numel or search_chunk_numel(specs, search, world_size), world_size)
 
 
 def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> list[ChunkLayout]:

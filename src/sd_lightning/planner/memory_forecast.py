@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.gemini.config import GeminiConfig
-from sd_lightning.gemini.layout import ParameterSpec, Shard, default_search, pack, search_chunk_numel
+from sd_lightning.gemini.layout import ParameterSpec, Shard, pack_as_set
 from sd_lightning.gemini.own_update import update_of
 from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
 from sd_lightning.gemini.tiers import Tier
@@ -179,10 +179,7 @@ def _states(trained: Mapping[str, nn.Module], training: Training, gemini: Gemini
         for key, parameter in network.named_parameters()
     ]
     world_size = training.world_size
-    size = gemini.chunk_numel
-    if size is None:
-        size = search_chunk_numel(specs, gemini.chunk_search or default_search(specs), world_size)
-    layouts = pack(specs, size, world_size)
+    layouts = pack_as_set(specs, gemini, world_size)
     plan = plan_static(layouts, gemini)
     shards = [Shard(layout, 0, world_size) for layout in layouts]
     states = _state_bytes(shards, training)

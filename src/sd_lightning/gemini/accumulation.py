@@ -46,7 +46,10 @@ class Accumulation:
     def keeps_gradients(self) -> bool:
         """Return whether this step keeps whole gradients between micro-batches; a collective call."""
         if self._keeps is None:
-            self._keeps = self._decide()
+            self._keeps, message = self._decide()
+            if message and self._keeps is not self._told:
+                log.info("Gemini: %s", message)
+                self._told = self._keeps
         return self._keeps
 
     def end_step(self) -> None:
@@ -60,22 +63,23 @@ class Accumulation:
             engine.runtime.reducer.flush()
             engine.runtime.reducer.keeps_gradients = self._keeps = False
 
-    def _decide(self) -> bool:
+    def _decide(self) -> tuple[bool, str]:
+        """Return the decision and what to tell about it; nothing before the first measurement."""
         engine, mode = self._engine, self._engine.config.reduce_once
         whole = mib(self._whole_bytes)
         if mode != "auto":
             once = f"gradients of all micro-batches are reduced once; until then they take {whole}"
             each = f"each micro-batch is reduced; with {whole} to spare, reduce_once=true does it once"
-            return self._tell(mode, once if mode else each)
+            return mode, once if mode else each
         if engine.collectives.world_size == 1:
-            return self._tell(False, "each micro-batch is added up at once: there are no other ranks to reduce over")
+            return False, "each micro-batch is added up at once: there are no other ranks to reduce over"
         spare = self._spare_bytes()
         if spare is None:
-            return False
+            return False, ""
         keeps = self._whole_bytes <= spare if self._auto is None else engine.plan.keeps_gradients
         once = f"micro-batches are reduced once, in float32: {whole} of the {mib(spare)} to spare"
         each = f"each micro-batch is reduced: whole gradients take {whole}, and {mib(max(spare, 0))} are to spare"
-        return self._tell(keeps, once if keeps else each)
+        return keeps, once if keeps else each
 
     def _spare_bytes(self) -> int | None:
         """Return the spare bytes of the fast tier on the rank with the least; None before the first measurement."""
@@ -87,12 +91,6 @@ class Accumulation:
             least = engine.collectives.all_reduce(torch.tensor([own], dtype=torch.int64), dist.ReduceOp.MIN)
             self._measured = int(least)
         return self._measured
-
-    def _tell(self, keeps: bool, message: str) -> bool:
-        if keeps is not self._told:
-            log.info("Gemini: %s", message)
-        self._told = keeps
-        return keeps
 
 
 def spare_bytes(memory: Memory, world_size: int) -> int:

@@ -13,8 +13,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
-from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.gemini.own_update import update_of
+from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.gemini.update import Progress, Ranges
 
 

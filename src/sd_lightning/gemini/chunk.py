@@ -142,8 +142,6 @@ class Chunk:
 
     def move(self, placement: ChunkPlacement) -> None:
         """Move to other tiers, outside of backward passes; all values stay, also those of swapped-in weights."""
-        if placement == self.placement:
-            return
         self.memory.wait_for_copies()  # no copy may use memory that is freed below
         self.wait_on_host()
         self.weights.release()

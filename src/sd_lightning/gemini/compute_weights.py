@@ -56,11 +56,6 @@ class ChunkStorage:
         self._faces: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         """The view of each parameter, and the NaNs that it shows while the memory is freed."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated now."""
-        return self.full.untyped_storage().nbytes()
-
     def add(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Make a parameter a view of its slot."""
         self.slots[parameter] = slot
@@ -148,9 +143,7 @@ class ComputeWeights:
         return 0 if self.is_resident or self.state is ChunkState.RELEASED else self.layout.nbytes
 
     def gather(self) -> None:
-        """Start to gather the weights; call :meth:`wait` before using them."""
-        if self.state is not ChunkState.RELEASED:
-            return
+        """Start to gather released weights; call :meth:`wait` before using them."""
         self._go(ChunkState.GATHERING)
         self._resize(self.layout.nbytes)
         self.storage.show()
@@ -270,5 +263,6 @@ class ComputeWeights:
         self.state = state
 
     def _resize(self, nbytes: int) -> None:
-        self.memory.ledger.add(Tier.FAST, Kind.GATHERED, nbytes - self.storage.nbytes)
+        allocated = self.storage.full.untyped_storage().nbytes()
+        self.memory.ledger.add(Tier.FAST, Kind.GATHERED, nbytes - allocated)
         self.storage.resize(nbytes)

@@ -10,11 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState
 from sd_lightning.strategies import engine_of, training_state
@@ -27,7 +27,7 @@ _holding_average: weakref.WeakKeyDictionary[pl.LightningModule, EMA] = weakref.W
 """Module that holds its average since its last ``fit`` -> the callback that keeps its trained weights."""
 
 
-class EMA(Callback):
+class EMA(StepCallback):
     """Exponential moving average of the weights: ``ema = decay * ema + (1 - decay) * weights``, in float32.
 
     One fused update after an optimizer step covers all local shards, without communication. The numbers are the same
@@ -69,7 +69,6 @@ class EMA(Callback):
         """Keys of the shards that only this rank contributes when the average is gathered."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._moves = False
-        self._last_step = 0
         self._swapped = False
         self._given_back: EMA | None = None
         self._updates_before: int | None = None
@@ -111,9 +110,6 @@ class EMA(Callback):
         self._owned = {shard.key for shard in shards if shard.writes}
         self._average = list(self._shadow.values())
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last_step = trainer.global_step  # by now a checkpoint has been restored
-
     def restart(self) -> None:
         """Restart the average from the current weights, after a checkpoint without an average was loaded."""
         self.num_updates = 0
@@ -125,13 +121,8 @@ class EMA(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_updates = state_dict["num_updates"]
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         step = trainer.global_step
-        if step == self._last_step:  # gradients are still being accumulated
-            return
-        self._last_step = step
         if step <= self.update_after_step:
             self._follow(1.0)
         elif step % self.update_every == 0:

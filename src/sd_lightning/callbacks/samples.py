@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
 from sd_lightning.callbacks.pauses import paused
+from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.data.source import BadSample, Judge, Source, as_source
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.report import image_grid
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class SampleGrid(Callback):
+class SampleGrid(StepCallback):
     """Callback that draws a grid of pictures with the exported weights, at an interval and when training ends.
 
     Grids go to ``<run_dir>/samples/step-<n>.png`` and to loggers that take images. If the data has a judge (the
@@ -75,7 +75,6 @@ class SampleGrid(Callback):
         self.seed = seed
         self.prompted_accuracy: float | None = None
         self.last_grid: Path | None = None
-        self._last_step = 0
         self._drawn_step = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -83,16 +82,11 @@ class SampleGrid(Callback):
         self.options.check(cast("SDLightningModule", pl_module).latent_diffusion)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last_step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
         self._drawn_step = -1
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         step = trainer.global_step
-        if step == self._last_step:
-            return
-        self._last_step = step
         at_end = step == trainer.max_steps or trainer.should_stop
         if self.every_n_steps and step % self.every_n_steps == 0 and not at_end:
             self.draw(trainer, cast("SDLightningModule", pl_module))

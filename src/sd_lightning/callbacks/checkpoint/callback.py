@@ -17,6 +17,7 @@ from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint.rotation import Rotation
 from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
 from sd_lightning.callbacks.pauses import paused
+from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.data.contract import ResumableData
 from sd_lightning.storage import checkpoint, runs, typed_json
 from sd_lightning.storage.new_folder import check_place
@@ -27,7 +28,7 @@ from sd_lightning.training.module import SDLightningModule
 log = logging.getLogger(__name__)
 
 
-class PortableCheckpoint(Checkpoint):
+class PortableCheckpoint(StepCallback, Checkpoint):
     """Callback for checkpoints that any strategy and world size can resume, and whose ``pipeline/`` diffusers loads.
 
     A checkpoint holds ``pipeline/`` (averaged weights if there is an EMA; frozen parts hard-linked), ``state/``
@@ -66,7 +67,6 @@ class PortableCheckpoint(Checkpoint):
         self._record = trainer_state.RunRecord()
         self._rotation = Rotation()
         self._saved_callbacks: str | None = None
-        self._last_step = 0
         self._is_later_fit = False
 
     @property
@@ -114,6 +114,7 @@ class PortableCheckpoint(Checkpoint):
             self._open_run(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         if trainer.strategy.restore_checkpoint_after_setup:  # ``trainer.ckpt_path`` is known only now
             self._open_run(trainer, pl_module)
         if trainer.is_global_zero:
@@ -125,13 +126,8 @@ class PortableCheckpoint(Checkpoint):
         # On resume, Lightning skips a validation that was due at the checkpoint, but counts a logger step for it.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         step = trainer.global_step
-        if step == self._last_step:
-            return
-        self._last_step = step
         # Save the last checkpoint before the last pictures are drawn, which is slow.
         at_end = trainer.should_stop or step == trainer.max_steps
         is_owed = self._rotation.after_step(num_bad_steps(trainer))
@@ -249,4 +245,3 @@ class PortableCheckpoint(Checkpoint):
             restore.restore(trainer, cast(SDLightningModule, pl_module), self.resume, self._record)
             self._rotation.newest = self.restored = self.resume
             self.resume = None
-        self._last_step = trainer.global_step

@@ -153,14 +153,6 @@ class Throughput(StepCallback, PauseListener):
             pl_module.log_dict({f"perf/{k}": v for k, v in values.items()}, on_step=True, rank_zero_only=True)
 
     @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_pause("validating")
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_resume()
-
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._untap(trainer)
 

@@ -131,9 +131,7 @@ class EMA(StepCallback):
             self._follow(1.0 - decay)
             self.num_updates += 1
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         self._join()  # the optimizer changes the weights that the update reads
 
     def _follow(self, weight: float) -> None:

@@ -78,9 +78,7 @@ class TrainingProgress(ProgressBar, PauseListener):
             self._open(_total_steps(trainer), trainer.global_step)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         now = time.monotonic()
         if self._warm is None:
             self._warm = (trainer.global_step, now)

@@ -120,9 +120,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if trainer.is_global_zero:
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         # On resume, Lightning skips a validation that was due at the checkpoint, but counts a logger step for it.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState
+from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState, tensor_of
 from sd_lightning.strategies import engine_of, training_state
 from sd_lightning.strategies.plain_module import PlainState
 from sd_lightning.strategies.whole_tensors import whole
@@ -49,12 +49,9 @@ class EMA(StepCallback):
     ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise UsageError(f"EMA got decay={decay}; expected a number in [0, 1], e.g. decay=0.9999")
-        if update_every < 1:
-            raise UsageError(f"EMA got update_every={update_every}; expected at least 1, e.g. update_every=1")
-        if update_after_step < 0:
-            raise UsageError(
-                f"EMA got update_after_step={update_after_step}; expected at least 0, e.g. update_after_step=0"
-            )
+        for name, value, least in (("update_every", update_every, 1), ("update_after_step", update_after_step, 0)):
+            if value < least:
+                raise UsageError(f"EMA got {name}={value}; expected at least {least}, e.g. {name}={least}")
         self.decay = decay
         self.update_after_step = update_after_step
         self.update_every = update_every
@@ -64,7 +61,6 @@ class EMA(StepCallback):
         self._state: TrainingState | PlainState | None = None
         self._module: pl.LightningModule | None = None
         self._live: list[LazyTensor] = []
-        self._average: list[Tensor] = []
         self._owned: set[tuple[str, int]] = set()
         """Keys of the shards that only this rank contributes when the average is gathered."""
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -108,7 +104,6 @@ class EMA(StepCallback):
         self._live = [] if self._moves else [shard.master for shard in shards]
         self._shadow = {shard.key: self._average_of(shard) for shard in shards}
         self._owned = {shard.key for shard in shards if shard.writes}
-        self._average = list(self._shadow.values())
 
     def restart(self) -> None:
         """Restart the average from the current weights, after a checkpoint without an average was loaded."""
@@ -142,7 +137,7 @@ class EMA(StepCallback):
             self._move(weight)
             self._live = []
             return
-        device = self._average[0].device if self._average else torch.device("cpu")
+        device = next((average.device for average in self._shadow.values()), torch.device("cpu"))
         if device.type != "cuda":
             self._move(weight)
             return
@@ -158,24 +153,20 @@ class EMA(StepCallback):
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _move(self, weight: float) -> None:
+        averages = list(self._shadow.values())
         live = [tensor for tensor in self._live if isinstance(tensor, Tensor)]
         if len(live) < len(self._live):  # swapped to disk: hold one at a time in memory
-            for average, read in zip(self._average, self._live, strict=True):
-                average.lerp_((read if isinstance(read, Tensor) else read()).to(average.device), weight)
+            for average, read in zip(averages, self._live, strict=True):
+                average.lerp_(tensor_of(read).to(average.device), weight)
         elif weight == 1.0:
-            torch._foreach_copy_(self._average, live)
+            torch._foreach_copy_(averages, live)
         else:
-            torch._foreach_lerp_(self._average, self._like_average(live), weight)
-
-    def _like_average(self, live: list[Tensor]) -> list[Tensor]:
-        alike = all(t.dtype == torch.float32 and t.device == a.device for t, a in zip(live, self._average))
-        if not self.offload and alike:
-            return live
-        return [tensor.to(average.device, torch.float32) for tensor, average in zip(live, self._average)]
+            alike = [tensor.to(average.device, torch.float32) for tensor, average in zip(live, averages)]
+            torch._foreach_lerp_(averages, alike, weight)
 
     def _average_of(self, shard: ParameterShard) -> Tensor:
         """Return the shard's average from an earlier fit, or a float32 copy of its weights."""
-        master = shard.master if isinstance(shard.master, Tensor) else shard.master()
+        master = tensor_of(shard.master)
         device = torch.device("cpu") if self.offload else master.device
         average = self._shadow.get(shard.key)
         if average is not None:

@@ -74,7 +74,6 @@ class SampleGrid(StepCallback):
         self.options = options or SamplingOptions()
         self.seed = seed
         self.prompted_accuracy: float | None = None
-        self.last_grid: Path | None = None
         self._drawn_step = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -97,8 +96,13 @@ class SampleGrid(StepCallback):
         if self._drawn_step != trainer.global_step:
             self.draw(trainer, cast("SDLightningModule", pl_module))
         judge = _judge(trainer)
-        if judge is not None and self.accuracy_samples:
-            self.prompted_accuracy = self._measure(trainer, cast("SDLightningModule", pl_module), judge)
+        if judge is None or not self.accuracy_samples:
+            return
+        prompts, labels = judge.prompts(self.accuracy_samples)
+        images = self._sample(trainer, cast("SDLightningModule", pl_module), prompts)
+        self.prompted_accuracy = judge.accuracy(images, labels)
+        for logger in trainer.loggers:
+            logger.log_metrics({"samples/prompted_accuracy": self.prompted_accuracy}, step=trainer.global_step)
 
     def draw(self, trainer: pl.Trainer, pl_module: SDLightningModule) -> Path:
         """Draw the grid of the current step and return its path; a collective call."""
@@ -111,16 +115,8 @@ class SampleGrid(StepCallback):
             grid.save(path)
             for logger in trainer.loggers:
                 _log_image(logger, grid, trainer.global_step)
-        self.last_grid, self._drawn_step = path, trainer.global_step
+        self._drawn_step = trainer.global_step
         return path
-
-    def _measure(self, trainer: pl.Trainer, pl_module: SDLightningModule, judge: Judge) -> float:
-        prompts, labels = judge.prompts(self.accuracy_samples)
-        images = self._sample(trainer, pl_module, prompts)
-        accuracy = judge.accuracy(images, labels)
-        for logger in trainer.loggers:
-            logger.log_metrics({"samples/prompted_accuracy": accuracy}, step=trainer.global_step)
-        return accuracy
 
     def _sample(self, trainer: pl.Trainer, pl_module: SDLightningModule, prompts: Sequence[str]) -> list[Image.Image]:
         with paused(trainer, "sampling"), inference_weights(trainer):

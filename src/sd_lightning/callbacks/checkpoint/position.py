@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 
-from sd_lightning._errors import UsageError
 from sd_lightning.data.contract import ResumableData
 
 if TYPE_CHECKING:
@@ -49,19 +48,6 @@ class RunPosition:
             samples_per_epoch=sampler.samples_per_epoch,
             seed=cast("SDLightningModule", trainer.lightning_module).seed,
         )
-
-    def check_same_run(self, *, batch_size: int, seed: int) -> None:
-        """Raise at another batch size or seed: the data would not continue where they stopped.
-
-        Raises:
-            UsageError: One of them differs from the run's.
-        """
-        for name, ours, theirs in (("data.batch_size", batch_size, self.batch_size), ("seed", seed, self.seed)):
-            if ours != theirs:
-                raise UsageError(
-                    f"resume: {name}={ours}, but the checkpoint's run used {name}={theirs}; resume with that value, "
-                    "or start a new run from its weights with init_from="
-                )
 
 
 def restore_position(trainer: pl.Trainer, position: RunPosition) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint import trainer_state
 from sd_lightning.callbacks.checkpoint.data import go_on_with_data
-from sd_lightning.callbacks.checkpoint.position import RunPosition, restore_position
+from sd_lightning.callbacks.checkpoint.position import restore_position
 from sd_lightning.callbacks.checkpoint.scheduler_state import load_scheduler_state
 from sd_lightning.callbacks.checkpoint.together import on_rank_zero
 from sd_lightning.callbacks.ema import ema_of
@@ -61,7 +61,14 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
     Raises:
         UsageError: The checkpoint has another model, batch size, seed or adapters.
     """
-    RunPosition(**saved["position"]).check_same_run(batch_size=batch_size, seed=module.seed)
+    # The data would not continue where they stopped.
+    for name, ours, key in (("data.batch_size", batch_size, "batch_size"), ("seed", module.seed, "seed")):
+        theirs = saved["position"][key]
+        if ours != theirs:
+            raise UsageError(
+                f"resume: {name}={ours}, but the checkpoint's run used {name}={theirs}; resume with that value, "
+                "or start a new run from its weights with init_from="
+            )
     trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
     shapes = {name: whole_shape(p) for name, p in module.named_parameters() if p.requires_grad}
     trainer_state.check_same_model(saved["parameters"], shapes, path)

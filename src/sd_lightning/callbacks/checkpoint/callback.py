@@ -181,7 +181,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             self._saved_callbacks = typed_json.dumps(trainer_state.callback_states(trainer))
             self._rotation.saved(saved)
             if trainer.is_global_zero:
-                self._rotation.prune(self.run_dir, self.keep)
+                checkpoint.prune(self.run_dir, self.keep, trusted=saved, also=self._rotation.before)
                 log.info("saved %s", saved)
             return saved
 

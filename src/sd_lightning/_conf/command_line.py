@@ -72,12 +72,9 @@ class CommandLine:
 
         for path in sorted(path for folder in self.folders for path in Path(folder).glob("*/*.yaml")):
             text, group = path.read_text(encoding="utf-8"), path.parent.name
-            if (
-                group == "experiment"
-                or group not in self.groups
-                or not (key == group or key.rpartition(".")[2] in text)
-            ):
-                continue  # a text search is faster than parsing
+            is_named = key == group or key.rpartition(".")[2] in text  # a text search is faster than parsing
+            if group == "experiment" or group not in self.groups or not is_named:
+                continue
             node = yaml.safe_load(text)
             if key in paths(node if text.startswith("# @package _global_") else {group: node}):
                 return f"{group}={path.stem}"

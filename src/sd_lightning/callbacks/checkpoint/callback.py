@@ -18,7 +18,7 @@ from sd_lightning.callbacks.checkpoint.rotation import Rotation
 from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
 from sd_lightning.callbacks.pauses import paused
 from sd_lightning.callbacks.steps import StepCallback
-from sd_lightning.data.contract import ResumableData
+from sd_lightning.data.contract import ComparableData, ResumableData
 from sd_lightning.storage import checkpoint, runs, typed_json
 from sd_lightning.storage.new_folder import check_place
 from sd_lightning.storage.run_folder import RunFolder
@@ -106,7 +106,8 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         self._record.start_clock()
         self._rotation, self._saved_callbacks = Rotation(), None
         if trainer.is_global_zero:
-            self._record.data = data.data_fingerprint(trainer)
+            datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
+            self._record.data = datamodule.fingerprint() if isinstance(datamodule, ComparableData) else None
         self._record.configured = trainer_state.configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
         typed_json.dumps(trainer_state.callback_states(trainer))  # an unsavable state raises now, not after hours

@@ -13,7 +13,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.position import RunPosition
 from sd_lightning.callbacks.checkpoint.together import on_rank_zero
 from sd_lightning.data.contract import ComparableData, CountedData, ResumableData
-from sd_lightning.data.fingerprint import Change, Fingerprint
+from sd_lightning.data.fingerprint import Change
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +31,6 @@ def check_datamodule(datamodule: object) -> ResumableData:
         f"PortableCheckpoint got {given}; expected an SDDataModule, whose sampler says where a run stands and goes "
         "on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
     )
-
-
-def data_fingerprint(trainer: pl.Trainer) -> Fingerprint | None:
-    """Return the fingerprint of the training set, by which a later run detects changes; None if it has none."""
-    datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule.fingerprint() if isinstance(datamodule, ComparableData) else None
-
-
-def gather_bad_samples(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the bad samples of all ranks; a collective call."""
-    datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
-    return dict(datamodule.gather_bad_samples()) if isinstance(datamodule, CountedData) else {}
 
 
 def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Change | None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.data import gather_bad_samples
 from sd_lightning.callbacks.checkpoint.pipeline import write_pipeline
 from sd_lightning.callbacks.checkpoint.together import failing_together, saving_together
 from sd_lightning.callbacks.checkpoint.trainer_state import RunRecord, read_trainer_state
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.guards import REMEDY, last_good
+from sd_lightning.data.contract import CountedData
 from sd_lightning.state.shards import ParameterShard, TensorRange, tensor_of
 from sd_lightning.storage import atomic, checkpoint, typed_json
 from sd_lightning.storage.tensor_store import merge_index, write_shards
@@ -41,7 +41,8 @@ def write_checkpoint(trainer: pl.Trainer, module: SDLightningModule, run_dir: Pa
             write_shards(tmp / "state", trainer.global_rank, trainer.world_size, _ranges(shards, ema, not_finite))
         check_finite(trainer, run_dir, not_finite)
         parameters = of_all_ranks({shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end})
-        bad_samples = gather_bad_samples(trainer)
+        datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
+        bad_samples = datamodule.gather_bad_samples() if isinstance(datamodule, CountedData) else {}
         with failing_together(trainer, run_dir):
             if trainer.is_global_zero:
                 known |= {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}

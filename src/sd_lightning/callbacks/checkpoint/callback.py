@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint import data, frozen_weights, opening, restore, trainer_state, writer
+from sd_lightning.callbacks.checkpoint import frozen_weights, opening, restore, trainer_state, writer
 from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint.rotation import Rotation
 from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
@@ -93,7 +93,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         if stage != "fit":
             return
         module = cast(SDLightningModule, pl_module)
-        datamodule = data.check_datamodule(trainer.datamodule)  # type: ignore[attr-defined]
+        datamodule = restore.check_datamodule(trainer.datamodule)  # type: ignore[attr-defined]
         self.resume = restore.agree_on_checkpoint(trainer, self.resume)
         self.check_resume(module, datamodule)
         self.restored, self._is_later_fit = None, trainer.global_step > 0
@@ -230,7 +230,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             UsageError: The checkpoint is in the middle of an epoch whose samples have changed.
         """
         if self.resume is not None:
-            data.compare_data(datamodule, trainer_state.read_trainer_state(self.resume), self.resume)
+            restore.compare_data(datamodule, trainer_state.read_trainer_state(self.resume), self.resume)
 
     def _resume_from(self, trainer: pl.Trainer, path: Path) -> None:
         """Resume a checkpoint that Lightning was given as ``ckpt_path``."""

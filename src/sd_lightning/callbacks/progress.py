@@ -47,7 +47,7 @@ class TrainingProgress(ProgressBar, PauseListener):
         self._bar: Progress | None = None
         self._activities: list[str] = []
         self._begin = self._refreshed = 0.0
-        self._first_step = self._shown_step = 0
+        self._shown_step = 0
         self._warm: tuple[int, float] | None = None
         self._loss: torch.Tensor | None = None
 
@@ -70,7 +70,7 @@ class TrainingProgress(ProgressBar, PauseListener):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin = self._refreshed = time.monotonic()
-        self._first_step = self._shown_step = trainer.global_step
+        self._shown_step = trainer.global_step
         self._warm, self._loss = None, None
         self._activities.clear()
         if self._enabled:

@@ -123,15 +123,21 @@ def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]
 
 def _known_states(mine: Mapping[str, list[ParameterShard]]) -> dict[str, Any]:
     """Return each parameter's kinds of states, with shape and dtype, and its scalars; a collective call."""
-    known = {
-        name: ({k: (shards[0].shape, _read(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
-        for name, shards in mine.items()
-    }
-    if _is_distributed():
-        parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(parts, known)
-        known = {name: entry for part in parts for name, entry in part.items()}
-    return known
+    return of_all_ranks(
+        {
+            name: ({k: (shards[0].shape, _read(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
+            for name, shards in mine.items()
+        }
+    )
+
+
+def of_all_ranks(mine: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of the dictionaries of all ranks; a collective call."""
+    if not _is_distributed():
+        return mine
+    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return {name: entry for part in parts for name, entry in part.items()}
 
 
 def _names(state: TrainingState, number: int) -> list[str]:

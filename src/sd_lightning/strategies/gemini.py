@@ -64,6 +64,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
                 near = difflib.get_close_matches(name, known, n=1) or ["one of " + ", ".join(known)]
                 raise UsageError(f"GeminiStrategy got {name}={settings[name]!r}; expected {near[0]}")
         self.config = GeminiConfig(**settings) if config is None else replace(config, **settings)
+        self.moves_weights = self.config.placement == "auto"
         self._engine: GeminiEngine | None = None
         super().__init__(timeout=timeout)
 
@@ -72,11 +73,6 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         """The engine of the current or the last run."""
         assert self._engine is not None
         return self._engine
-
-    @property
-    @override
-    def moves_weights(self) -> bool:
-        return self.engine.auto is not None
 
     @override
     def _engine_precision(self, plugin: Precision) -> Precision:

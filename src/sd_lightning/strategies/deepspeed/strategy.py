@@ -84,16 +84,12 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
             buckets=buckets or Buckets(),
             cpu_checkpointing=cpu_checkpointing,
         )
+        self.loads_weights = self.settings.stage == 3
         self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None
         self._skips_update = False
         self._linear = torch.nn.functional.linear
         super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
-
-    @property
-    @override
-    def loads_weights(self) -> bool:
-        return self.settings.stage == 3
 
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -145,8 +145,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         return DTensorState(self._trained_parameters(), self.optimizers, modules=self._sharded_modules())
 
     def _sharded_modules(self) -> list[FSDPModule]:
-        assert self.lightning_module is not None
-        return [part for part in self.lightning_module.modules() if isinstance(part, FSDPModule)]
+        return [part for part in self._module.modules() if isinstance(part, FSDPModule)]
 
     @contextmanager
     @override
@@ -168,16 +167,14 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     @override
     def _end_engine(self) -> None:
-        assert self.lightning_module is not None
-        for part in self.lightning_module.modules():
+        for part in self._module.modules():
             _module_state_mapping.pop(part, None)
 
     @override
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.lightning_module is not None
         for part in self._sharded_modules():
             part.reshard()  # where a pass left weights gathered, parameters are not shards
-        for name, parameter in list(self.lightning_module.named_parameters()):
+        for name, parameter in list(self._module.named_parameters()):
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 

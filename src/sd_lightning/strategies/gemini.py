@@ -116,8 +116,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
     @property
     def _engine_config(self) -> GeminiConfig:
-        assert self.lightning_module is not None
-        networks = trained_networks(self.lightning_module)
+        networks = trained_networks(self._module)
         parameters = [parameter for network in networks.values() for parameter in network.parameters()]
         # float64 is narrowed only if compute_dtype says so: Lightning does not convert such networks.
         implied = None if any(p.dtype == torch.float64 for p in parameters) else self._precision.compute_dtype
@@ -137,8 +136,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.engine.restore()
-        assert self.lightning_module is not None
-        for name, parameter in list(self.lightning_module.named_parameters()):
+        for name, parameter in list(self._module.named_parameters()):
             yield name, parameter.detach()
 
     @override
@@ -186,10 +184,9 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Gather whole weights one at a time; return them on rank 0, nothing on other ranks; a collective call."""
-        assert self.lightning_module is not None
         if self.is_together:
             return super().lightning_module_state_dict()
-        kept = self.lightning_module.state_dict() if self.is_global_zero else {}
+        kept = self._module.state_dict() if self.is_global_zero else {}
         for name, weight in self.engine.whole_weights():
             if name in kept:
                 kept[name] = weight
@@ -198,9 +195,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load before the weights go into chunks; deferred weights are read first, as meta tensors take no values."""
-        assert self.lightning_module is not None
-        for name, network in trained_networks(self.lightning_module).items():
-            weights = take_deferred(self.lightning_module, name) if checkpoint["state_dict"] else None
+        for name, network in trained_networks(self._module).items():
+            weights = take_deferred(self._module, name) if checkpoint["state_dict"] else None
             if weights is not None:
                 weights.fill_(network, torch.device("cpu"))
         super().load_model_state_dict(checkpoint, strict=strict)

@@ -138,9 +138,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
-            self.check(trainer, self.lightning_module)
+            self.check(trainer, self._module)
             if self.settings.extensions:
                 self._once_per_machine(
                     lambda: build(self.settings.extensions),
@@ -152,16 +151,15 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         LightningDeepSpeedStrategy.setup(self, trainer)  # the engine takes the module and the optimizer together
         self._taken()
         if self.zero_stage_3:
-            register_external_parameters(self.lightning_module)
+            register_external_parameters(self._module)
 
     @override
     def _format_config(self) -> None:
         """Build the engine's configuration, now that the run's sizes are known."""
-        assert self.lightning_module is not None
         if self.settings.offload_device == "nvme":
             self._swap_folder = SwapFolder(check_swap_path(self.settings.nvme_path))
         folder = None if self._swap_folder is None else self._swap_folder.path
-        self.config = self.settings.engine_config(self.lightning_module.trainer, swap_folder=folder)
+        self.config = self.settings.engine_config(self._module.trainer, swap_folder=folder)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
@@ -186,8 +184,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     def init_deepspeed(self) -> None:
         """Partition deferred weights first, as the engine would need all of them in memory at once."""
         if self.loads_weights:
-            assert isinstance(self.config, dict) and self.lightning_module is not None
-            self._deferred = partition_deferred(self.lightning_module, self.config, self.root_device)
+            assert isinstance(self.config, dict)
+            self._deferred = partition_deferred(self._module, self.config, self.root_device)
         super().init_deepspeed()
         for weights in self._deferred.values():
             weights.close()
@@ -196,8 +194,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     @override
     def _set_deepspeed_activation_checkpointing(self) -> None:
         if self.settings.get("activation_checkpointing.cpu_checkpointing"):
-            assert self.lightning_module is not None
-            for block in checkpointed_blocks(self.lightning_module):
+            for block in checkpointed_blocks(self._module):
                 block._gradient_checkpointing_func = checkpoint_on_host
 
     @override
@@ -212,8 +209,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         import deepspeed
 
-        assert self.lightning_module is not None
-        parameters = dict(self.lightning_module.named_parameters())
+        parameters = dict(self._module.named_parameters())
         masters = {}  # an evaluation has none
         if self._fits:
             masters = {n: whole_shape(p) for n, p in parameters.items() if p.requires_grad}

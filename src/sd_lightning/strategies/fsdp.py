@@ -22,11 +22,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.eight_bit import is_eight_bit
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.strategies.networks import (
     blocks_of,
     configured_optimizers,
-    is_quantised,
     place_rest,
     sharded_networks,
     take_deferred,
@@ -83,7 +83,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for optimizer in configured_optimizers(module):
-            if is_quantised(optimizer):
+            if is_eight_bit(optimizer):
                 raise UsageError(
                     f"{type(optimizer).__name__} cannot step the shards of FSDP2: its kernels do not know distributed "
                     "tensors; choose optimizer=adamw, or strategy=gemini or ddp"

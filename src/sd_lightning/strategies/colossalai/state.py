@@ -5,7 +5,7 @@ ColossalAI's own ``state_dict`` gathers the float32 weights in 16 bits, and load
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedParameter
+from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter
 from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
 from sd_lightning.strategies.colossalai.settings import WHO
-from sd_lightning.strategies.engine_state import EngineState, Groups
+from sd_lightning.strategies.engine_state import EngineState
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -33,6 +33,7 @@ class ColossalAIState(EngineState):
         self.engine = engine
         self.optimizer = engine.optimizer
         """The optimizer that the state belongs to; every fit creates another."""
+        self.optimizers = [] if self.optimizer is None else [self.optimizer]
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return this rank's ranges, as live tensors."""
@@ -55,18 +56,14 @@ class ColossalAIState(EngineState):
         return shards
 
     @override
-    def _optimizers(self) -> Sequence[Any]:
-        return [] if self.optimizer is None else [self.optimizer]
-
-    @override
     def _group_names(self) -> list[list[list[str]]]:
-        return [self.engine.group_names for _ in self._optimizers()]
+        return [self.engine.group_names for _ in self.optimizers]
 
     @override
     def _inner(self, optimizer: Any) -> Any:
         return optimizer.optim
 
-    def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
+    def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Load the masters and Adam's moments, and refresh the 16-bit weights.
 
         Raises:

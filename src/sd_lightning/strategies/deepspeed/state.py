@@ -8,7 +8,7 @@ gives each rank a range of every parameter and packs those. This module builds t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedParameter
+from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter
 from sd_lightning.strategies.base import whole_shape
-from sd_lightning.strategies.engine_state import EngineState, Groups
+from sd_lightning.strategies.engine_state import EngineState
 
 _OTHER_LAYOUT = "this DeepSpeed release lays them out differently"
 
@@ -57,6 +56,7 @@ class DeepSpeedState(EngineState):
 
     def __init__(self, zero: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.zero = zero
+        self.optimizers = [zero.optimizer]
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = {name: whole_shape(parameter) for name, parameter in parameters.items()}
@@ -85,10 +85,6 @@ class DeepSpeedState(EngineState):
         """Distribute the new compute weights to all ranks."""
         raise NotImplementedError
 
-    @override
-    def _optimizers(self) -> Sequence[Any]:
-        return [self.zero.optimizer]
-
     def parameter_shards(self) -> list[ParameterShard]:
         """Return this rank's ranges."""
         return [ParameterShard(f.name, f.shape, f.begin, f.end, *self._tensors(f)) for f in self.fragments]
@@ -112,7 +108,7 @@ class DeepSpeedState(EngineState):
                 )
         return fragment.of(flat.detach()), states, scalars
 
-    def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
+    def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Fill the flat weights, create the optimizer's flat states, and refresh the compute weights."""
         if groups is not None:
             self._take_groups(groups)

@@ -108,17 +108,18 @@ class DeepSpeedState(EngineState):
                 )
         return fragment.of(flat.detach()), states, scalars
 
+    @torch.no_grad()
     def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Fill the flat weights, create the optimizer's flat states, and refresh the compute weights."""
         if groups is not None:
             self._take_groups(groups)
-        with self._writing() as flats:
-            for flat, fragments in flats:
-                for fragment in fragments:
-                    read("master", fragment.name, fragment.of(flat), fragment.begin, fragment.end)
-                if groups is not None:
-                    self._load_states(flat, fragments, saved, read)
+        for flat, fragments in self._flats_to_write():
+            for fragment in fragments:
+                read("master", fragment.name, fragment.of(flat), fragment.begin, fragment.end)
+            if groups is not None:
+                self._load_states(flat, fragments, saved, read)
 
+    @torch.no_grad()
     def restore_precision(self, weights: Mapping[str, Callable[[Tensor, int, int], None]]) -> None:
         """Restore the exact float32 weights, which the engine rounded to its compute dtype.
 
@@ -127,30 +128,23 @@ class DeepSpeedState(EngineState):
         Args:
             weights: Parameter name -> function that fills a tensor with its flat range ``[begin, end)``.
         """
-        with self._writing() as flats:
-            for flat, fragments in flats:
-                for fragment in fragments:
-                    if fragment.name not in weights:
-                        continue
-                    rounded, computed = fragment.of(flat), self._compute(fragment).dtype
-                    exact = torch.empty_like(rounded)
-                    weights[fragment.name](exact, fragment.begin, fragment.end)
-                    rounded.copy_(torch.where(exact.to(computed).to(rounded.dtype) == rounded, exact, rounded))
+        for flat, fragments in self._flats_to_write():
+            for fragment in fragments:
+                if fragment.name not in weights:
+                    continue
+                rounded, computed = fragment.of(flat), self._compute(fragment).dtype
+                exact = torch.empty_like(rounded)
+                weights[fragment.name](exact, fragment.begin, fragment.end)
+                rounded.copy_(torch.where(exact.to(computed).to(rounded.dtype) == rounded, exact, rounded))
 
-    @contextmanager
-    def _writing(self) -> Iterator[Iterator[tuple[Tensor, list[Fragment]]]]:
+    def _flats_to_write(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
         """Yield the flat tensors with their fragments for writing, and then refresh the compute weights."""
-
-        def flats() -> Iterator[tuple[Tensor, list[Fragment]]]:
-            for group in range(len(self._flats())):
-                with self._resident(group) as flat:
-                    yield flat.detach(), [fragment for fragment in self.fragments if fragment.group == group]
-                    self._refresh(group)
-
-        with torch.no_grad():
-            self._begin_refresh()
-            yield flats()
-            self._end_refresh()
+        self._begin_refresh()
+        for group in range(len(self._flats())):
+            with self._resident(group) as flat:
+                yield flat.detach(), [fragment for fragment in self.fragments if fragment.group == group]
+                self._refresh(group)
+        self._end_refresh()
 
     @contextmanager
     def _resident(self, group: int) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter
+from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter, tensor_of
 from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.engine_state import EngineState
 
@@ -87,10 +87,16 @@ class DeepSpeedState(EngineState):
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return this rank's ranges."""
-        return [ParameterShard(f.name, f.shape, f.begin, f.end, *self._tensors(f)) for f in self.fragments]
+        return [
+            ParameterShard(f.name, f.shape, f.begin, f.end, self._master(f), *self._states(f)) for f in self.fragments
+        ]
 
-    def _tensors(self, fragment: Fragment) -> tuple[LazyTensor, dict[str, LazyTensor], dict[str, Any]]:
-        """Return a fragment's float32 weights, optimizer states and scalars."""
+    def _master(self, fragment: Fragment) -> LazyTensor:
+        """Return a fragment's float32 weights."""
+        return fragment.of(self._flats()[fragment.group].detach())
+
+    def _states(self, fragment: Fragment) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+        """Return a fragment's optimizer states and scalars."""
         flat = self._flats()[fragment.group]
         states: dict[str, LazyTensor] = {}
         scalars: dict[str, Any] = {}
@@ -106,7 +112,7 @@ class DeepSpeedState(EngineState):
                     f"{type(self.zero.optimizer).__name__} keeps {kind!r}, which is not one value per weight and cannot"
                     " be divided over processes; choose optimizer=adamw, or strategy=ddp"
                 )
-        return fragment.of(flat.detach()), states, scalars
+        return states, scalars
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
@@ -206,7 +212,7 @@ class DeepSpeedState(EngineState):
         wrong = None
         for fragment in self.fragments:
             computed = self._compute(fragment)
-            if not torch.equal(self._master(fragment).to(computed.device, computed.dtype), computed):
+            if not torch.equal(tensor_of(self._master(fragment)).to(computed.device, computed.dtype), computed):
                 wrong = f"{fragment.name}[{fragment.begin}:{fragment.end}]"
                 break
         if _sum_over_ranks(wrong is not None):
@@ -214,10 +220,6 @@ class DeepSpeedState(EngineState):
                 f"DeepSpeedState found other weights than {wrong or 'those of another process'} where DeepSpeed should "
                 f"keep them: {_OTHER_LAYOUT}"
             )
-
-    def _master(self, fragment: Fragment) -> Tensor:
-        """Return a fragment's float32 weights."""
-        return fragment.of(self._flats()[fragment.group].detach())
 
 
 def _sum_over_ranks(value: int) -> int:

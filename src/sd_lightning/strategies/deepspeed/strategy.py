@@ -35,7 +35,7 @@ from sd_lightning.strategies.deepspeed.load import (
 from sd_lightning.strategies.deepspeed.nvme import SwapFolder, SwappedZero3State, check_swap_path
 from sd_lightning.strategies.deepspeed.optimizer import to_cpu_adam
 from sd_lightning.strategies.deepspeed.precision import DeepSpeedPrecision
-from sd_lightning.strategies.deepspeed.settings import Buckets, DeepSpeedSettings, Offload, Stage
+from sd_lightning.strategies.deepspeed.settings import Buckets, DeepSpeedSettings, Offload, Stage, as_config
 from sd_lightning.strategies.deepspeed.state import DeepSpeedState
 from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
 from sd_lightning.strategies.deepspeed.zero12_state import Zero12State
@@ -77,13 +77,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         timeout_seconds: float = 1800.0,
     ) -> None:
         timeout = timeout_of("DeepSpeedStrategy", timeout_seconds)
-        self.settings = DeepSpeedSettings(
-            config,
-            stage=stage,
-            offload=offload or Offload(),
-            buckets=buckets or Buckets(),
-            cpu_checkpointing=cpu_checkpointing,
-        )
+        ours = as_config(stage, offload or Offload(), buckets or Buckets(), cpu_checkpointing)
+        self.settings = DeepSpeedSettings(config, ours)
         self.loads_weights = self.settings.stage == 3
         self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None

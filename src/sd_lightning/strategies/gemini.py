@@ -267,9 +267,8 @@ def gemini(
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""
     settings = dict(locals())
-    del settings["timeout_seconds"]
     settings["reduce_dtype"] = getattr(torch, str(reduce_dtype), reduce_dtype)
-    return GeminiStrategy(GeminiConfig(**settings), timeout_seconds=timeout_seconds)
+    return GeminiStrategy(**settings)
 
 
 __all__ = ["GeminiConfig", "GeminiStrategy", "gemini"]

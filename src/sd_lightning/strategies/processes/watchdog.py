@@ -21,15 +21,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import override
 
 from sd_lightning.strategies.processes import rank_health
 from sd_lightning.strategies.processes.rank_health import Cause, Failure, RankHealth
-from sd_lightning.strategies.processes.rank_link import Link, Message, this_machine, this_process
+from sd_lightning.strategies.processes.rank_link import Link, Message, identity, this_machine
 
 EXIT_CODE = 1
 GRACE = 3.0  # seconds for other ranks to report the same exception
@@ -192,30 +192,18 @@ class Spoke(Watchdog):
         rank: This process's rank.
         timeout_seconds: See :class:`Watchdog`.
         connection: Connection to rank 0.
-        token: Secret by which rank 0 recognises its ranks.
-        hub: Rank 0's process, for messages.
-        place: Rank 0's machine and process number.
+        hub: What rank 0 has published: its process for messages, its machine and process number, and the secret by
+            which it recognises its ranks.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        timeout_seconds: float,
-        connection: socket.socket,
-        token: str,
-        hub: str,
-        place: tuple[str, int],
-    ) -> None:
+    def __init__(self, rank: int, *, timeout_seconds: float, connection: socket.socket, hub: Mapping[str, Any]) -> None:
         super().__init__(rank, timeout_seconds=timeout_seconds)
-        self._hub = RankHealth(0, hub, time.monotonic())
-        self._place = place
+        self._hub = RankHealth(0, hub["process"], time.monotonic())
+        self._place = (hub["place"], hub["pid"])
         self._link = Link(connection)
         self._add(self._link)
         self._reported = False
-        self._link.send(
-            kind="hello", token=token, rank=rank, process=this_process(), place=this_machine(), pid=os.getpid()
-        )
+        self._link.send(kind="hello", token=hub["token"], rank=rank, **identity())
 
     @override
     def _hear(self, link: Link, message: Message) -> None:

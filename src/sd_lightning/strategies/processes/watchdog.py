@@ -64,7 +64,7 @@ class Watchdog(threading.Thread):
         self._released = threading.Event()
         """Set when a main thread that waits in :meth:`fail` or :meth:`stop` may continue."""
         self._next_beat = 0.0
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._close_all)
 
     def set_timeout(self, seconds: float) -> None:
         """Change ``timeout_seconds``."""
@@ -91,13 +91,11 @@ class Watchdog(threading.Thread):
         with suppress(OSError):  # the thread has ended
             self._wakes.send(b"\0")
 
-    def _forget(self) -> None:
-        """Close inherited sockets in a forked process (a data loader's): they keep a dead rank's connection open."""
+    def _close_all(self) -> None:
+        """Close all sockets, also in a forked process (a data loader's): they keep a dead rank's connection open."""
         self._selector.close()
-        for link in self._links:
-            link.connection.close()
-        self._wakes.close()
-        self._waked.close()
+        for connection in (self._wakes, self._waked, *(link.connection for link in self._links)):
+            connection.close()
 
     @override
     def run(self) -> None:
@@ -110,8 +108,7 @@ class Watchdog(threading.Thread):
         if self.cause is not None:
             self._end(self.cause)
         self._part()
-        for each in (self._selector, self._wakes, self._waked):
-            each.close()
+        self._close_all()
         self._released.set()
 
     def _part(self) -> None:
@@ -260,7 +257,6 @@ def say(line: str) -> None:
 
 def flush() -> None:
     """Flush stdout and stderr, but wait at most 1 s."""
-
     thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     thread.start()
     thread.join(1.0)

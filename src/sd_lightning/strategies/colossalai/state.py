@@ -45,7 +45,7 @@ class ColossalAIState(EngineState):
                 continue
             states: dict[str, LazyTensor] = {}
             scalars: dict[str, Any] = {}
-            state = self._adam_state(slices, parameter)
+            state = self.optimizer.optim.state.get(slices[parameter]) if parameter in slices else None
             if state:
                 states = {kind: state[kind].detach() for kind in _MOMENTS}
                 scalars = {"step": torch.tensor(float(state["step"]))}
@@ -104,10 +104,6 @@ class ColossalAIState(EngineState):
             return {}
         real = self.optimizer.id_to_real_params
         return {real[number]: piece for number, piece in self.optimizer.id_to_fake_params.items()}
-
-    def _adam_state(self, slices: Mapping[nn.Parameter, nn.Parameter], parameter: nn.Parameter) -> dict[str, Any]:
-        piece = slices.get(parameter)
-        return self.optimizer.optim.state.get(piece, {}) if piece is not None else {}
 
 
 def _moments(saved: SavedParameter, name: str, master: Tensor, begin: int, end: int, read: Read) -> dict[str, Any]:

@@ -54,7 +54,6 @@ class Watchdog(threading.Thread):
         """Why the run ends; None until that is known."""
         self.failure: Failure | None = None
         """This rank's own exception."""
-        self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._links: set[Link] = set()
         self._wakes, self._waked = socket.socketpair()
@@ -73,7 +72,7 @@ class Watchdog(threading.Thread):
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank's ``fit`` raised; return when the other ranks know, or at a timeout."""
-        if self.failure is not None or not self.is_alive() or os.getpid() != self._pid:
+        if self.failure is not None or not self.is_alive():
             return
         self.failure = rank_health.failure_of(error)
         self._wake()
@@ -81,7 +80,7 @@ class Watchdog(threading.Thread):
 
     def stop(self) -> None:
         """Say goodbye to the other ranks, so that this process may end."""
-        if os.getpid() != self._pid or not self.is_alive():
+        if not self.is_alive():  # nor is it in a forked process
             return
         self._stopping = True
         self._wake()

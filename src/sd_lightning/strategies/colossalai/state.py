@@ -5,7 +5,7 @@ ColossalAI's own ``state_dict`` gathers the float32 weights in 16 bits, and load
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,10 +39,7 @@ class ColossalAIState(EngineState):
         """Return this rank's ranges, as live tensors."""
         slices = self._slices()
         shards = []
-        for name, parameter in self.engine.parameters.items():
-            master, begin, end = self.engine.master_range(parameter)
-            if begin == end:
-                continue
+        for name, parameter, master, begin, end in self._ranges():
             states: dict[str, LazyTensor] = {}
             scalars: dict[str, Any] = {}
             state = self.optimizer.optim.state.get(slices[parameter]) if parameter in slices else None
@@ -63,6 +60,7 @@ class ColossalAIState(EngineState):
     def _inner(self, optimizer: Any) -> Any:
         return optimizer.optim
 
+    @torch.no_grad()
     def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Load the masters and Adam's moments, and refresh the 16-bit weights.
 
@@ -72,31 +70,30 @@ class ColossalAIState(EngineState):
         if groups is not None:
             self._take_groups(groups)
         slices = self._slices()
-        with torch.no_grad():
-            for name, parameter in self.engine.parameters.items():
-                master, begin, end = self.engine.master_range(parameter)
-                if begin == end:
-                    continue
-                read("master", name, master, begin, end)
-                if groups is not None and saved[name].states:
-                    self.optimizer.optim.state[slices[parameter]] = _moments(
-                        saved[name], name, master, begin, end, read
-                    )
-            self.engine.refresh()
+        for name, parameter, master, begin, end in self._ranges():
+            read("master", name, master, begin, end)
+            if groups is not None and saved[name].states:
+                self.optimizer.optim.state[slices[parameter]] = _moments(saved[name], name, master, begin, end, read)
+        self.engine.refresh()
 
+    @torch.no_grad()
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Compute with other weights; the float32 masters do not change."""
-        with torch.no_grad():
-            for name, parameter in self.engine.parameters.items():
-                begin, end = self.engine.master_range(parameter)[1:]
-                if begin < end:
-                    self.engine.compute_range(parameter).copy_(weights[name, begin])
-            self.engine.written()
+        for name, parameter, _, begin, _ in self._ranges():
+            self.engine.compute_range(parameter).copy_(weights[name, begin])
+        self.engine.written()
 
+    @torch.no_grad()
     def swap_out(self) -> None:
         """Compute with the trained weights again: the masters, rounded as after a step."""
-        with torch.no_grad():
-            self.engine.refresh()
+        self.engine.refresh()
+
+    def _ranges(self) -> Iterator[tuple[str, nn.Parameter, Tensor, int, int]]:
+        """Yield name, parameter, float32 weights, begin and end of every range that this rank holds."""
+        for name, parameter in self.engine.parameters.items():
+            master, begin, end = self.engine.master_range(parameter)
+            if begin < end:
+                yield name, parameter, master, begin, end
 
     def _slices(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map each parameter to the optimizer's parameter for this rank's range of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -155,11 +156,8 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     @override
     def _adopts(self, other: RestoringStrategy) -> bool:
-        return isinstance(other, FSDPStrategy) and (self.cpu_offload, self.replicas, self.mixed_precision) == (
-            other.cpu_offload,
-            other.replicas,
-            other.mixed_precision,
-        )
+        settings = attrgetter("cpu_offload", "replicas", "mixed_precision")
+        return isinstance(other, FSDPStrategy) and settings(self) == settings(other)
 
     @override
     def _has_engine(self) -> bool:

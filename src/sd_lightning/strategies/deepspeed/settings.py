@@ -134,9 +134,9 @@ class DeepSpeedSettings:
             check_swap_path(self.nvme_path)
         if "cpu_adam" in self.extensions:
             instead = "strategy.cpu_adam=false to step with torch's optimizer"
-            check_buildable(["cpu_adam"], "strategy.cpu_adam=true", instead=instead)
+            check_buildable("cpu_adam", "strategy.cpu_adam=true", instead=instead)
         if "async_io" in self.extensions:
-            check_buildable(["async_io"], "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu")
+            check_buildable("async_io", "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu")
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Compare the trainer and the module with the configuration.

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.strategies.base import is_partitioned, whole_shape
+from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import build
 from sd_lightning.strategies.deepspeed.host_checkpointing import checkpoint_on_host, checkpointed_blocks
@@ -210,12 +210,10 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
             masters = {n: whole_shape(p) for n, p in parameters.items() if p.requires_grad}
             yield from whole_masters(self.training_state().parameter_shards(), masters)
         for name, parameter in parameters.items():
-            if name not in masters and is_partitioned(parameter):
-                with deepspeed.zero.GatheredParameters([parameter]):
+            if name not in masters:
+                with deepspeed.zero.GatheredParameters([parameter]):  # a parameter that is whole stays as it is
                     value = parameter.detach().clone()
                 yield name, value
-            elif name not in masters:
-                yield name, parameter.detach()
 
     @override
     def _end_engine(self) -> None:

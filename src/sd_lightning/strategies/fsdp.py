@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -42,7 +41,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     """Strategy that shards weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
-    Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
+    Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``. Gradients are reduced after
+    every micro-batch: keeping them whole would undo the sharding.
 
     Args:
         reshard_after_forward: Free gathered weights after a block's forward pass. False keeps them until backward:
@@ -147,12 +147,6 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     def _sharded_modules(self) -> list[FSDPModule]:
         return [part for part in self._module.modules() if isinstance(part, FSDPModule)]
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        # Gradients are reduced after every micro-batch: keeping them whole would undo the sharding.
-        yield
 
     @override
     def _adopts(self, other: RestoringStrategy) -> bool:

@@ -49,16 +49,13 @@ def check_swap_path(path: str | None) -> Path:
         with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}test-", dir=folder) as trial:
             _write_directly(Path(trial) / "block")
     except PermissionError as error:
-        raise UsageError(f"{who}: this user cannot write there; give a folder that {_user()} may write to") from error
+        user = os.environ.get("USER") or f"user {os.getuid()}"
+        raise UsageError(f"{who}: this user cannot write there; give a folder that {user} may write to") from error
     except OSError as error:
         raise UsageError(
             f"{who}: DeepSpeed cannot swap there ({error.strerror}); give a folder on a local disk with direct I/O"
         ) from error
     return folder
-
-
-def _user() -> str:
-    return os.environ.get("USER") or f"user {os.getuid()}"
 
 
 def _write_directly(path: Path) -> None:

@@ -41,8 +41,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     """Strategy that shards weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
-    Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``. Gradients are reduced after
-    every micro-batch: keeping them whole would undo the sharding.
+    Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``. Gradients are reduced
+    after every micro-batch: keeping them whole would undo the sharding.
 
     Args:
         reshard_after_forward: Free gathered weights after a block's forward pass. False keeps them until backward:

@@ -19,12 +19,6 @@ def scale_factor(config: Mapping[str, Any]) -> int:
     return int(2 ** (len(config["block_out_channels"]) - 1))
 
 
-def moments(vae: Any, pixel_values: Tensor) -> Tensor:
-    """Return mean and log-variance (B, 2C, h, w) of the posterior of images (B, 3, H, W) in [-1, 1]."""
-    found: Tensor = vae.encode(pixel_values).latent_dist.parameters
-    return found
-
-
 def latents(config: Mapping[str, Any], moments: Tensor, noise: Tensor) -> Tensor:
     """Sample the posterior (Kingma & Welling 2013, arXiv 1312.6114, section 2.4), then shift and scale.
 

@@ -144,7 +144,8 @@ class Family(ABC):
 
         The default is the moments of the VAE's posterior: mean and log-variance (B, 2C, h, w).
         """
-        return autoencoder.moments(vae, pixel_values)
+        moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
+        return moments
 
     def latents(self, vae_config: Mapping[str, Any], encoded: Tensor, noise: Tensor) -> Tensor:
         """Sample latents, scaled to about unit variance, from the result of :meth:`encode`.

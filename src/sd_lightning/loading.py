@@ -26,7 +26,6 @@ from sd_lightning.models.components import (
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.pipeline_folder import (
-    config_file,
     file_keys,
     find_configs,
     find_folder,
@@ -179,7 +178,8 @@ def save_pretrained(model: LatentDiffusion, folder: str | Path, *, skip: Sequenc
         index[name] = [component.library, component.class_name]
         (folder / name).mkdir(exist_ok=True)
         record = int8_record(model.networks[name]) if name in model.networks else {}
-        write_json(folder / name / config_file(component, name), saved_config(component) | record)
+        file = "scheduler_config.json" if name == "scheduler" else "config.json"
+        write_json(folder / name / file, saved_config(component) | record)
         if name in model.networks and name not in skip:
             state = merged_state_dict(model.networks[name])
             _check_is_in_memory(name, state)

@@ -121,8 +121,7 @@ class LearnedToken:
     @staticmethod
     def parameters(networks: Mapping[str, nn.Module]) -> list[nn.Parameter]:
         """Return the weights of the embeddings that hold the new token."""
-        modules = (module for network in networks.values() for module in network.modules())
-        return [p for module in modules if isinstance(module, LearnedEmbedding) for p in module.parameters()]
+        return [networks[name].get_parameter(key) for name, key in LearnedToken.names(networks).items()]
 
     @staticmethod
     def _id_of(word: str, tokenizer: Any) -> int:

@@ -218,9 +218,8 @@ def _check_finite(layers: Mapping[str, nn.Module], deferred: DeferredWeights | N
     for key, layer in layers.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if weight.numel() and (deferred is not None or not weight.is_meta):
-            check_finite_rows(
-                weight.shape, _row_reader(weight, deferred, f"{key}.weight"), _full(name, f"{key}.weight")
-            )
+            rows = _row_reader(weight, deferred, f"{key}.weight")
+            check_finite_rows(weight.shape, rows, _full(name, f"{key}.weight"))
 
 
 def _quantize_network(
@@ -233,8 +232,7 @@ def _quantize_network(
         if weight.is_meta and deferred is None:
             set_structure(network, {key}, config, name)
             continue
-        read = _row_reader(weight, deferred, f"{key}.weight")
-        quantized, scale = quantize_rows(weight.shape, read, _full(name, f"{key}.weight"))
+        quantized, scale = quantize_rows(weight.shape, _row_reader(weight, deferred, f"{key}.weight"))
         to_int8(layer, quantized, scale, kernel=config.kernel(_full(name, key)), threshold=config.threshold)
     describe(network, config)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,7 +68,7 @@ def said_once() -> Iterator[None]:
             show(message, category, *where, **more)
 
     handlers = [*logging.getLogger("diffusers").handlers, *logging.getLogger().handlers]
-    filters = [(handler, _Once(handler)) for handler in handlers]
+    filters = [(handler, _once(handler)) for handler in handlers]
     _listening = True
     try:
         with warnings.catch_warnings():
@@ -82,16 +82,10 @@ def said_once() -> Iterator[None]:
             handler.removeFilter(once)
 
 
-class _Once(logging.Filter):
-    """Filter that drops messages of diffusers that its handler has shown before."""
-
-    def __init__(self, handler: logging.Handler) -> None:
-        super().__init__("diffusers")
-        self._handler = handler
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is shown."""
-        return not super().filter(record) or _is_new(self._handler, record.name, record.getMessage())
+def _once(handler: logging.Handler) -> Callable[[logging.LogRecord], bool]:
+    """Return a filter that drops messages of diffusers that a handler has shown before."""
+    is_of_diffusers = logging.Filter("diffusers").filter
+    return lambda record: not is_of_diffusers(record) or _is_new(handler, record.name, record.getMessage())
 
 
 def _is_new(*said: object) -> bool:

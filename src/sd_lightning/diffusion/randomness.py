@@ -193,10 +193,12 @@ def _words(
     parts: Any = (block, index, epoch)
     if index.device.type == "cpu":
         parts = (part.numpy() for part in parts)
-    blocks, indices, epochs = parts
+    return philox4x32(_counter(*parts, purpose), (seed & WORD_MASK, seed >> 32))
+
+
+def _counter(block: Array, index: Array, epoch: Array, purpose: Purpose) -> tuple[Array, Array, Array, Array]:
     # Python scalars throughout: a small host tensor would make a CUDA stream wait.
-    counter = (blocks, indices & WORD_MASK, epochs & WORD_MASK, (indices >> 32 << 8) | int(purpose))
-    return philox4x32(counter, (seed & WORD_MASK, seed >> 32))
+    return block, index & WORD_MASK, epoch & WORD_MASK, (index >> 32 << 8) | int(purpose)
 
 
 def _cut(numbers: Tensor | np.ndarray, shape: tuple[int, ...]) -> Tensor:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.models.components import instantiate
-from sd_lightning.models.families import Conditioning
-from sd_lightning.models.families.base import SIZES
-from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.families.base import SIZES, Conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 

@@ -21,7 +21,7 @@ from sd_lightning.gemini.tiers import Tier
 from sd_lightning.gemini.updates import update_of
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import images_per_call
-from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.families.base import map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_batch, meta_conditioning
 from sd_lightning.planner.memory_trace import peak_bytes

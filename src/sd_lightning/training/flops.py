@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.families.base import map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_batch, meta_networks
 

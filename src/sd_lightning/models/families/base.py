@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,21 @@ Conditioning = dict[str, Any]
 """Encoded captions, the denoiser's input: tensors whose first dimension is the batch, possibly in nested dicts."""
 SIZES = ("original_size", "crop_top_left", "target_size")
 """Batch entries for families that condition on sizes: (height, width) in pixels per image, (B, 2)."""
+
+
+def join_conditioning(parts: Sequence[Mapping[str, Any]]) -> Conditioning:
+    """Concatenate the conditioning of several batches."""
+    return {
+        key: join_conditioning([part[key] for part in parts])
+        if isinstance(value, Mapping)
+        else torch.cat([part[key] for part in parts])
+        for key, value in parts[0].items()
+    }
+
+
+def map_conditioning(conditioning: Mapping[str, Any], fn: Callable[[Tensor], Any]) -> Conditioning:
+    """Apply ``fn`` to every tensor of a (nested) conditioning dictionary."""
+    return {k: map_conditioning(v, fn) if isinstance(v, Mapping) else fn(v) for k, v in conditioning.items()}
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import Dtype, LatentEncoder
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.meta import training_flops_per_sample
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of
-from sd_lightning.training.flops import training_flops_per_sample
 from sd_lightning.training.loop import check_accumulation, is_logging_step
 from sd_lightning.training.losses import DiffusionLoss
 from sd_lightning.training.parameters import choose_trained, parameter_groups

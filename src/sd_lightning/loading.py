@@ -29,6 +29,7 @@ from sd_lightning.models.pipeline_folder import (
     file_keys,
     find_configs,
     find_folder,
+    first_line,
     read_component,
     read_json,
     saved_config,
@@ -273,10 +274,9 @@ def _add_adapters(model: LatentDiffusion, folder: Path) -> None:
             pipeline.fuse_lora()
             pipeline.unload_lora_weights()
     except (ValueError, RuntimeError, KeyError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"{folder / LORA_NAME}: these adapters do not fit the model beside them ({reason}); copy the file "
-            "again, or delete it to load the model without"
+            f"{folder / LORA_NAME}: these adapters do not fit the model beside them ({first_line(error)}); copy the "
+            "file again, or delete it to load the model without"
         ) from error
 
 

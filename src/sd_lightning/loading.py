@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,18 +63,14 @@ def build(architecture: str | Architecture, *, seed: int = 0, device: str | torc
     if isinstance(architecture, str):
         architecture = families.architecture(architecture, who="LatentDiffusion.build")
     family = family_of(architecture.pipeline_class, who="LatentDiffusion.build")
-    tokenizers = {
-        family.tokenizer_of(name): CLIPTokenizer.from_pretrained(
-            assets.TINY_TOKENIZER, model_max_length=architecture.length_of(name)
-        )
-        for name in family.text_encoders
-    }
     components = dict(copy.deepcopy(architecture.networks))  # the model may change its own record
+    tokenizers: dict[str, Any] = {}
     for name in family.text_encoders:
-        tokenizer = tokenizers[family.tokenizer_of(name)]
+        tokenizer = CLIPTokenizer.from_pretrained(assets.TINY_TOKENIZER, model_max_length=architecture.length_of(name))
+        tokenizers[family.tokenizer_of(name)] = tokenizer
         ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
         config = {"vocab_size": len(tokenizer), **components[name].config, **ids}
-        components[name] = Component(components[name].library, components[name].class_name, config)
+        components[name] = replace(components[name], config=config)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         networks = {name: instantiate(component) for name, component in components.items()}

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sd_lightning._errors import UsageError
 
 Series = Sequence[tuple[int, float]]
@@ -79,13 +81,10 @@ def smooth(series: Series, width: float) -> Series:
         width: Standard deviation of the window in points, above 0.
     """
     reach = math.ceil(3 * width)
-    window = [math.exp(-((i / width) ** 2) / 2) for i in range(-reach, reach + 1)]
-    out = []
-    for i, (step, _) in enumerate(series):
-        begin, end = max(0, i - reach), min(len(series), i + reach + 1)
-        weights = window[begin - i + reach : end - i + reach]
-        out.append((step, sum(w * v for w, (_, v) in zip(weights, series[begin:end], strict=True)) / sum(weights)))
-    return out
+    window = np.exp(-((np.arange(-reach, reach + 1) / width) ** 2) / 2)
+    steps, values = zip(*series)
+    totals, weights = (np.convolve(each, window)[reach:-reach] for each in (values, np.ones(len(values))))
+    return list(zip(steps, (totals / weights).tolist()))
 
 
 def wants_log_axis(values: Sequence[float]) -> bool:

@@ -107,7 +107,7 @@ class DeferredWeights:
         self.fill_buffers(network)
 
     def fill_parameters(self, network: nn.Module, names: list[str]) -> None:
-        """Read whole parameters into host memory: those that are not trained."""
+        """Read some parameters whole into host memory."""
         with torch.no_grad(), self._store:
             for name in names:
                 prefix, _, key = name.rpartition(".")

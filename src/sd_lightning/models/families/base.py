@@ -165,12 +165,16 @@ class Family(ABC):
     def latents(self, vae_config: Mapping[str, Any], encoded: Tensor, noise: Tensor) -> Tensor:
         """Sample latents, scaled to about unit variance, from the result of :meth:`encode`.
 
+        The default samples the posterior (Kingma & Welling 2013, arXiv 1312.6114, section 2.4), shifts and scales.
+
         Args:
             vae_config: Configuration of the VAE.
             encoded: (B, 2C, h, w), float32.
             noise: Standard normal (B, C, h, w); see :meth:`latent_shape`.
         """
-        return autoencoder.latents(vae_config, encoded, noise)
+        mean, log_variance = encoded.chunk(2, dim=1)
+        sample = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise
+        return (sample - (vae_config.get("shift_factor") or 0.0)) * float(vae_config.get("scaling_factor", 0.18215))
 
     def latent_shape(self, components: Mapping[str, Component], height: int, width: int) -> tuple[int, int, int]:
         """Return the shape (C, h, w) of the latents of an image of ``height`` x ``width`` pixels."""

@@ -1,8 +1,7 @@
-"""diffusers' sampling schedulers: short names, compatibility, and their repeated warnings."""
+"""diffusers' sampling schedulers: short names, and their repeated warnings."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,14 +43,6 @@ def scheduler_class(name: str) -> str:
             "DDIMScheduler"
         )
     return chosen
-
-
-def takes_noise_pred(scheduler: Any) -> bool:
-    """Return whether a scheduler has ``step(noise_pred, t, latents, …)`` and the attributes that pipelines use."""
-    if not all(hasattr(scheduler, name) for name in ("step", "scale_model_input", "init_noise_sigma", "order")):
-        return False
-    parameters = list(inspect.signature(scheduler.step).parameters.values())
-    return len(parameters) >= 3 and all(p.default is not p.empty for p in parameters[3:] if p.kind != p.VAR_KEYWORD)
 
 
 @contextmanager

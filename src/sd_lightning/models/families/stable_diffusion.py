@@ -6,6 +6,7 @@ small enough to train in a minute on two CPU cores.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from sd_lightning.models.families.autoencoder import scale_factor
 from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Layout, Part
-from sd_lightning.models.families.sampling import takes_noise_pred
 
 UNET = Part("diffusers", ("UNet2DConditionModel",))
 VAE = Part("diffusers", ("AutoencoderKL",))
@@ -79,7 +79,11 @@ class UNetFamily(Family):
         return prediction
 
     def samples_with(self, scheduler: Any) -> bool:
-        return takes_noise_pred(scheduler)
+        """Return whether it has ``step(noise_pred, t, latents, …)`` and the attributes that pipelines use."""
+        if not all(hasattr(scheduler, name) for name in ("step", "scale_model_input", "init_noise_sigma", "order")):
+            return False
+        parameters = list(inspect.signature(scheduler.step).parameters.values())
+        return len(parameters) >= 3 and all(p.default is not p.empty for p in parameters[3:] if p.kind != p.VAR_KEYWORD)
 
 
 class StableDiffusion(UNetFamily):

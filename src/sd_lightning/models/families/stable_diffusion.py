@@ -39,9 +39,7 @@ def vae(**config: Any) -> Component:
     return Component("diffusers", "AutoencoderKL", own | config)
 
 
-def clip(
-    width: int, layers: int, activation: str, projection: int, *, class_name: str = "CLIPTextModel"
-) -> Component:
+def clip(width: int, layers: int, activation: str, projection: int, *, class_name: str = "CLIPTextModel") -> Component:
     """Return a text encoder in the proportions of the published ones: attention heads of 64 channels, 77 tokens."""
     config = {
         "vocab_size": 49408,

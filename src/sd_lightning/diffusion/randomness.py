@@ -190,10 +190,11 @@ def _words(
     else:
         epoch = torch.full_like(index, epoch)
     block = torch.arange(math.ceil(math.prod(shape) / 4), device=index.device).view(1, -1)
-    parts: Any = (block, index, epoch)
     if index.device.type == "cpu":
-        parts = (part.numpy() for part in parts)
-    return philox4x32(_counter(*parts, purpose), (seed & WORD_MASK, seed >> 32))
+        counter = _counter(block.numpy(), index.numpy(), epoch.numpy(), purpose)
+    else:
+        counter = _counter(block, index, epoch, purpose)
+    return philox4x32(counter, (seed & WORD_MASK, seed >> 32))
 
 
 def _counter(block: Array, index: Array, epoch: Array, purpose: Purpose) -> tuple[Array, Array, Array, Array]:

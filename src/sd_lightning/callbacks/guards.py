@@ -7,7 +7,7 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -78,6 +78,14 @@ def stopped_by_signal(trainer: pl.Trainer) -> bool:
     return any(isinstance(c, StopOnSignal) and c.stopped for c in trainer.callbacks)  # type: ignore[attr-defined]
 
 
+@runtime_checkable
+class ReportsLoss(Protocol):
+    """A module that keeps the loss of its last step."""
+
+    last_loss: Tensor | None
+    """This rank's loss of the last training step, detached."""
+
+
 class NonFiniteLossGuard(Callback):
     """Callback that skips updates with a NaN or infinite loss, and stops the run after several in a row.
 
@@ -99,7 +107,7 @@ class NonFiniteLossGuard(Callback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add up the losses of the step's batches: the sum is finite only if each of them is."""
-        loss: Tensor | None = getattr(pl_module, "last_loss", None)  # modules of others need not keep it
+        loss = pl_module.last_loss if isinstance(pl_module, ReportsLoss) else None
         if loss is not None:
             self._loss = loss if self._loss is None else self._loss + loss
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision as LightningDeepSpeedPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -24,7 +24,8 @@ class DeepSpeedPrecision(EnginePrecision, LightningDeepSpeedPrecision):
         """Create new tensors in the weights' dtype: the engine uses it for "-mixed", too, without autocast."""
         if self._keeps_batches or self._desired_dtype == torch.float32:
             return nullcontext()
-        return _DtypeContextManager(self._desired_dtype)
+        half = HalfPrecision("bf16-true" if self._desired_dtype == torch.bfloat16 else "16-true")
+        return half.tensor_init_context()
 
     @override
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:

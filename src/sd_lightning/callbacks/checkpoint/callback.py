@@ -115,9 +115,9 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             self._open_run(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         if trainer.strategy.restore_checkpoint_after_setup:  # ``trainer.ckpt_path`` is known only now
             self._open_run(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)  # after the restore, which sets the step
         if trainer.is_global_zero:
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
 

@@ -190,11 +190,10 @@ def _words(
     else:
         epoch = torch.full_like(index, epoch)
     block = torch.arange(math.ceil(math.prod(shape) / 4), device=index.device).view(1, -1)
-    if index.device.type == "cpu":
-        counter = _counter(block.numpy(), index.numpy(), epoch.numpy(), purpose)
-    else:
-        counter = _counter(block, index, epoch, purpose)
-    return philox4x32(counter, (seed & WORD_MASK, seed >> 32))
+    key = (seed & WORD_MASK, seed >> 32)
+    if index.device.type != "cpu":
+        return philox4x32(_counter(block, index, epoch, purpose), key)
+    return philox4x32(_counter(block.numpy(), index.numpy(), epoch.numpy(), purpose), key)
 
 
 def _counter(block: Array, index: Array, epoch: Array, purpose: Purpose) -> tuple[Array, Array, Array, Array]:

@@ -51,7 +51,7 @@ def peers() -> dict[str, dict[str, Any]]:
 
 def measure(
     *,
-    max_steps: int = 200,
+    max_steps: int = 225,
     widths: Sequence[int] = (24, 48),
     seeds: Sequence[int] = (0, 1, 2),
     samples: int = 1000,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ from sd_lightning.models.components import (
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.pipeline_folder import (
-    config_file,
     file_keys,
     find_configs,
     find_folder,
+    first_line,
     read_component,
     read_json,
     saved_config,
@@ -62,18 +63,14 @@ def build(architecture: str | Architecture, *, seed: int = 0, device: str | torc
     if isinstance(architecture, str):
         architecture = families.architecture(architecture, who="LatentDiffusion.build")
     family = family_of(architecture.pipeline_class, who="LatentDiffusion.build")
-    tokenizers = {
-        family.tokenizer_of(name): CLIPTokenizer.from_pretrained(
-            assets.TINY_TOKENIZER, model_max_length=architecture.length_of(name)
-        )
-        for name in family.text_encoders
-    }
     components = dict(copy.deepcopy(architecture.networks))  # the model may change its own record
+    tokenizers: dict[str, Any] = {}
     for name in family.text_encoders:
-        tokenizer = tokenizers[family.tokenizer_of(name)]
+        tokenizer = CLIPTokenizer.from_pretrained(assets.TINY_TOKENIZER, model_max_length=architecture.length_of(name))
+        tokenizers[family.tokenizer_of(name)] = tokenizer
         ids = {f"{t}_token_id": getattr(tokenizer, f"{t}_token_id") for t in ("bos", "eos", "pad")}
         config = {"vocab_size": len(tokenizer), **components[name].config, **ids}
-        components[name] = Component(components[name].library, components[name].class_name, config)
+        components[name] = replace(components[name], config=config)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         networks = {name: instantiate(component) for name, component in components.items()}
@@ -179,7 +176,8 @@ def save_pretrained(model: LatentDiffusion, folder: str | Path, *, skip: Sequenc
         index[name] = [component.library, component.class_name]
         (folder / name).mkdir(exist_ok=True)
         record = int8_record(model.networks[name]) if name in model.networks else {}
-        write_json(folder / name / config_file(component, name), saved_config(component) | record)
+        file = "scheduler_config.json" if name == "scheduler" else "config.json"
+        write_json(folder / name / file, saved_config(component) | record)
         if name in model.networks and name not in skip:
             state = merged_state_dict(model.networks[name])
             _check_is_in_memory(name, state)
@@ -273,10 +271,9 @@ def _add_adapters(model: LatentDiffusion, folder: Path) -> None:
             pipeline.fuse_lora()
             pipeline.unload_lora_weights()
     except (ValueError, RuntimeError, KeyError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"{folder / LORA_NAME}: these adapters do not fit the model beside them ({reason}); copy the file "
-            "again, or delete it to load the model without"
+            f"{folder / LORA_NAME}: these adapters do not fit the model beside them ({first_line(error)}); copy the "
+            "file again, or delete it to load the model without"
         ) from error
 
 

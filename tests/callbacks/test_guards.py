@@ -124,7 +124,7 @@ class BadLoss(SDLightningModule):
         self.count += 1
         if self.count in self.batches:
             loss = loss * self.value
-            self._loss = loss.detach()
+            self.last_loss = loss.detach()
         return loss
 
 

@@ -20,7 +20,7 @@ from sd_lightning.diffusion.objective import (
     logit_normal,
     offset_noise,
 )
-from sd_lightning.diffusion.prediction import PREDICTIONS, FlowSchedule, add_noise, flow_interpolate, shifted, velocity
+from sd_lightning.diffusion.prediction import PREDICTIONS, add_noise, flow_interpolate, shifted, velocity
 from sd_lightning.diffusion.randomness import Purpose, normal, uniform
 
 STABLE_DIFFUSION: dict[str, Any] = {
@@ -151,7 +151,7 @@ def test_zero_snr_has_a_finite_velocity_weight_of_zero() -> None:
 
 def test_min_snr_has_no_weights_for_flow() -> None:
     with pytest.raises(UsageError, match="snr_gamma=5.0 with prediction_type=flow; min-SNR weights exist for epsilon"):
-        PREDICTIONS["flow"].min_snr_weights(torch.ones(1), 5.0, FlowSchedule(1000))
+        Objective(snr_gamma=5.0).resolve({"_class_name": "FlowMatchEulerDiscreteScheduler"})
 
 
 def test_flow_goes_straight_from_latents_to_noise() -> None:

@@ -67,7 +67,7 @@ def assert_same_weights(ours: LatentDiffusion, theirs: LatentDiffusion) -> None:
 def test_every_weight_is_within_half_a_step(shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight[1] = 0
-    quantized, scale = quantize_rows(weight.shape, lambda begin, end: weight[begin:end], "w")
+    quantized, scale = quantize_rows(weight.shape, lambda begin, end: weight[begin:end])
     step = scale.view(-1, *[1] * (len(shape) - 1))
     assert quantized.dtype == torch.int8 and scale.dtype == torch.float32
     assert ((quantized * step - weight).abs() <= step * 0.5001).all()
@@ -78,7 +78,7 @@ def test_weights_are_those_of_bitsandbytes() -> None:
     import bitsandbytes
 
     weight = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
-    ours, scale = quantize_rows(weight.shape, lambda begin, end: weight[begin:end], "w")
+    ours, scale = quantize_rows(weight.shape, lambda begin, end: weight[begin:end])
     theirs, largest, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.clone())
     torch.testing.assert_close(scale * 127, largest)
     assert (ours.int() - theirs.int()).abs().max() <= 1  # halves may be rounded either way

@@ -196,7 +196,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def spoke_of(hub: Hub, token: str) -> Spoke:
     connection = socket.create_connection(("127.0.0.1", hub.port))
-    return Spoke(1, timeout_seconds=20.0, connection=connection, token=token, hub="process 0", place=("", 0))
+    published = {"token": token, "process": "process 0", "place": "", "pid": 0}
+    return Spoke(1, timeout_seconds=20.0, connection=connection, hub=published)
 
 
 def test_only_ranks_that_know_the_token_are_heard(hub: Hub) -> None:

@@ -140,7 +140,7 @@ class BadLoss(SDLightningModule):
         loss = super().training_step(batch, batch_idx)
         if self.trainer.global_step == self.bad_at - 1 and self.global_rank == self.trainer.world_size - 1:
             loss = loss * float("nan")
-            self._loss = loss.detach()
+            self.last_loss = loss.detach()
         return loss
 
 

@@ -29,8 +29,7 @@ def fits(value: Any, hint: Any) -> bool:
     An int fits a float and a str fits a path; a bool is no int, and a str that spells a number is no number. Nodes that
     Hydra still has to build (``_target_``) always fit.
     """
-    hint = _unwrap(hint)
-    arguments, origin = typing.get_args(hint), typing.get_origin(hint) or hint
+    hint, origin, arguments = _parts(hint)
     if hint is Any or (isinstance(value, dict) and "_target_" in value):
         return True
     if origin in UNIONS:
@@ -53,8 +52,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 def describe(hint: Any) -> str:
     """Describe an annotation in an error message, e.g. ``"int or null"`` or ``"one of a, b"``."""
-    hint = _unwrap(hint)
-    arguments, origin = typing.get_args(hint), typing.get_origin(hint) or hint
+    hint, origin, arguments = _parts(hint)
     if hint in (None, types.NoneType):
         return "null"
     if origin in UNIONS:
@@ -70,7 +68,7 @@ def describe(hint: Any) -> str:
         return f"a list of {describe(arguments[0])}" if arguments else "a list"
     if origin in MAPPINGS:
         return "a dictionary"
-    if _is_enum(origin):
+    if isinstance(origin, enum.EnumType):
         return "one of " + ", ".join(origin.__members__)
     if inspect.isclass(origin) and issubclass(origin, os.PathLike):
         return "a path"
@@ -132,8 +130,8 @@ def list_element(text: str) -> str:
     return '"' + bare.replace('"', '\\"') + '"'
 
 
-def _unwrap(hint: Any) -> Any:
-    """Remove Annotated, NewType and ``type X = …`` around an annotation."""
+def _parts(hint: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return an annotation without Annotated, NewType and ``type X = …`` around it, its origin and its arguments."""
     while True:
         if typing.get_origin(hint) is typing.Annotated:
             hint = typing.get_args(hint)[0]
@@ -142,12 +140,12 @@ def _unwrap(hint: Any) -> Any:
         elif type(hint).__name__ == "TypeAliasType":  # Python 3.12's `type` statement
             hint = hint.__value__
         else:
-            return hint
+            return hint, typing.get_origin(hint) or hint, typing.get_args(hint)
 
 
 def _judged(alternatives: tuple[Any, ...]) -> Sequence[Any]:
     """Drop from a union the classes that no plain value can have, such as Tensor in ``float | Tensor``."""
-    kept = [each for each in alternatives if not _is_foreign_class(_unwrap(each))]
+    kept = [each for each in alternatives if not _is_foreign_class(_parts(each)[0])]
     return kept if any(each is not types.NoneType for each in kept) else alternatives
 
 
@@ -164,10 +162,6 @@ def _is_permissive(hint: Any) -> bool:
     return fits(object(), hint)
 
 
-def _is_enum(hint: Any) -> bool:
-    return inspect.isclass(hint) and issubclass(hint, enum.Enum)
-
-
 def _fits_class(value: Any, expected: type) -> bool:
     if expected in _SCALARS:
         return isinstance(value, _SCALARS[expected]) and (expected is bool or not isinstance(value, bool))
@@ -181,13 +175,12 @@ def _fits_class(value: Any, expected: type) -> bool:
 
 
 def _choices(hint: Any) -> list[Any]:
-    hint = _unwrap(hint)
-    arguments, origin = typing.get_args(hint), typing.get_origin(hint) or hint
+    _, origin, arguments = _parts(hint)
     if origin is typing.Literal:
         return [each for each in arguments if each is not None]
     if origin in UNIONS:
         return [choice for each in arguments for choice in _choices(each)]
-    return list(origin.__members__) if _is_enum(origin) else []
+    return list(origin.__members__) if isinstance(origin, enum.EnumType) else []
 
 
 def _parsed(text: str) -> Any:

@@ -45,7 +45,11 @@ def check(
             unknown or missing argument, or value of a wrong type.
         OmegaConfBaseException: At a broken interpolation; ``main`` turns it into a message.
     """
-    written, resolved = _plain(node, resolve=False), _plain(node, resolve=True)
+    from omegaconf import OmegaConf
+
+    written = resolved = node
+    if OmegaConf.is_config(node):
+        written, resolved = (OmegaConf.to_container(node, resolve=resolve) for resolve in (False, True))
     checker = _Checker(given or {}, hints or {}, default_at, dict(leaves(written, path)))
     checker.check_node(resolved, path, lenient=False)
     checker.check_finite(resolved, path)
@@ -60,15 +64,6 @@ def nearest_argument(node: Any, key: str) -> str | None:
     except (TypeError, ValueError):  # UsageError is a ValueError
         return None
     return next(iter(difflib.get_close_matches(key, names, n=1)), None)
-
-
-def _plain(node: Any, *, resolve: bool) -> Any:
-    """Turn a config node into plain containers; ``???`` stays as it is."""
-    if isinstance(node, dict | list | tuple | str | int | float | bool) or node is None:
-        return node
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(node, resolve=resolve) if OmegaConf.is_config(node) else node
 
 
 @dataclass(frozen=True)

@@ -54,17 +54,12 @@ def main(program: Program) -> None:
         message = None if wants_trace else explain(error, command_line)
         if message is None:
             raise
-        if _repeats_others():
-            time.sleep(_ASIDE)
+        if was_started_with_others() and not is_first_on_machine() and not _joined_process_group():
+            time.sleep(_ASIDE)  # another process here reports the same; its exit makes the launcher end this one
         sys.stderr.write(f"error: {message}\n")
         sys.exit(USAGE_EXIT_CODE)
     if code:
         sys.exit(code)
-
-
-def _repeats_others() -> bool:
-    """Return whether another process here will report the same error; its exit makes the launcher end this one."""
-    return was_started_with_others() and not is_first_on_machine() and not _joined_process_group()
 
 
 def _joined_process_group() -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from sd_lightning._conf.check import SPECIAL_KEYS
 from sd_lightning._conf.folder import config_dir
 from sd_lightning._conf.programs import groups_of
+from sd_lightning._errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class CommandLine:
         parser.error = _refuse  # type: ignore[method-assign]
         try:
             options = parser.parse_args(list(arguments))
-        except _UnreadableError as error:
+        except UsageError as error:
             return cls(config_name, (config_dir(),), (), problem=str(error))
         folder = str(Path(options.config_path or config_dir()).absolute())
         more = (str(Path(options.config_dir).absolute()),) if options.config_dir else ()
@@ -52,7 +53,8 @@ class CommandLine:
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
         """Composed configuration with the user's group choices, but without the user's values."""
-        choices = [each for each in self.overrides if self._is_choice(each)]
+        matches = (re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=[\w/-]+", each) for each in self.overrides)
+        choices = [chosen[0] for chosen in matches if chosen and self.is_group(chosen[1])]
         for overrides in (choices, []) if choices else ([],):
             try:
                 return self._compose(overrides)
@@ -70,12 +72,9 @@ class CommandLine:
 
         for path in sorted(path for folder in self.folders for path in Path(folder).glob("*/*.yaml")):
             text, group = path.read_text(encoding="utf-8"), path.parent.name
-            if (
-                group == "experiment"
-                or group not in self.groups
-                or not (key == group or key.rpartition(".")[2] in text)
-            ):
-                continue  # a text search is faster than parsing
+            is_named = key == group or key.rpartition(".")[2] in text  # a text search is faster than parsing
+            if group == "experiment" or group not in self.groups or not is_named:
+                continue
             node = yaml.safe_load(text)
             if key in paths(node if text.startswith("# @package _global_") else {group: node}):
                 return f"{group}={path.stem}"
@@ -85,10 +84,6 @@ class CommandLine:
     def groups(self) -> set[str]:
         """Config groups in the primary config's defaults list."""
         return {group for folder in self.folders for group in groups_of(self.config_name, folder)}
-
-    def _is_choice(self, override: str) -> bool:
-        chosen = re.fullmatch(r"\+?([\w/]+)(@[\w.]+)?=[\w/-]+", override)
-        return chosen is not None and self.is_group(chosen[1])
 
     def default_at(self, path: str) -> Any:
         """Return the default value at a dotted path, or None."""
@@ -139,12 +134,8 @@ class CommandLine:
         return next(iter(difflib.get_close_matches(key, keys, n=1)), found or None)
 
 
-class _UnreadableError(Exception):
-    """A command line that argparse refuses."""
-
-
 def _refuse(message: str) -> NoReturn:
-    raise _UnreadableError(message)
+    raise UsageError(message)
 
 
 def given_keys() -> list[str]:

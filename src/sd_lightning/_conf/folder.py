@@ -16,7 +16,5 @@ def config_dir() -> str:
 
 def _config_dir(package: Path) -> Path:
     root = package.parents[1]
-    if package.parent.name == "src" and (root / "pyproject.toml").is_file():
-        if (root / "conf").is_dir():
-            return root / "conf"
-    return package / "conf"
+    in_checkout = package.parent.name == "src" and (root / "pyproject.toml").is_file() and (root / "conf").is_dir()
+    return (root if in_checkout else package) / "conf"

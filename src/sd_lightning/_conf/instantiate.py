@@ -85,7 +85,8 @@ def _refuse(error: Exception, node: DictConfig | ListConfig) -> NoReturn:
             causes.append(hidden)
         cause = next((each for each in causes if isinstance(each, UsageError)), causes[:2][-1])
         path = str(error).partition("full_key: ")[2].strip() or path
-    if isinstance(cause, UsageError) or _is_our_bug(cause):
+    is_our_bug = raised_by(cause) == "sd_lightning" and not isinstance(cause, USER_ERRORS)
+    if isinstance(cause, UsageError) or is_our_bug:
         raise cause
     target, arguments = None, {}
     if isinstance(node, Mapping):
@@ -106,8 +107,3 @@ def leave_out(path: str, names: Iterable[str]) -> str | None:
     below = [key for key in given_keys() if path and key.startswith(f"{path}.")]
     meant = [key for key in below if key.removeprefix(f"{path}.").partition(".")[0] in set(names)]
     return f"change or leave out {' and '.join(dict.fromkeys(meant or below))}" if below else None
-
-
-def _is_our_bug(error: Exception) -> bool:
-    """Return whether an exception is a bug of this package, not a refusal of arguments."""
-    return raised_by(error) == "sd_lightning" and not isinstance(error, USER_ERRORS)

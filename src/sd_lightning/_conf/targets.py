@@ -115,8 +115,6 @@ def _exists(module: str) -> bool:
 def _import(module: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except UsageError:
-        raise
     except ModuleNotFoundError as error:
         package = (error.name or module).partition(".")[0]
         extra = EXTRA_OF_PACKAGE.get(package)

@@ -10,8 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,15 +101,20 @@ def draw(
     Raises:
         UsageError: A folder cannot be written.
     """
-    options.check(model)
-    with _progress(len(missing)) as advance:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    options.check(model)  # before the bar
+    columns = (TextColumn("class images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(missing))
         for begin in range(0, len(missing), options.batch_size):
             batch = missing[begin : begin + options.batch_size]
             prompts, seeds = [each.prompt for each in batch], [each.seed for each in batch]
             images = generate(model, prompts, seeds=seeds, options=options, device=device)
             for image, each in zip(images, batch, strict=True):
                 _write(image, each, {"model": source, "prompt": each.prompt, "seed": each.seed})
-            advance(len(batch))
+            bar.advance(task, len(batch))
 
 
 def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
@@ -164,14 +168,3 @@ def _write(image: Image.Image, picture: Missing, settings: dict[str, Any]) -> No
             f"dreambooth cannot write {picture.path} ({error.strerror or error}); free space, or choose another "
             "class_data_dir=<folder>; the pictures drawn so far are kept"
         ) from error
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("class images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)

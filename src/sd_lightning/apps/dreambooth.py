@@ -185,7 +185,10 @@ def complete_class_images(cfg: DictConfig, parts: Parts) -> None:
     device = torch.device("cuda" if cuda_devices(cfg) else "cpu")
     precision = cfg.prior_generation_precision or ("bfloat16" if device.type == "cuda" else "float32")
     if precision != "float32":
-        cast(model, getattr(torch, precision))
+        dtype = getattr(torch, precision)
+        for name, network in model.networks.items():  # a VAE that overflows in float16 is not cast
+            kept = model.family.vae_dtype(network, dtype) if name == "vae" else dtype
+            torch.nn.Module.to(network, dtype=kept)  # diffusers' own method warns
     model.read_deferred(device)
     class_images.draw(model, missing, options=sampling, device=device, source=base)
 
@@ -207,10 +210,3 @@ def load_base(cfg: DictConfig, parts: Parts) -> LatentDiffusion:
     )
     train.wrap(cfg, twin, parts)
     return model
-
-
-def cast(model: LatentDiffusion, dtype: torch.dtype) -> None:
-    """Cast a model to half precision, except a VAE that overflows in float16."""
-    for name, network in model.networks.items():
-        kept = model.family.vae_dtype(network, dtype) if name == "vae" else dtype
-        torch.nn.Module.to(network, dtype=kept)  # diffusers' own method warns

@@ -28,7 +28,7 @@ from sd_lightning.models.adapters.lora_file import LoraFile
 from sd_lightning.models.components import refuse_int8
 from sd_lightning.models.families import Component, Family, family_of
 from sd_lightning.models.families.single_file import layout_of, model_spec, original_tensors
-from sd_lightning.models.pipeline_folder import config_file, read_json, weights_file, write_json
+from sd_lightning.models.pipeline_folder import read_json, weights_file, write_json
 from sd_lightning.quantization.config import read_record
 from sd_lightning.storage import atomic, checkpoint, runs, streamed_tensor
 from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
@@ -176,7 +176,7 @@ def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
 
 def _read_network(name: str, index: Mapping[str, Any], family: Family, source: Source, request: Request) -> Network:
     component = pipeline_folder.read_component(index, name, family, source.pipeline)
-    config = read_json(source.pipeline / name / config_file(component, name))
+    config = read_json(source.pipeline / name / "config.json")
     tensors = streamed_tensor.file_tensors(source.pipeline / name / weights_file(component))
     is_recorded = read_record(config, str(source.pipeline / name)) is not None
     if not is_recorded:
@@ -235,7 +235,7 @@ def write_pipeline(source: Source, model: Model, folder: Path, request: Request)
         stale = {"dtype", "torch_dtype"} & component.config.keys()
         if stale and request.dtype is not None:  # transformers would convert back to it
             config = component.config | dict.fromkeys(stale, request.dtype)
-            write_json(folder / name / config_file(component, name), config)
+            write_json(folder / name / "config.json", config)
     if model.adapters is not None and model.adapters.stays(dtype):
         atomic.hard_link(model.adapters.path, folder / LORA_NAME)
     elif model.adapters is not None:

@@ -25,7 +25,7 @@ from sd_lightning.models.pipeline_folder import find_folder, read_json
 from sd_lightning.planner.inference_memory import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage import runs
-from sd_lightning.storage.new_folder import check_new_folder, check_place, check_writable, complete_or_absent
+from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -100,7 +100,8 @@ def run(cfg: DictConfig) -> int:
     captions = [] if only_save else read_prompts(request.prompts)
     prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
     device = _device(request.device)
-    seeds, output_dir = _seeds(request.seed, len(prompts)), _output_dir(request.output_dir)
+    seeds, output_dir = _seeds(request.seed, len(prompts)), Path(request.output_dir)
+    check_new_folder(request.output_dir, key="output_dir", may_exist=True)
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
     schedule = folder / "scheduler" / "scheduler_config.json"
@@ -246,18 +247,3 @@ def _seeds(first: int, count: int) -> range:
     if not 0 <= first <= 2**63 - count:
         raise UsageError(f"generate got seed={first}; expected a whole number from 0 to 2**63 - {count}, e.g. seed=0")
     return range(first, first + count)
-
-
-def _output_dir(name: str) -> Path:
-    """Return the output folder after a check that it is writable; do not create it yet."""
-    check_place(name, key="output_dir")
-    path = Path(name)
-    try:
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"output_dir={name}: a file is in the way; choose another output_dir=<folder>")
-        check_writable(path)
-    except OSError as error:
-        raise UsageError(
-            f"output_dir={name} cannot be written ({error.strerror}); choose another output_dir=<folder>"
-        ) from error
-    return path

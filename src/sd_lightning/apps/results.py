@@ -67,13 +67,11 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
     Returns:
         Exit code: 0, or 75 if a signal stopped the run.
     """
-    from sd_lightning.callbacks import StopOnSignal
-    from sd_lightning.callbacks.guards import EXIT_INTERRUPTED
+    from sd_lightning.callbacks.guards import EXIT_INTERRUPTED, stopped_by_signal
     from sd_lightning.report import read_metrics, write_report
 
     bad_samples = datamodule.gather_bad_samples()
-    checkpoints, stop = checkpoints_of(trainer), callback_of(trainer, StopOnSignal)
-    is_stopped = stop is not None and stop.stopped
+    checkpoints, is_stopped = checkpoints_of(trainer), stopped_by_signal(trainer)
     if not trainer.is_global_zero:
         return EXIT_INTERRUPTED if is_stopped else 0
     saved = checkpoints.last_saved

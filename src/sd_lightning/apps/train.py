@@ -93,7 +93,9 @@ def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
 
 def build_module(cfg: DictConfig, parts: Parts) -> SDLightningModule:
     """Build the model, wrap it for training, and apply the speed switches."""
-    module = wrap(cfg, _conf.instantiate(cfg.model, **deferral(cfg, _trained_networks(cfg))), parts)
+    grows = cfg.get("learned_token") is not None  # a row is added to the weights that the text encoder's file holds
+    deferred = ("denoiser", "text_encoders") if cfg.module.train_text_encoder and not grows else ("denoiser",)
+    module = wrap(cfg, _conf.instantiate(cfg.model, **deferral(cfg, deferred)), parts)
     if is_lightning_checkpoint(cfg.init_from):
         runs.load_lightning_checkpoint(cfg.init_from, module)
     parts.speed.apply_(module.trained_networks().values())
@@ -111,12 +113,6 @@ def wrap(cfg: DictConfig, latent_diffusion: LatentDiffusion, parts: Parts) -> SD
         lr_scheduler=parts.lr_scheduler,
         **{name: part for name, part in optional.items() if part is not None},
     )
-
-
-def _trained_networks(cfg: DictConfig) -> tuple[str, ...]:
-    """Return the networks whose trained weights have the same shapes as in their files."""
-    grows = cfg.get("learned_token") is not None  # a row is added to the text encoder's weights
-    return ("denoiser", "text_encoders") if cfg.module.train_text_encoder and not grows else ("denoiser",)
 
 
 def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:

@@ -36,14 +36,17 @@ def check_trainer(cfg: DictConfig) -> None:
     if trainer.accelerator in ("cuda", "gpu") and not cuda:
         raise UsageError(f"trainer.accelerator={trainer.accelerator}: there is no CUDA device; write cpu or auto")
     _check_length(trainer, steps_key="max_train_steps" if "max_train_steps" in cfg else "trainer.max_steps")
-    _check_devices(trainer, cuda)
+    devices, cores = _num_devices(trainer.devices, cuda), os.cpu_count() or 1
+    if devices > (cuda or cores):
+        there = f"{cuda} CUDA device(s)" if cuda else f"no CUDA device and {cores} CPU core(s)"
+        raise UsageError(f"trainer.devices={devices}: this machine has {there}; write trainer.devices={cuda or cores}")
     if precision.startswith("16") and cfg.strategy["_target_"].endswith(".FSDPStrategy"):
         raise UsageError(
             f"trainer.precision={precision}: FSDP2 does not scale losses, and float16 underflows without; "
             "write trainer.precision=bf16-mixed"
         )
-    check_started_processes(_num_devices(trainer.devices, cuda), trainer.num_nodes)
-    processes = num_processes(cfg)
+    check_started_processes(devices, trainer.num_nodes)
+    processes = devices * trainer.num_nodes
     if processes > 1 and cfg.strategy["_target_"].endswith(".single"):
         raise UsageError(
             f"strategy=single is one process, but trainer.devices={trainer.devices} trainer.num_nodes="
@@ -93,14 +96,6 @@ def _check_speed(cfg: DictConfig, precision: str, *, on_cuda: bool) -> None:
             f"speed.channels_last=true: {cfg.optimizer['_target_']} works on contiguous weights only; write "
             "speed.channels_last=false or optimizer=adamw"
         )
-
-
-def _check_devices(trainer: DictConfig, cuda: int) -> None:
-    """Check that this machine has the requested number of devices."""
-    devices, cores = _num_devices(trainer.devices, cuda), os.cpu_count() or 1
-    if devices > (cuda or cores):
-        there = f"{cuda} CUDA device(s)" if cuda else f"no CUDA device and {cores} CPU core(s)"
-        raise UsageError(f"trainer.devices={devices}: this machine has {there}; write trainer.devices={cuda or cores}")
 
 
 def cuda_devices(cfg: DictConfig) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState
+from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState, tensor_of
 from sd_lightning.strategies import engine_of, training_state
 from sd_lightning.strategies.plain_module import PlainState
 from sd_lightning.strategies.whole_tensors import whole
@@ -27,7 +27,7 @@ _holding_average: weakref.WeakKeyDictionary[pl.LightningModule, EMA] = weakref.W
 """Module that holds its average since its last ``fit`` -> the callback that keeps its trained weights."""
 
 
-class EMA(Callback):
+class EMA(StepCallback):
     """Exponential moving average of the weights: ``ema = decay * ema + (1 - decay) * weights``, in float32.
 
     One fused update after an optimizer step covers all local shards, without communication. The numbers are the same
@@ -49,12 +49,9 @@ class EMA(Callback):
     ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise UsageError(f"EMA got decay={decay}; expected a number in [0, 1], e.g. decay=0.9999")
-        if update_every < 1:
-            raise UsageError(f"EMA got update_every={update_every}; expected at least 1, e.g. update_every=1")
-        if update_after_step < 0:
-            raise UsageError(
-                f"EMA got update_after_step={update_after_step}; expected at least 0, e.g. update_after_step=0"
-            )
+        for name, value, least in (("update_every", update_every, 1), ("update_after_step", update_after_step, 0)):
+            if value < least:
+                raise UsageError(f"EMA got {name}={value}; expected at least {least}, e.g. {name}={least}")
         self.decay = decay
         self.update_after_step = update_after_step
         self.update_every = update_every
@@ -64,12 +61,10 @@ class EMA(Callback):
         self._state: TrainingState | PlainState | None = None
         self._module: pl.LightningModule | None = None
         self._live: list[LazyTensor] = []
-        self._average: list[Tensor] = []
         self._owned: set[tuple[str, int]] = set()
         """Keys of the shards that only this rank contributes when the average is gathered."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._moves = False
-        self._last_step = 0
         self._swapped = False
         self._given_back: EMA | None = None
         self._updates_before: int | None = None
@@ -109,10 +104,6 @@ class EMA(Callback):
         self._live = [] if self._moves else [shard.master for shard in shards]
         self._shadow = {shard.key: self._average_of(shard) for shard in shards}
         self._owned = {shard.key for shard in shards if shard.writes}
-        self._average = list(self._shadow.values())
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last_step = trainer.global_step  # by now a checkpoint has been restored
 
     def restart(self) -> None:
         """Restart the average from the current weights, after a checkpoint without an average was loaded."""
@@ -125,13 +116,8 @@ class EMA(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_updates = state_dict["num_updates"]
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         step = trainer.global_step
-        if step == self._last_step:  # gradients are still being accumulated
-            return
-        self._last_step = step
         if step <= self.update_after_step:
             self._follow(1.0)
         elif step % self.update_every == 0:
@@ -140,9 +126,7 @@ class EMA(Callback):
             self._follow(1.0 - decay)
             self.num_updates += 1
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         self._join()  # the optimizer changes the weights that the update reads
 
     def _follow(self, weight: float) -> None:
@@ -153,7 +137,7 @@ class EMA(Callback):
             self._move(weight)
             self._live = []
             return
-        device = self._average[0].device if self._average else torch.device("cpu")
+        device = next((average.device for average in self._shadow.values()), torch.device("cpu"))
         if device.type != "cuda":
             self._move(weight)
             return
@@ -169,24 +153,20 @@ class EMA(Callback):
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _move(self, weight: float) -> None:
+        averages = list(self._shadow.values())
         live = [tensor for tensor in self._live if isinstance(tensor, Tensor)]
         if len(live) < len(self._live):  # swapped to disk: hold one at a time in memory
-            for average, read in zip(self._average, self._live, strict=True):
-                average.lerp_((read if isinstance(read, Tensor) else read()).to(average.device), weight)
+            for average, read in zip(averages, self._live, strict=True):
+                average.lerp_(tensor_of(read).to(average.device), weight)
         elif weight == 1.0:
-            torch._foreach_copy_(self._average, live)
+            torch._foreach_copy_(averages, live)
         else:
-            torch._foreach_lerp_(self._average, self._like_average(live), weight)
-
-    def _like_average(self, live: list[Tensor]) -> list[Tensor]:
-        alike = all(t.dtype == torch.float32 and t.device == a.device for t, a in zip(live, self._average))
-        if not self.offload and alike:
-            return live
-        return [tensor.to(average.device, torch.float32) for tensor, average in zip(live, self._average)]
+            alike = [tensor.to(average.device, torch.float32) for tensor, average in zip(live, averages)]
+            torch._foreach_lerp_(averages, alike, weight)
 
     def _average_of(self, shard: ParameterShard) -> Tensor:
         """Return the shard's average from an earlier fit, or a float32 copy of its weights."""
-        master = shard.master if isinstance(shard.master, Tensor) else shard.master()
+        master = tensor_of(shard.master)
         device = torch.device("cpu") if self.offload else master.device
         average = self._shadow.get(shard.key)
         if average is not None:

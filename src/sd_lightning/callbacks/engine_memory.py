@@ -51,16 +51,12 @@ class EngineMemory(Callback):
         self.check(trainer.strategy)
         self._engine = trainer.strategy.engine  # type: ignore[attr-defined]
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._events is None and trainer.global_step + 1 == self.trace_step:
             self._events = []
             self._engine.runtime.observer = self._observe
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._engine.runtime.observer is not None and trainer.global_step == self.trace_step:
             self._engine.runtime.observer = None
             self._note("step", "")

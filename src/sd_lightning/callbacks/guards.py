@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies import engine_of
 
@@ -25,7 +26,7 @@ EXIT_INTERRUPTED = 75
 """Exit code of a run that was asked to stop and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 
 
-class StopOnSignal(Callback):
+class StopOnSignal(StepCallback):
     """Callback that stops after the current optimizer step on SIGTERM or SIGINT; the checkpoint callback then saves.
 
     A second SIGINT interrupts at once. All ranks stop at the same step, whichever rank received the signal.
@@ -35,11 +36,10 @@ class StopOnSignal(Callback):
         self.received: signal.Signals | None = None
         self.stopped = False
         self._previous: dict[signal.Signals, Any] = {}
-        self._last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         # Replaces the handler that Lightning has installed by now: it broadcasts inside the signal handler.
-        self._last_step = trainer.global_step
         self.received, self.stopped = None, False  # an earlier fit may have been stopped
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -54,12 +54,7 @@ class StopOnSignal(Callback):
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self._last_step:
-            return
-        self._last_step = trainer.global_step
+    def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         if trainer.global_step == trainer.max_steps:
             return  # this was the last step: the run is complete
         if trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):

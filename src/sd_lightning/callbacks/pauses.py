@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 
-class PauseListener:
-    """Interface of callbacks that are notified when training pauses and resumes."""
+class PauseListener(Callback):
+    """Callback that is notified when training pauses and resumes, for validation too."""
 
     def on_pause(self, activity: str) -> None:
         """Handle a pause of training for ``activity``, e.g. ``"sampling"``."""
 
     def on_resume(self) -> None:
         """Handle the end of a pause."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_pause("validating")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_resume()
 
 
 @contextmanager

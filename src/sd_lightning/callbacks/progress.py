@@ -17,7 +17,7 @@ from sd_lightning.callbacks.pauses import PauseListener
 from sd_lightning.callbacks.throughput import Throughput
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 _REDRAW_SECONDS = 0.5
 """Minimum seconds between updates of the bar's text: reading a metric waits for the GPU."""
@@ -45,10 +45,9 @@ class TrainingProgress(ProgressBar, PauseListener):
         self.refresh_seconds = refresh_seconds
         self._enabled = True
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._activities: list[str] = []
         self._begin = self._refreshed = 0.0
-        self._first_step = self._shown_step = 0
+        self._shown_step = 0
         self._warm: tuple[int, float] | None = None
         self._loss: torch.Tensor | None = None
 
@@ -71,16 +70,14 @@ class TrainingProgress(ProgressBar, PauseListener):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin = self._refreshed = time.monotonic()
-        self._first_step = self._shown_step = trainer.global_step
+        self._shown_step = trainer.global_step
         self._warm, self._loss = None, None
         self._activities.clear()
         if self._enabled:
             self._open(_total_steps(trainer), trainer.global_step)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         now = time.monotonic()
         if self._warm is None:
             self._warm = (trainer.global_step, now)
@@ -93,14 +90,6 @@ class TrainingProgress(ProgressBar, PauseListener):
         if self._enabled and (self._bar is not None or self._shown_step != trainer.global_step):
             self._show(trainer, time.monotonic())
         self._close()
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_pause("validating")
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_resume()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -138,29 +127,32 @@ class TrainingProgress(ProgressBar, PauseListener):
             refresh_per_second=1 / _REDRAW_SECONDS,
             expand=True,
         )
-        self._task = self._bar.add_task("training", total=total, completed=done, text="")
+        self._bar.add_task("training", total=total, completed=done, text="")
         self._bar.start()
 
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-            self._bar = self._task = None
+            self._bar = None
 
     def _describe(self) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=self._activities[-1] if self._activities else "training")
+        if self._bar is not None:
+            activity = self._activities[-1] if self._activities else "training"
+            self._bar.update(self._bar.task_ids[0], description=activity)
 
     def _show(self, trainer: Trainer, now: float) -> None:
         self._refreshed, self._shown_step = now, trainer.global_step
         total = _total_steps(trainer)
         loss, others = self._metrics(trainer)
-        left = self._seconds_left(trainer.global_step, total, now)
-        times = [] if left is None else [f"left {clock_time(left)}"]
-        times.append(f"elapsed {clock_time(now - self._begin)}")
+        seconds = self._seconds_per_step(trainer.global_step, now)
+        times = [f"elapsed {clock_time(now - self._begin)}"]
+        if total is not None and seconds is not None:
+            # Validation, sampling and saving recur, so the estimate includes their time.
+            times.insert(0, f"left {clock_time((total - trainer.global_step) * seconds)}")
         # Most important first: a narrow terminal cuts the end.
-        parts = [*loss, *self._speed(trainer, now), *times, *others]
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=trainer.global_step, text="  ".join(parts))
+        parts = [*loss, *_speed(trainer, seconds), *times, *others]
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=trainer.global_step, text="  ".join(parts))
         else:
             steps = f"step {trainer.global_step}" + ("" if total is None else f"/{total}")
             self.print(" | ".join([steps, *parts]))
@@ -169,28 +161,18 @@ class TrainingProgress(ProgressBar, PauseListener):
         """Return the losses and the other metrics of the progress bar as text."""
         shown = {name.rpartition("/")[2]: value for name, value in trainer.progress_bar_metrics.items()}
         if self._loss is not None and not any("loss" in name for name in shown):
-            shown = {"loss": self._loss.item() * _num_parts(trainer), **shown}
+            # Lightning divides a batch's loss by their number before callbacks see it.
+            parts = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+            shown = {"loss": self._loss.item() * parts, **shown}
         texts = {name: f"{name} {float(value):.4g}" for name, value in shown.items()}
         losses = [text for name, text in texts.items() if "loss" in name]
         return losses, [text for text in texts.values() if text not in losses]
-
-    def _speed(self, trainer: Trainer, now: float) -> list[str]:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Throughput) and callback.images_per_second is not None:
-                return [f"{_three_digits(callback.images_per_second)} img/s"]
-        seconds = self._seconds_per_step(trainer.global_step, now)
-        return [] if seconds is None else [f"{_three_digits(1 / seconds)} steps/s"]
 
     def _seconds_per_step(self, step: int, now: float) -> float | None:
         """Return the mean over this process's steps after the first, which includes warm-up."""
         if self._warm is None or step <= self._warm[0]:
             return None
         return max(now - self._warm[1], 1e-9) / (step - self._warm[0])
-
-    def _seconds_left(self, step: int, total: int | None, now: float) -> float | None:
-        seconds = self._seconds_per_step(step, now)
-        # Validation, sampling and saving recur, so the estimate includes their time.
-        return None if total is None or seconds is None else (total - step) * seconds
 
 
 def clock_time(seconds: float) -> str:
@@ -210,9 +192,11 @@ def _loss(outputs: Any) -> torch.Tensor | None:
     return loss.detach() if isinstance(loss, torch.Tensor) else None
 
 
-def _num_parts(trainer: Trainer) -> int:
-    """Return the number by which Lightning divides a batch's loss before callbacks see it."""
-    return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+def _speed(trainer: Trainer, seconds_per_step: float | None) -> list[str]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Throughput) and callback.images_per_second is not None:
+            return [f"{_three_digits(callback.images_per_second)} img/s"]
+    return [] if seconds_per_step is None else [f"{_three_digits(1 / seconds_per_step)} steps/s"]
 
 
 def _three_digits(value: float) -> str:

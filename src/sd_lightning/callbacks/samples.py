@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
 from sd_lightning.callbacks.pauses import paused
+from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.data.source import BadSample, Judge, Source, as_source
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.report import image_grid
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class SampleGrid(Callback):
+class SampleGrid(StepCallback):
     """Callback that draws a grid of pictures with the exported weights, at an interval and when training ends.
 
     Grids go to ``<run_dir>/samples/step-<n>.png`` and to loggers that take images. If the data has a judge (the
@@ -74,8 +74,6 @@ class SampleGrid(Callback):
         self.options = options or SamplingOptions()
         self.seed = seed
         self.prompted_accuracy: float | None = None
-        self.last_grid: Path | None = None
-        self._last_step = 0
         self._drawn_step = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -83,16 +81,11 @@ class SampleGrid(Callback):
         self.options.check(cast("SDLightningModule", pl_module).latent_diffusion)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last_step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
         self._drawn_step = -1
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         step = trainer.global_step
-        if step == self._last_step:
-            return
-        self._last_step = step
         at_end = step == trainer.max_steps or trainer.should_stop
         if self.every_n_steps and step % self.every_n_steps == 0 and not at_end:
             self.draw(trainer, cast("SDLightningModule", pl_module))
@@ -103,8 +96,13 @@ class SampleGrid(Callback):
         if self._drawn_step != trainer.global_step:
             self.draw(trainer, cast("SDLightningModule", pl_module))
         judge = _judge(trainer)
-        if judge is not None and self.accuracy_samples:
-            self.prompted_accuracy = self._measure(trainer, cast("SDLightningModule", pl_module), judge)
+        if judge is None or not self.accuracy_samples:
+            return
+        prompts, labels = judge.prompts(self.accuracy_samples)
+        images = self._sample(trainer, cast("SDLightningModule", pl_module), prompts)
+        self.prompted_accuracy = judge.accuracy(images, labels)
+        for logger in trainer.loggers:
+            logger.log_metrics({"samples/prompted_accuracy": self.prompted_accuracy}, step=trainer.global_step)
 
     def draw(self, trainer: pl.Trainer, pl_module: SDLightningModule) -> Path:
         """Draw the grid of the current step and return its path; a collective call."""
@@ -117,16 +115,8 @@ class SampleGrid(Callback):
             grid.save(path)
             for logger in trainer.loggers:
                 _log_image(logger, grid, trainer.global_step)
-        self.last_grid, self._drawn_step = path, trainer.global_step
+        self._drawn_step = trainer.global_step
         return path
-
-    def _measure(self, trainer: pl.Trainer, pl_module: SDLightningModule, judge: Judge) -> float:
-        prompts, labels = judge.prompts(self.accuracy_samples)
-        images = self._sample(trainer, pl_module, prompts)
-        accuracy = judge.accuracy(images, labels)
-        for logger in trainer.loggers:
-            logger.log_metrics({"samples/prompted_accuracy": accuracy}, step=trainer.global_step)
-        return accuracy
 
     def _sample(self, trainer: pl.Trainer, pl_module: SDLightningModule, prompts: Sequence[str]) -> list[Image.Image]:
         with paused(trainer, "sampling"), inference_weights(trainer):

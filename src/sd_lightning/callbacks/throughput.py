@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.hardware import compute_dtype, peak_flops, peak_memory_bytes
 from sd_lightning.callbacks.pauses import PauseListener, TrainingClock, paused
+from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.data.contract import global_batch_size
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class _ProfilerTap(Profiler):
         return self.inner.summary()
 
 
-class Throughput(Callback, PauseListener):
+class Throughput(StepCallback, PauseListener):
     """Callback that logs speed and hardware use every ``trainer.log_every_n_steps`` steps.
 
     Logged from rank 0, over the last ``window`` optimizer steps:
@@ -107,7 +107,6 @@ class Throughput(Callback, PauseListener):
         self._fetch_started = 0.0
         self._data_wait = 0.0
         self._samples = 0
-        self._step = 0
         self._device = torch.device("cpu")
         self._flops_per_sample: int | None = None
         self._peak_flops = 0.0
@@ -127,24 +126,21 @@ class Throughput(Callback, PauseListener):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._device = trainer.strategy.root_device
         self._marks.clear()
         self._warm, self._data_wait, self._samples, self._peak = None, 0.0, 0, None
-        self._step = trainer.global_step
         self._clock = TrainingClock(time.perf_counter)
         trainer.profiler = _ProfilerTap(trainer.profiler, self._on_action)  # type: ignore[attr-defined]
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self._step or self._clock is None:  # a micro-batch of an unfinished step
-            return
-        self._step = trainer.global_step
-        self._samples += _global_batch_size(trainer, batch)
+    def on_step(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        assert self._clock is not None
+        size = global_batch_size(trainer)
+        self._samples += size or _num_samples(batch) * trainer.world_size * trainer.accumulate_grad_batches
         self._note_peak()
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        logging_step = every > 0 and self._step % every == 0  # 0: never
+        logging_step = every > 0 and trainer.global_step % every == 0  # 0: never
         if logging_step or not self._marks:
             self._synchronize()
         self._marks.append(_Mark(self._clock.read(), self._data_wait, self._samples))
@@ -155,14 +151,6 @@ class Throughput(Callback, PauseListener):
         if logging_step:
             values = self._values(self._marks[0], self._marks[-1])
             pl_module.log_dict({f"perf/{k}": v for k, v in values.items()}, on_step=True, rank_zero_only=True)
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_pause("validating")
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_resume()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -233,11 +221,6 @@ class Throughput(Callback, PauseListener):
 
 def _rate(begin: _Mark, end: _Mark) -> float:
     return (end.samples - begin.samples) / (end.seconds - begin.seconds)
-
-
-def _global_batch_size(trainer: Trainer, batch: Any) -> int:
-    declared = global_batch_size(trainer)
-    return declared or _num_samples(batch) * trainer.world_size * trainer.accumulate_grad_batches
 
 
 def _num_samples(batch: Any) -> int:

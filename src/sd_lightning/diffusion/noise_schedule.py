@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-
-BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +64,7 @@ class NoiseSchedule:
 
     def to(self, device: torch.device | str) -> NoiseSchedule:
         """Return the schedule with its tables on ``device``."""
-        return NoiseSchedule(
-            alphas_cumprod=self.alphas_cumprod.to(device),
-            sqrt_alphas_cumprod=self.sqrt_alphas_cumprod.to(device),
-            sqrt_one_minus_alphas_cumprod=self.sqrt_one_minus_alphas_cumprod.to(device),
-            snr=self.snr.to(device),
-        )
+        return NoiseSchedule(*(getattr(self, table.name).to(device) for table in fields(self)))
 
 
 def _betas(config: Mapping[str, Any]) -> Tensor:
@@ -91,16 +84,16 @@ def _betas(config: Mapping[str, Any]) -> Tensor:
     if beta_schedule == "squaredcos_cap_v2":
         return _cosine_betas(num_train_timesteps)
     raise UsageError(
-        f"NoiseSchedule got beta_schedule={beta_schedule!r}; expected one of "
-        f"{', '.join(BETA_SCHEDULES)}, or trained_betas. Change the model's scheduler config."
+        f"NoiseSchedule got beta_schedule={beta_schedule!r}; expected one of linear, scaled_linear, "
+        "squaredcos_cap_v2, or trained_betas. Change the model's scheduler config."
     )
 
 
-def _cosine_betas(num_train_timesteps: int, max_beta: float = 0.999) -> Tensor:
+def _cosine_betas(num_train_timesteps: int) -> Tensor:
     """Return the betas of the cosine schedule, capped at 0.999 (Nichol & Dhariwal 2021, 2102.09672, eq. 17)."""
     time = torch.arange(num_train_timesteps + 1, dtype=torch.float64) / num_train_timesteps
     alphas_cumprod = torch.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
-    return (1.0 - alphas_cumprod[1:] / alphas_cumprod[:-1]).clamp(max=max_beta)
+    return (1.0 - alphas_cumprod[1:] / alphas_cumprod[:-1]).clamp(max=0.999)
 
 
 def rescale_zero_terminal_snr(alphas_cumprod: Tensor) -> Tensor:

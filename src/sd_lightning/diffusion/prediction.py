@@ -109,13 +109,13 @@ class Prediction(ABC):
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
         """Return the network's target (B, C, H, W)."""
 
-    @abstractmethod
     def min_snr_weights(self, timesteps: Tensor, gamma: float, schedule: Schedule) -> Tensor:
         """Return the min-SNR loss weights (B,) (Hang et al. 2023, 2303.09556, section 3.4).
 
         The weight of a loss on the latents is min(SNR, gamma). For noise or velocity prediction, it is divided by SNR
-        or by SNR + 1 (section 4.2; diffusers' ``train_text_to_image.py``).
+        or by SNR + 1 (section 4.2; diffusers' ``train_text_to_image.py``). Flow has none, which ``Objective`` refuses.
         """
+        raise NotImplementedError
 
     @abstractmethod
     def scheduler_overrides(self, scheduler_config: Mapping[str, Any], *, zero_snr: bool) -> dict[str, Any]:
@@ -232,12 +232,6 @@ class Flow(Prediction):
 
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
         return noise - latents
-
-    def min_snr_weights(self, timesteps: Tensor, gamma: float, schedule: Schedule) -> Tensor:
-        raise UsageError(
-            f"Objective got snr_gamma={gamma} with prediction_type=flow; min-SNR weights exist for epsilon, "
-            "v_prediction and sample. Set objective.snr_gamma=null."
-        )
 
     def scheduler_overrides(self, scheduler_config: Mapping[str, Any], *, zero_snr: bool) -> dict[str, Any]:
         if is_flow_matching(scheduler_config):

@@ -85,13 +85,7 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int])
     return c0, c1 & WORD_MASK, c2, c3 & WORD_MASK
 
 
-def uniform(
-    seed: int,
-    epoch: Tensor | int,
-    index: Tensor,
-    purpose: Purpose,
-    shape: tuple[int, ...] = (),
-) -> Tensor:
+def uniform(seed: int, epoch: Tensor | int, index: Tensor, purpose: Purpose, shape: tuple[int, ...] = ()) -> Tensor:
     """Draw uniform numbers in [0, 1), exact multiples of 2**-24.
 
     Args:
@@ -113,13 +107,7 @@ def uniform(
     return _cut(numbers, shape)
 
 
-def normal(
-    seed: int,
-    epoch: Tensor | int,
-    index: Tensor,
-    purpose: Purpose,
-    shape: tuple[int, ...] = (),
-) -> Tensor:
+def normal(seed: int, epoch: Tensor | int, index: Tensor, purpose: Purpose, shape: tuple[int, ...] = ()) -> Tensor:
     """Draw standard normal numbers, always finite (|z| <= 6.67), by Box and Muller (1958).
 
     Args:
@@ -135,18 +123,13 @@ def normal(
     Raises:
         UsageError: If the seed is out of range.
     """
-    radius_word0, angle_word0, radius_word1, angle_word1 = _words(seed, epoch, index, purpose, shape)
-    radius_words, angle_words = _stack((radius_word0, radius_word1)), _stack((angle_word0, angle_word1))
+    words = _words(seed, epoch, index, purpose, shape)
+    radius_words, angle_words = _stack(words[::2]), _stack(words[1::2])
     return _cut(_stack(box_muller(radius_words, angle_words)), shape)
 
 
 def integers(
-    seed: int,
-    epoch: Tensor | int,
-    index: Tensor,
-    purpose: Purpose,
-    high: int,
-    shape: tuple[int, ...] = (),
+    seed: int, epoch: Tensor | int, index: Tensor, purpose: Purpose, high: int, shape: tuple[int, ...] = ()
 ) -> Tensor:
     """Draw integers in [0, high); no value's probability is off by more than 2**-32.
 
@@ -206,8 +189,7 @@ def _words(
         epoch = epoch.to(device=index.device, dtype=torch.int64).view(-1, 1)
     else:
         epoch = torch.full_like(index, epoch)
-    num_blocks = math.ceil(math.prod(shape) / 4)
-    block = torch.arange(num_blocks, device=index.device).view(1, -1)
+    block = torch.arange(math.ceil(math.prod(shape) / 4), device=index.device).view(1, -1)
     key = (seed & WORD_MASK, seed >> 32)
     if index.device.type != "cpu":
         return philox4x32(_counter(block, index, epoch, purpose), key)

@@ -12,14 +12,7 @@ from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component
-from sd_lightning.models.pipeline_folder import (
-    QUANTIZATION,
-    class_of,
-    file_keys,
-    first_line,
-    read_json,
-    weights_file,
-)
+from sd_lightning.models.pipeline_folder import QUANTIZATION, class_of, file_keys, first_line, read_json, weights_file
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import indexed_files
 from sd_lightning.storage.streamed_tensor import tensors_in
@@ -55,14 +48,12 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     """
     from safetensors import SafetensorError
 
-    options: dict[str, Any] = {"variant": variant} if variant else {}
+    options: dict[str, Any] = {"torch_dtype": torch.float32, "use_safetensors": True, "variant": variant}
     if component.library == "transformers":  # otherwise its error does not name the tensor of the wrong shape
         options["ignore_mismatched_sizes"] = True
     try:
         with no_progress_bar():
-            network, loaded = class_of(component).from_pretrained(
-                folder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
-            )
+            network, loaded = class_of(component).from_pretrained(folder, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{folder}: cannot load {component.class_name}: {first_line(error)}; {_REMEDY}") from error
     if folder.is_dir() and QUANTIZATION not in read_json(folder / "config.json"):  # else the quantizer checks
@@ -173,22 +164,15 @@ def _keys_in_files(component: Component, network: Any, store: ShardedTensors) ->
         keys = {key: key for key in store.keys()}
         network._fix_state_dict_keys_on_load(keys)  # renames attention layers saved before diffusers 0.12
         return keys
-    live = network.state_dict()
-    written = file_keys(component, live)
-    either = {name: key if (key := written[name]) in store else name for name in live}
-    return {name: key for name, key in either.items() if key in store}
+    written = file_keys(component, network.state_dict())
+    return {name: key for name in written for key in (name, written[name]) if key in store}  # the latter if both are
 
 
 def _described(component: Component, network: Any) -> Component:
     """Return the record of a network built from its configuration file."""
-    if component.library != "transformers":
-        config = {k: v for k, v in dict(network.config).items() if not k.startswith("_")}
-    else:
-        config = {
-            k: v
-            for k, v in network.config.to_dict().items()
-            if k not in ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
-        }
+    live = network.config.to_dict() if component.library == "transformers" else dict(network.config)
+    other = ("architectures", "model_type", "transformers_version", "dtype", "torch_dtype")
+    config = {key: value for key, value in live.items() if key not in other and not key.startswith("_")}
     return Component(component.library, component.class_name, config)
 
 
@@ -208,8 +192,7 @@ def no_progress_bar() -> Iterator[None]:
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
-    if enabled:
-        logging.disable_progress_bar()
+    logging.disable_progress_bar()
     try:
         yield
     finally:

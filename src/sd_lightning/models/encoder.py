@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.randomness import Purpose, normal
-from sd_lightning.models.families.base import SIZES, Conditioning
-from sd_lightning.models.families.conditioning import join_conditioning, map_conditioning
+from sd_lightning.models.families.base import SIZES, Conditioning, join_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 Dtype = Literal["float32", "bfloat16", "float16"]

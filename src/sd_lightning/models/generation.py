@@ -141,13 +141,16 @@ def generate(
     images: list[Image.Image] = []
     vae = latent_diffusion.vae
     with (
+        contextlib.ExitStack() as modes,
         said_once(),
         torch.no_grad(),
-        _evaluation_mode(networks),
         _common_dtype(networks, device),
         _decoding_as_is(vae, device),
         latent_diffusion.family.decoding_in_tiles(vae, options.vae_tiling),
     ):
+        for network in networks:
+            modes.callback(network.train, network.training)
+            network.eval()
         for begin in range(0, len(prompts), options.batch_size):
             batch = slice(begin, begin + options.batch_size)
             images += latent_diffusion.family.draw(
@@ -161,18 +164,6 @@ def generate(
                 width=options.width,
             )
     return images
-
-
-@contextlib.contextmanager
-def _evaluation_mode(networks: Sequence[nn.Module]) -> Iterator[None]:
-    training = [network.training for network in networks]
-    for network in networks:
-        network.eval()
-    try:
-        yield
-    finally:
-        for network, mode in zip(networks, training, strict=True):
-            network.train(mode)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Networks and batches on the meta device: shapes and graphs without storage."""
+"""Networks and batches on the meta device: shapes, graphs and counts of operations without storage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.models.components import instantiate
-from sd_lightning.models.families import Conditioning
-from sd_lightning.models.families.base import SIZES
-from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.families.base import SIZES, Conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 
@@ -63,3 +61,31 @@ def unused_parameters(model: LatentDiffusion) -> dict[str, list[str]]:
         name: [key for key, parameter in network.named_parameters() if parameter.grad is None]
         for name, network in networks.items()
     }
+
+
+def training_flops_per_sample(model: LatentDiffusion, latents: Tensor, conditioning: Conditioning | None) -> int:
+    """Return the floating-point operations of forward and backward for one sample.
+
+    Backward counts as twice the forward. Recomputation by activation checkpointing does not count, as in the model
+    FLOPs utilisation of PaLM (arXiv 2204.02311, appendix B).
+
+    Args:
+        model: The model.
+        latents: (B, C, h, w); only the shape is used.
+        conditioning: Encoded captions; None if the text encoder is trained and must be counted.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def one(tensor: Tensor) -> Tensor:
+        return torch.empty((1, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+    family = model.family
+    encoders = list(model.text_encoders) if conditioning is None else []
+    networks = meta_networks(model, [family.denoiser, *encoders])
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        if conditioning is None:
+            conditioning = model.condition(networks, meta_batch(model, 1))
+        else:
+            conditioning = map_conditioning(conditioning, one)
+        family.denoise(networks[family.denoiser], one(latents).float(), torch.zeros(1, device="meta"), conditioning)
+    return 3 * counter.get_total_flops()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,6 @@ def weights_file(component: Component) -> str:
     return "model.safetensors" if component.library == "transformers" else "diffusion_pytorch_model.safetensors"
 
 
-def config_file(component: Component, name: str) -> str:
-    """Return the name of a component's configuration file in a pipeline folder."""
-    return "scheduler_config.json" if name == "scheduler" else "config.json"
-
-
 def saved_config(component: Component) -> dict[str, Any]:
     """Return the JSON content of a component's configuration file."""
     if component.library != "transformers":
@@ -34,7 +29,7 @@ def saved_config(component: Component) -> dict[str, Any]:
     return {"architectures": [component.class_name], "model_type": model_type, **component.config}
 
 
-def file_keys(component: Component, names: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+def file_keys(component: Component, names: Iterable[str]) -> dict[str, str]:
     """Map the tensor names of a network in memory to the keys in its weight file.
 
     transformers 5 dropped the ``text_model.`` prefix of ``CLIPTextModel`` in memory and reads files with or without

@@ -11,7 +11,7 @@ from torch import nn
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_batch, meta_networks
 from sd_lightning.planner.memory_trace import peak_bytes
-from sd_lightning.quantization.layers import Int8Layer, Int8Linear, int8_layers, to_int8
+from sd_lightning.quantization.layers import Int8Linear, int8_layers, to_int8
 
 
 def weight_bytes(network: nn.Module) -> int:
@@ -39,10 +39,10 @@ def inference_bytes(
         Bytes of the weights, and bytes of the peak including the weights.
     """
     twins = {name: _twin(model, name, dtype) for name in model.networks}
-    weights = sum(weight_bytes(twin) for twin in twins.values())
-    if dtype is None:  # only the live networks have LoRA weights
-        weights = sum(weight_bytes(network) for network in model.networks.values())
-    return weights, weights + max(map(peak_bytes, _calls(model, twins, height, width, batch_size)))
+    counted = model.networks if dtype is None else twins  # only the live networks have LoRA weights
+    weights = sum(map(weight_bytes, counted.values()))
+    with torch.no_grad():
+        return weights, weights + max(map(peak_bytes, _calls(model, twins, height, width, batch_size)))
 
 
 def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Module:
@@ -57,14 +57,11 @@ def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Mo
         return nn.Module.to(twin, dtype)
     nn.Module.to(twin, next(network.parameters()).dtype)
     for key, live in int8_layers(network):
-        _as_int8(twin.get_submodule(key.replace(".base_layer", "")), live)  # the twin has no LoRA
+        layer = twin.get_submodule(key.replace(".base_layer", ""))  # the twin has no LoRA
+        weight, scale = (torch.empty_like(tensor, device="meta") for tensor in (live.weight, live.weight_scale))
+        kernel, threshold = (live.kernel, live.threshold) if isinstance(live, Int8Linear) else ("", 0.0)
+        to_int8(layer, weight, scale, kernel=kernel, threshold=threshold)
     return twin
-
-
-def _as_int8(layer: nn.Module, live: Int8Layer) -> None:
-    weight, scale = torch.empty_like(live.weight, device="meta"), torch.empty_like(live.weight_scale, device="meta")
-    kernel, threshold = (live.kernel, live.threshold) if isinstance(live, Int8Linear) else ("", 0.0)
-    to_int8(layer, weight, scale, kernel=kernel, threshold=threshold)
 
 
 def _calls(
@@ -76,9 +73,8 @@ def _calls(
     rows, dtype = 2 * batch_size, next(denoiser.parameters()).dtype  # guidance: with the caption and without
     batch = meta_batch(model, rows, height=height, width=width)
     latents = batch["latents"].to(dtype)
-    yield torch.no_grad()(lambda: model.condition(twins, batch))
-    with torch.no_grad():
-        conditioning = model.condition(twins, batch)
-    yield torch.no_grad()(lambda: family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning))
+    yield lambda: model.condition(twins, batch)
+    conditioning = model.condition(twins, batch)
+    yield lambda: family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
     decoded = latents[:batch_size].to(next(vae.parameters()).dtype)
-    yield torch.no_grad()(lambda: vae.decode(decoded))  # type: ignore[operator]
+    yield lambda: vae.decode(decoded)  # type: ignore[operator]

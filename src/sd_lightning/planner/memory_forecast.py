@@ -21,7 +21,7 @@ from sd_lightning.gemini.placement import Demand, fast_bytes, plan_static
 from sd_lightning.gemini.tiers import Tier
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import images_per_call
-from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.families.base import map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_batch, meta_conditioning
 from sd_lightning.planner.memory_trace import peak_bytes
@@ -223,13 +223,9 @@ def _step_peak(model: LatentDiffusion, trained: Mapping[str, nn.Module], trainin
         prediction = model.family.denoise(model.denoiser, latents, inputs["timesteps"], conditioning)
         (prediction.float() - inputs["latents"]).square().mean((1, 2, 3)).mean().backward()
 
-    parameters = [p for network in trained.values() for p in network.parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in parameters]
-    try:
-        return peak_bytes(step)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for parameter in (p for network in trained.values() for p in network.parameters() if p.requires_grad):
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    return peak_bytes(step)
 
 
 def _class_images(model: LatentDiffusion, training: Training, whole: int) -> int:

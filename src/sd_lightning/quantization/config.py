@@ -47,8 +47,8 @@ class Int8:
     in float16 (``force_upcast``) stays in float32."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("linear", Linear), ("dtype", Dtype)):
-            _check(name, getattr(self, name), [*get_args(allowed), *([None] if name == "dtype" else [])])
+        _check("linear", self.linear, get_args(Linear))
+        _check("dtype", self.dtype, (*get_args(Dtype), None))
         for kind in self.layers:
             _check("layers", kind, get_args(Layer))
         if not self.layers or isinstance(self.layers, str):
@@ -104,13 +104,12 @@ def read_record(config: Mapping[str, Any], who: str) -> Int8 | None:
     record = config.get("quantization_config")
     if not isinstance(record, Mapping) or QUANT_METHOD not in (record.get("quant_method"), record.get(FORMAT)):
         return None
-    known = {field.name for field in fields(Int8)}
     try:
         return Int8(**{key: value for key, value in record.items() if key not in ("quant_method", FORMAT, NUM_LAYERS)})
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"{who}: cannot read the quantization_config ({error}); expected {', '.join(sorted(known))}; copy that "
-            "config.json again"
+            f"{who}: cannot read the quantization_config ({error}); expected "
+            f"{', '.join(sorted(field.name for field in fields(Int8)))}; copy that config.json again"
         ) from error
 
 

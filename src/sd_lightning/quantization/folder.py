@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.components import defer_network
@@ -15,7 +15,7 @@ from sd_lightning.models.pipeline_folder import QUANTIZATION, read_json
 from sd_lightning.quantization.config import NUM_LAYERS, Int8, read_record
 from sd_lightning.quantization.layers import INT8_CLASSES, int8_layers
 from sd_lightning.quantization.linear import load_kernels
-from sd_lightning.quantization.model import cast_rest, describe, read_rest, set_structure
+from sd_lightning.quantization.model import cast_rest, describe, set_structure
 from sd_lightning.storage.tensor_store import ShardedTensors
 
 
@@ -55,15 +55,12 @@ def load_int8_network(
     network, component, deferred = defer_network(
         component, folder, variant=variant, prepare=partial(_as_stored, config=config, folder=folder)
     )
-    cast_rest(network, config, overflows=overflows)  # first, so that read_rest converts while it reads
-    buffers: dict[str, Tensor] = {}
-    for name, layer in int8_layers(network):
+    cast_rest(network, config, overflows=overflows)  # first, so that fill_parameters converts while it reads
+    for _, layer in int8_layers(network):
         layer.weight = torch.empty_like(layer.weight, device="cpu")
         layer.weight_scale = torch.empty_like(layer.weight_scale, device="cpu")
-        buffers |= {f"{name}.weight": layer.weight, f"{name}.weight_scale": layer.weight_scale}
-    for name, buffer in buffers.items():
-        deferred.read(name, buffer)
-    read_rest(network, deferred, set(buffers))
+    deferred.fill_parameters(network, [name for name, _ in network.named_parameters()])
+    deferred.fill_buffers(network)
     describe(network, config)
     return network, component
 

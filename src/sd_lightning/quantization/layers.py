@@ -140,27 +140,28 @@ def int8_layers(network: nn.Module) -> Iterator[tuple[str, Int8Layer]]:
 
 
 def check_finite_rows(shape: torch.Size, rows: Rows, who: str) -> None:
-    """Raise the error of :func:`quantize_rows` if a weight has values that are not finite."""
+    """Check a weight, which :func:`quantize_rows` takes as it is.
+
+    Raises:
+        UsageError: A value is not finite.
+    """
     for begin, end in _blocks(shape):
-        if not torch.isfinite(torch.stack(rows(begin, end).detach().aminmax())).all():  # aminmax propagates NaN
-            raise _not_finite(who)
+        extremes = torch.stack(rows(begin, end).detach().float().aminmax())  # aminmax propagates NaN
+        if not torch.isfinite(extremes).all():
+            raise UsageError(f"quantize_: {who} holds NaN or infinite values; load the weights again")
 
 
-def quantize_rows(shape: torch.Size, rows: Rows, who: str) -> tuple[Tensor, Tensor]:
+def quantize_rows(shape: torch.Size, rows: Rows) -> tuple[Tensor, Tensor]:
     """Quantise a weight symmetrically per output channel.
 
     LLM.int8(), arXiv 2208.07339, equation 2: the largest magnitude of a channel becomes 127.
 
     Args:
         shape: Shape of the weight, (O, …).
-        rows: Returns rows of the weight; called for a few at a time.
-        who: Name of the weight in error messages.
+        rows: Returns rows of the weight, all finite; called for a few at a time.
 
     Returns:
         The int8 weight and its scales (O,), float32, on the device of the rows.
-
-    Raises:
-        UsageError: A value is not finite.
     """
     numel = shape[1:].numel()
     weight = scale = torch.empty(0)
@@ -170,8 +171,6 @@ def quantize_rows(shape: torch.Size, rows: Rows, who: str) -> tuple[Tensor, Tens
             weight = torch.empty(shape, dtype=torch.int8, device=block.device)
             scale = torch.empty(shape[0], device=block.device)
         largest = block.abs().amax(1)
-        if not torch.isfinite(largest).all():
-            raise _not_finite(who)
         scale[begin:end] = torch.where(largest == 0, 1.0, largest / 127)
         block = (block / scale[begin:end, None]).round_()
         weight.view(shape[0], numel)[begin:end] = block
@@ -181,10 +180,6 @@ def quantize_rows(shape: torch.Size, rows: Rows, who: str) -> tuple[Tensor, Tens
 def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
     step = max(1, _BLOCK_NUMEL // max(1, shape[1:].numel()))
     return ((begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step))
-
-
-def _not_finite(who: str) -> UsageError:
-    return UsageError(f"quantize_: {who} holds NaN or infinite values; load the weights again")
 
 
 def to_int8(layer: nn.Module, weight: Tensor, scale: Tensor, *, kernel: str, threshold: float) -> Int8Layer:

@@ -82,7 +82,7 @@ def quantize_(model: Model, config: Int8 | None = None, filter_fn: Filter | None
         _check_finite(layers, deferred.get(name), name)
     for name, network in networks.items():
         if name in chosen:
-            if name in deferred:  # first, so that read_rest converts while it reads
+            if name in deferred:  # first, so that fill_parameters converts while it reads
                 cast_rest(network, config, overflows=overflows)
             _quantize_network(network, chosen[name], config, deferred.pop(name, None), name)
         elif int8_config(network) != config:
@@ -218,33 +218,25 @@ def _check_finite(layers: Mapping[str, nn.Module], deferred: DeferredWeights | N
     for key, layer in layers.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if weight.numel() and (deferred is not None or not weight.is_meta):
-            check_finite_rows(
-                weight.shape, _row_reader(weight, deferred, f"{key}.weight"), _full(name, f"{key}.weight")
-            )
+            rows = _row_reader(weight, deferred, f"{key}.weight")
+            check_finite_rows(weight.shape, rows, _full(name, f"{key}.weight"))
 
 
 def _quantize_network(
     network: nn.Module, chosen: Mapping[str, nn.Module], config: Int8, deferred: DeferredWeights | None, name: str
 ) -> None:
     if deferred is not None:
-        read_rest(network, deferred, {f"{key}.weight" for key in chosen})
+        names = [key for key, _ in network.named_parameters() if key.removesuffix(".weight") not in chosen]
+        deferred.fill_parameters(network, names)
+        deferred.fill_buffers(network)
     for key, layer in chosen.items():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if weight.is_meta and deferred is None:
             set_structure(network, {key}, config, name)
             continue
-        read = _row_reader(weight, deferred, f"{key}.weight")
-        quantized, scale = quantize_rows(weight.shape, read, _full(name, f"{key}.weight"))
+        quantized, scale = quantize_rows(weight.shape, _row_reader(weight, deferred, f"{key}.weight"))
         to_int8(layer, quantized, scale, kernel=config.kernel(_full(name, key)), threshold=config.threshold)
     describe(network, config)
-
-
-def read_rest(network: nn.Module, deferred: DeferredWeights, without: set[str]) -> None:
-    """Read the parameters that are not quantised, and the persistent buffers, except those named in ``without``."""
-    parameters = dict(network.named_parameters())
-    deferred.fill_parameters(network, [key for key in parameters if key not in without])
-    for key in network.state_dict().keys() - parameters.keys() - without:
-        deferred.read(key, network.get_buffer(key))
 
 
 def _row_reader(weight: Tensor, deferred: DeferredWeights | None, name: str) -> Callable[[int, int], Tensor]:

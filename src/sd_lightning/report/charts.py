@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning.report.metrics import Series, finite, matching, smooth, wants_log_axis
+from sd_lightning.report.metrics import Series, matching, smooth, wants_log_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,10 +141,13 @@ def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
     for line in chart.lines:
         names = matching(list(metrics), line.patterns)
         for name in names:
-            series = [(step + 1, value) for step, value in finite(metrics[name])]
+            series = [(step + 1, value) for step, value in metrics[name] if math.isfinite(value)]
             dropped += len(metrics[name]) - len(series)
             if series:
                 curves.append((line.label if len(names) == 1 else name, series, line.smoothed))
+    if not curves:
+        note = f"All {dropped} logged values are NaN or infinite: there is nothing to draw."
+        return card(chart.title, note, wide=chart.wide) if dropped else None
     hidden = max(0, len(curves) - len(_LINES))
     curves = curves[: len(_LINES)]
     notes = [chart.note]
@@ -152,36 +155,40 @@ def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
         notes.append(f"{dropped} NaN or infinite {'value is' if dropped == 1 else 'values are'} not drawn.")
     if hidden:
         notes.append(f"{hidden} more {'curve is' if hidden == 1 else 'curves are'} in the CSV.")
-    if curves and not dropped and all(len(series) == 1 for _, series, _ in curves):
+    if not dropped and all(len(series) == 1 for _, series, _ in curves):
         return ""
-    if not curves:
-        return _only_non_finite(chart, dropped) if dropped else None
-    keys = "".join(
-        f'<span class="key" style="--key: var({ink})">{html.escape(label)}'
-        f" <b>{html.escape(chart.number(_shown(series, smoothed)[-1][1]))}</b></span>"
+    keys = [
+        (ink, label, chart.number(_shown(series, smoothed)[-1][1]))
         for (label, series, smoothed), ink in zip(curves, _LINES)
-    )
-    return (
-        f'<figure class="card{" wide" if chart.wide else ""}"><figcaption><h3>{html.escape(chart.title)}</h3>'
-        f'<p class="keys">{keys}</p></figcaption>{_svg(chart, curves)}<p class="note">{" ".join(notes)}</p></figure>'
-    )
+    ]
+    svg = render_svg(f"{chart.title} by optimizer step", lambda axes: _draw(axes, chart, curves), wide=chart.wide)
+    return card(chart.title, " ".join(notes), keys=keys, picture=svg, wide=chart.wide)
 
 
-def _only_non_finite(chart: Chart, dropped: int) -> str:
+def card(
+    title: str, note: str, *, keys: Sequence[tuple[str, str, str]] = (), picture: str = "", wide: bool = False
+) -> str:
+    """Return a figure of the page: a heading with the key of its colours, a picture, and a note below it.
+
+    Args:
+        title: Heading.
+        note: The note, as HTML.
+        keys: CSS variable, label and value of each colour.
+        picture: The picture, as SVG.
+        wide: Whether it spans the page's whole width.
+    """
+    legend = "".join(
+        f'<span class="key" style="--key: var({ink})">{html.escape(label)} <b>{html.escape(value)}</b></span>'
+        for ink, label, value in keys
+    )
     return (
-        f'<figure class="card{" wide" if chart.wide else ""}">'
-        f"<figcaption><h3>{html.escape(chart.title)}</h3></figcaption>"
-        f'<p class="note">All {dropped} logged values are NaN or infinite: there is nothing to draw.</p></figure>'
+        f'<figure class="card{" wide" if wide else ""}"><figcaption><h3>{html.escape(title)}</h3>'
+        f'<p class="keys">{legend}</p></figcaption>{picture}<p class="note">{note}</p></figure>'
     )
 
 
 def _shown(series: Series, smoothed: bool) -> Series:
     return smooth(series, width=min(len(series) / 40, 50)) if smoothed and len(series) >= _SMOOTH_FROM else series
-
-
-def _svg(chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> str:
-    label = f"{chart.title} by optimizer step"
-    return render_svg(label, lambda axes: _draw(axes, chart, curves), wide=chart.wide)
 
 
 def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool) -> str:
@@ -195,18 +202,14 @@ def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
+    texts = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
+    rules = ("axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
     style: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
         "svg.hashsalt": label,  # ids are reproducible and differ between the charts of a page
-        "text.color": _INKS["--muted"],
-        "axes.edgecolor": _INKS["--rule"],
-        "axes.labelcolor": _INKS["--muted"],
-        "xtick.color": _INKS["--rule"],
-        "ytick.color": _INKS["--rule"],
-        "xtick.labelcolor": _INKS["--muted"],
-        "ytick.labelcolor": _INKS["--muted"],
-        "grid.color": _INKS["--rule"],
         "font.size": 9,
+        **dict.fromkeys(texts, _INKS["--muted"]),
+        **dict.fromkeys(rules, _INKS["--rule"]),
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(10.4, 3.4) if wide else (5.1, 2.7), layout="constrained")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning.report.charts import AREAS, render_svg, tidy
+from sd_lightning.report.charts import AREAS, card, render_svg, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,18 +49,15 @@ def _figure(tier: str, events: Sequence[Mapping[str, Any]]) -> str:
     layers = {kind: [event["bytes"].get(tier, {}).get(kind, 0) / 2**20 for event in events] for kind in kinds}
     totals = [sum(column) for column in zip(*layers.values())]
     top = max(range(len(totals)), key=totals.__getitem__)
-    keys = "".join(
-        f'<span class="key" style="--key: var({ink})">{_LABELS[kind]} <b>{max(layers[kind]):.3g}</b></span>'
-        for kind, ink in zip(kinds, AREAS)
-    )
+    keys = [(ink, _LABELS[kind], f"{max(layers[kind]):.3g}") for kind, ink in zip(kinds, AREAS)]
     names = {"fast": "On the device (fast tier)", "slow": "In host memory (slow tier)", "disk": "In files (disk tier)"}
     where = html.escape(f"{events[top]['unit'] or 'the root'}, {events[top]['phase']}")
-    return (
-        f'<figure class="card wide"><figcaption><h3>{names[tier]}</h3><p class="keys">{keys}</p></figcaption>'
-        f"{render_svg(f'{names[tier]}, by unit', lambda axes: _draw(axes, events, list(layers.values())), wide=True)}"
-        f'<p class="note">MiB of model state, unit by unit; peaks in the key. Most, {max(totals):.3g} MiB, in '
-        f"{where}. Activations are not part of it.</p></figure>"
+    note = (
+        f"MiB of model state, unit by unit; peaks in the key. Most, {max(totals):.3g} MiB, in {where}. "
+        "Activations are not part of it."
     )
+    svg = render_svg(f"{names[tier]}, by unit", lambda axes: _draw(axes, events, list(layers.values())), wide=True)
+    return card(names[tier], note, keys=keys, picture=svg, wide=True)
 
 
 def _draw(axes: Axes, events: Sequence[Mapping[str, Any]], layers: Sequence[Sequence[float]]) -> None:

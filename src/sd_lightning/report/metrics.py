@@ -8,6 +8,9 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from sd_lightning._errors import UsageError
 
@@ -56,23 +59,16 @@ def _add_row(points: dict[str, dict[int, float]], row: dict[str, str | None]) ->
             points.setdefault(name, {})[int(step)] = value
 
 
-def _number(cell: object) -> float | None:
-    if not isinstance(cell, str) or not cell:
-        return None
+def _number(cell: Any) -> float | None:
     try:
         return float(cell)
-    except ValueError:
+    except (TypeError, ValueError):  # no such cell, or not a number
         return None
 
 
 def _natural_order(path: Path) -> list[tuple[int, str]]:
     """Return a sort key that puts ``version_2`` before ``version_10``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
-
-
-def finite(series: Series) -> Series:
-    """Drop the points whose value is NaN or infinite."""
-    return [(step, value) for step, value in series if math.isfinite(value)]
 
 
 def smooth(series: Series, width: float) -> Series:
@@ -85,13 +81,10 @@ def smooth(series: Series, width: float) -> Series:
         width: Standard deviation of the window in points, above 0.
     """
     reach = math.ceil(3 * width)
-    window = [math.exp(-((i / width) ** 2) / 2) for i in range(-reach, reach + 1)]
-    out = []
-    for i, (step, _) in enumerate(series):
-        begin, end = max(0, i - reach), min(len(series), i + reach + 1)
-        weights = window[begin - i + reach : end - i + reach]
-        out.append((step, sum(w * v for w, (_, v) in zip(weights, series[begin:end], strict=True)) / sum(weights)))
-    return out
+    window = np.exp(-((np.arange(-reach, reach + 1) / width) ** 2) / 2)
+    steps, values = zip(*series)
+    totals, weights = (np.convolve(each, window)[reach:-reach] for each in (values, np.ones(len(values))))
+    return list(zip(steps, (totals / weights).tolist()))
 
 
 def wants_log_axis(values: Sequence[float]) -> bool:
@@ -105,8 +98,5 @@ def wants_log_axis(values: Sequence[float]) -> bool:
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match the first file-name pattern with any match."""
-    for pattern in patterns:
-        found = [name for name in names if fnmatchcase(name, pattern)]
-        if found:
-            return found
-    return []
+    found = ([name for name in names if fnmatchcase(name, pattern)] for pattern in patterns)
+    return next(filter(None, found), [])

@@ -68,9 +68,9 @@ class DeferredWeights:
             device: Where the values go.
             local: Returns this process's shard of a parameter.
         """
-        names = [name for name, parameter in network.named_parameters() if _is_meta(parameter)]
+        names = [name for name, parameter in network.named_parameters() if parameter.is_meta]
         # Not to_empty: it would also empty tensors that are not on the meta device.
-        network._apply(lambda t: torch.empty_like(t, device=device) if _is_meta(t) else t)
+        network._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         with torch.no_grad(), self._store:
             for name in names:
                 self.read(name, *local(network.get_parameter(name)))
@@ -95,7 +95,7 @@ class DeferredWeights:
                 for key, parameter in list(module.named_parameters(recurse=False)):
                     values = torch.empty_like(parameter, device=device, dtype=dtype)
                     name = f"{prefix}.{key}" if prefix else key
-                    if not _is_meta(parameter):
+                    if not parameter.is_meta:
                         values.copy_(parameter)
                         self._present[name] = parameter.detach()
                     elif reading:
@@ -107,7 +107,7 @@ class DeferredWeights:
         self.fill_buffers(network)
 
     def fill_parameters(self, network: nn.Module, names: list[str]) -> None:
-        """Read whole parameters into host memory: those that are not trained."""
+        """Read some parameters whole into host memory."""
         with torch.no_grad(), self._store:
             for name in names:
                 prefix, _, key = name.rpartition(".")
@@ -127,7 +127,3 @@ class DeferredWeights:
             for name, buffer in network.named_buffers():
                 if name in self._keys:
                     self.read(name, buffer)
-
-
-def _is_meta(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta"

@@ -73,12 +73,13 @@ def check_writable(folder: Path) -> None:
     probe.rmdir()
 
 
-def check_new_folder(name: str, *, key: str) -> Path:
+def check_new_folder(name: str, *, key: str, may_exist: bool = False) -> Path:
     """Check that a new folder can be created, without creating it.
 
     Args:
         name: Its path, as the user gave it.
         key: Name of the setting, for messages: "output_dir".
+        may_exist: Whether it may be an existing folder with files.
 
     Raises:
         UsageError: It is not empty, is a file, cannot be written, or :func:`check_place` refuses it.
@@ -86,11 +87,11 @@ def check_new_folder(name: str, *, key: str) -> Path:
     check_place(name, key=key)
     path = Path(name).resolve()
     try:
-        if path.is_dir() and any(path.iterdir()):
+        if not may_exist and path.is_dir() and any(path.iterdir()):
             raise UsageError(f"{key}={name} is not empty; choose another {key}=<folder>, or delete it")
         if path.exists() and not path.is_dir():
             raise UsageError(f"{key}={name}: a file is in the way; choose another {key}=<folder>")
-        check_writable(path.parent)
+        check_writable(path if may_exist else path.parent)
     except OSError as error:
         raise UsageError(f"{key}={name} cannot be written ({error.strerror}); choose another {key}=<folder>") from error
     return path

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,45 +217,30 @@ def write_file(
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     header = _header(ordered, metadata)
+    digest, buffer = hashlib.sha256(), HostBuffer()
     # hashlib and write() both release the GIL: hashing costs no time if a core is free.
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
-        output = _HashedOutput(file, hasher)
-        output.append(memoryview(header))
+
+        def append(data: memoryview) -> None:
+            hashed = hasher.submit(digest.update, data)
+            try:
+                while len(data):  # a raw write may stop early
+                    data = data[file.write(data) :]
+            finally:
+                hashed.result()
+
+        append(memoryview(header))
         for name, tensor in ordered.items():
-            numel = output.append_tensor(tensor)
+            numel = 0
+            for block in tensor.slices():
+                numel += block.numel()
+                if block.device.type != "cpu" or block.dtype != tensor.dtype or not block.is_contiguous():
+                    block = buffer.take(block.shape, tensor.dtype).copy_(block)
+                append(bytes_of(block))
             if numel != tensor.numel:
                 raise ValueError(f"{path}: {name!r} got {numel} values; expected shape {tensor.shape}.")
         os.fsync(file.fileno())
-    return output.digest.hexdigest()
-
-
-class _HashedOutput:
-    """File writer that hashes the bytes in another thread."""
-
-    def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
-        self.digest = hashlib.sha256()
-        self._file = file
-        self._hasher = hasher
-        self._buffer = HostBuffer()
-
-    def append_tensor(self, tensor: StreamedTensor) -> int:
-        """Append all values, contiguous and in the tensor's dtype, and return their number."""
-        numel = 0
-        for block in tensor.slices():
-            numel += block.numel()
-            if block.device.type != "cpu" or block.dtype != tensor.dtype or not block.is_contiguous():
-                block = self._buffer.take(block.shape, tensor.dtype).copy_(block)
-            self.append(bytes_of(block))
-        return numel
-
-    def append(self, data: memoryview) -> None:
-        hashed = self._hasher.submit(self.digest.update, data)
-        try:
-            rest = data
-            while len(rest):  # a raw write may stop early
-                rest = rest[self._file.write(rest) :]
-        finally:
-            hashed.result()
+    return digest.hexdigest()
 
 
 def _header(tensors: Mapping[str, StreamedTensor], metadata: Mapping[str, str] | None) -> bytes:

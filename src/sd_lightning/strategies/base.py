@@ -22,20 +22,12 @@ class EngineStrategy:
     code outside of this folder need not test whether a strategy has a member.
     """
 
-    @property
-    def loads_weights(self) -> bool:
-        """Whether :meth:`setup` reads deferred weights; if not, the module reads them earlier."""
-        return False
-
-    @property
-    def owns_precision(self) -> bool:
-        """Whether the strategy replaces Lightning's precision plugin by its engine's."""
-        return False
-
-    @property
-    def moves_weights(self) -> bool:
-        """Whether weights move between memory tiers; a reference to one would keep the memory it moved out of."""
-        return False
+    loads_weights: bool = False
+    """Whether :meth:`setup` reads deferred weights; if not, the module reads them earlier."""
+    owns_precision: bool = False
+    """Whether the strategy replaces Lightning's precision plugin by its engine's."""
+    moves_weights: bool = False
+    """Whether weights move between memory tiers; a reference to one would keep the memory it moved out of."""
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Raise if the run cannot work; called before processes start, and again by :meth:`setup`.

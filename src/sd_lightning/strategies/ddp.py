@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +26,9 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         gradient_as_bucket_view: Make gradients views of the buckets, which saves one copy of them.
         compression: Send gradients in half precision; "fp16" or "bf16" halve the traffic and round the gradients.
         timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
+
+    Raises:
+        UsageError: ``bucket_cap_mb`` or ``timeout_seconds`` is not positive, or ``compression`` is unknown.
     """
 
     def __init__(
@@ -39,14 +41,19 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         compression: Compression = "none",
         timeout_seconds: float = 1800.0,
     ) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         if bucket_cap_mb < 1:
             raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
+        hooks = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        if compression not in hooks:
+            raise UsageError(f"DDPStrategy got compression={compression!r}; expected one of {', '.join(hooks)}")
         super().__init__(
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            ddp_comm_hook=compression_hook(compression),
+            ddp_comm_hook=hooks[compression],
             timeout=timeout_of("DDPStrategy", timeout_seconds),
         )
 
@@ -65,17 +72,3 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         # Lightning silently ignores hooks on other devices. The lambda hides the bf16 hook's name, which torch refuses.
         self.model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
-
-
-def compression_hook(name: Compression) -> Callable[..., Any] | None:
-    """Return torch's communication hook of that name.
-
-    Raises:
-        UsageError: The name is unknown.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    hooks = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    if name not in hooks:
-        raise UsageError(f"DDPStrategy got compression={name!r}; expected one of {', '.join(hooks)}")
-    return hooks[name]

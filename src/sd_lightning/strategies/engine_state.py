@@ -8,18 +8,14 @@ from typing import Any
 from typing_extensions import override
 
 from sd_lightning.state.optimizer_change import optimizer_name
-from sd_lightning.state.shards import TrainingState, check_same_groups, hyper_parameters
-
-Groups = list[list[dict[str, Any]]]
-"""Hyper-parameters, and names of parameters (``params``), by optimizer and group."""
+from sd_lightning.state.shards import OptimizerGroups, TrainingState, check_same_groups, hyper_parameters
 
 
 class EngineState(TrainingState):
     """Training state of an engine whose optimizers' ``param_groups`` hold the hyper-parameters."""
 
-    def _optimizers(self) -> Sequence[Any]:
-        """Return the optimizers, whose ``param_groups`` are used in a step."""
-        raise NotImplementedError
+    optimizers: Sequence[Any]
+    """The engine's optimizers, whose ``param_groups`` are used in a step."""
 
     def _group_names(self) -> list[list[list[str]]]:
         """Return the names of the parameters by optimizer and group, in the optimizer's order."""
@@ -30,26 +26,26 @@ class EngineState(TrainingState):
         return optimizer
 
     @override
-    def optimizer_groups(self) -> Groups:
+    def optimizer_groups(self) -> OptimizerGroups:
         return [
             [
                 hyper_parameters(group) | {"params": names}
                 for group, names in zip(optimizer.param_groups, each, strict=True)
             ]
-            for optimizer, each in zip(self._optimizers(), self._group_names(), strict=True)
+            for optimizer, each in zip(self.optimizers, self._group_names(), strict=True)
         ]
 
     @override
     def optimizer_names(self) -> list[str]:
-        return [optimizer_name(self._inner(optimizer)) for optimizer in self._optimizers()]
+        return [optimizer_name(self._inner(optimizer)) for optimizer in self.optimizers]
 
-    def _take_groups(self, saved: Groups) -> None:
+    def _take_groups(self, saved: OptimizerGroups) -> None:
         """Load hyper-parameters from a checkpoint.
 
         Raises:
             UsageError: The optimizers' groups do not hold the same parameters as those saved.
         """
         check_same_groups(self.optimizer_groups(), saved)
-        for optimizer, groups in zip(self._optimizers(), saved, strict=True):
+        for optimizer, groups in zip(self.optimizers, saved, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(hyper_parameters(values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,11 +22,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.eight_bit import is_eight_bit
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.strategies.networks import (
     blocks_of,
     configured_optimizers,
-    is_quantised,
     place_rest,
     sharded_networks,
     take_deferred,
@@ -41,7 +41,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     """Strategy that shards weights, gradients and optimizer states over all processes (PyTorch FSDP2).
 
-    Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``.
+    Usage: ``Trainer(strategy=FSDPStrategy(), devices=2)`` or ``Trainer(strategy="sd_fsdp")``. Gradients are reduced
+    after every micro-batch: keeping them whole would undo the sharding.
 
     Args:
         reshard_after_forward: Free gathered weights after a block's forward pass. False keeps them until backward:
@@ -83,7 +84,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for optimizer in configured_optimizers(module):
-            if is_quantised(optimizer):
+            if is_eight_bit(optimizer):
                 raise UsageError(
                     f"{type(optimizer).__name__} cannot step the shards of FSDP2: its kernels do not know distributed "
                     "tensors; choose optimizer=adamw, or strategy=gemini or ddp"
@@ -145,22 +146,12 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         return DTensorState(self._trained_parameters(), self.optimizers, modules=self._sharded_modules())
 
     def _sharded_modules(self) -> list[FSDPModule]:
-        assert self.lightning_module is not None
-        return [part for part in self.lightning_module.modules() if isinstance(part, FSDPModule)]
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        # Gradients are reduced after every micro-batch: keeping them whole would undo the sharding.
-        yield
+        return [part for part in self._module.modules() if isinstance(part, FSDPModule)]
 
     @override
     def _adopts(self, other: RestoringStrategy) -> bool:
-        return isinstance(other, FSDPStrategy) and (self.cpu_offload, self.replicas, self.mixed_precision) == (
-            other.cpu_offload,
-            other.replicas,
-            other.mixed_precision,
-        )
+        settings = attrgetter("cpu_offload", "replicas", "mixed_precision")
+        return isinstance(other, FSDPStrategy) and settings(self) == settings(other)
 
     @override
     def _has_engine(self) -> bool:
@@ -168,16 +159,14 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     @override
     def _end_engine(self) -> None:
-        assert self.lightning_module is not None
-        for part in self.lightning_module.modules():
+        for part in self._module.modules():
             _module_state_mapping.pop(part, None)
 
     @override
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.lightning_module is not None
         for part in self._sharded_modules():
             part.reshard()  # where a pass left weights gathered, parameters are not shards
-        for name, parameter in list(self.lightning_module.named_parameters()):
+        for name, parameter in list(self._module.named_parameters()):
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 

@@ -64,6 +64,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
                 near = difflib.get_close_matches(name, known, n=1) or ["one of " + ", ".join(known)]
                 raise UsageError(f"GeminiStrategy got {name}={settings[name]!r}; expected {near[0]}")
         self.config = GeminiConfig(**settings) if config is None else replace(config, **settings)
+        self.moves_weights = self.config.placement == "auto"
         self._engine: GeminiEngine | None = None
         super().__init__(timeout=timeout)
 
@@ -72,11 +73,6 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         """The engine of the current or the last run."""
         assert self._engine is not None
         return self._engine
-
-    @property
-    @override
-    def moves_weights(self) -> bool:
-        return self.engine.auto is not None
 
     @override
     def _engine_precision(self, plugin: Precision) -> Precision:
@@ -120,8 +116,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
     @property
     def _engine_config(self) -> GeminiConfig:
-        assert self.lightning_module is not None
-        networks = trained_networks(self.lightning_module)
+        networks = trained_networks(self._module)
         parameters = [parameter for network in networks.values() for parameter in network.parameters()]
         # float64 is narrowed only if compute_dtype says so: Lightning does not convert such networks.
         implied = None if any(p.dtype == torch.float64 for p in parameters) else self._precision.compute_dtype
@@ -141,8 +136,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.engine.restore()
-        assert self.lightning_module is not None
-        for name, parameter in list(self.lightning_module.named_parameters()):
+        for name, parameter in list(self._module.named_parameters()):
             yield name, parameter.detach()
 
     @override
@@ -190,10 +184,9 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Gather whole weights one at a time; return them on rank 0, nothing on other ranks; a collective call."""
-        assert self.lightning_module is not None
         if self.is_together:
             return super().lightning_module_state_dict()
-        kept = self.lightning_module.state_dict() if self.is_global_zero else {}
+        kept = self._module.state_dict() if self.is_global_zero else {}
         for name, weight in self.engine.whole_weights():
             if name in kept:
                 kept[name] = weight
@@ -202,9 +195,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load before the weights go into chunks; deferred weights are read first, as meta tensors take no values."""
-        assert self.lightning_module is not None
-        for name, network in trained_networks(self.lightning_module).items():
-            weights = take_deferred(self.lightning_module, name) if checkpoint["state_dict"] else None
+        for name, network in trained_networks(self._module).items():
+            weights = take_deferred(self._module, name) if checkpoint["state_dict"] else None
             if weights is not None:
                 weights.fill_(network, torch.device("cpu"))
         super().load_model_state_dict(checkpoint, strict=strict)
@@ -275,9 +267,8 @@ def gemini(
 ) -> GeminiStrategy:
     """Build the strategy from flat command-line keys; see :class:`sd_lightning.gemini.GeminiConfig`."""
     settings = dict(locals())
-    del settings["timeout_seconds"]
     settings["reduce_dtype"] = getattr(torch, str(reduce_dtype), reduce_dtype)
-    return GeminiStrategy(GeminiConfig(**settings), timeout_seconds=timeout_seconds)
+    return GeminiStrategy(**settings)
 
 
 __all__ = ["GeminiConfig", "GeminiStrategy", "gemini"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning.gemini import GeminiEngine
-from sd_lightning.state.shards import ParameterShard, Read, SavedParameter
-from sd_lightning.strategies.engine_state import EngineState, Groups
+from sd_lightning.state.shards import OptimizerGroups, ParameterShard, Read, SavedParameter
+from sd_lightning.strategies.engine_state import EngineState
 
 
 class GeminiState(EngineState):
@@ -27,10 +27,6 @@ class GeminiState(EngineState):
         self._names = {parameter: name for name, parameter in engine.trained.items()}
 
     @override
-    def _optimizers(self) -> Sequence[Any]:
-        return self.optimizers
-
-    @override
     def _group_names(self) -> list[list[list[str]]]:
         return [[[self._names[p] for p in g["params"]] for g in o.param_groups] for o in self.optimizers]
 
@@ -42,7 +38,7 @@ class GeminiState(EngineState):
         """Return this rank's ranges, as live tensors."""
         return self._engine.state.shards()
 
-    def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
+    def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Load weights, optimizer states and hyper-parameters from a checkpoint.
 
         Raises:

@@ -103,11 +103,6 @@ def configured_optimizers(module: pl.LightningModule) -> list[Optimizer]:
     return [optimizer] if isinstance(optimizer, Optimizer) else []
 
 
-def is_quantised(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is from bitsandbytes, without importing it."""
-    return hasattr(optimizer, "init_state")
-
-
 def place_rest(
     module: pl.LightningModule, networks: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype | None
 ) -> None:

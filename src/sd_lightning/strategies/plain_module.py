@@ -20,8 +20,9 @@ _HOOKS = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
 )
-_BESIDE_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+"""Attributes that hold hooks, or facts about them, by the number of the hook."""
 _LEFT_BEHIND = {
     "_external_params",
     "_original_parameters",
@@ -91,9 +92,6 @@ class PlainModule:
                 del part.__dict__[name]
             for attribute, number in self._added.get(part, ()):
                 part.__dict__[attribute].pop(number, None)
-                for beside in _BESIDE_HOOKS:
-                    if beside.startswith(attribute):
-                        part.__dict__[beside].pop(number, None)
             if remembered is not None:
                 part.__dict__["_dtype"], part.__dict__["_device"] = remembered, torch.device("cpu")
 

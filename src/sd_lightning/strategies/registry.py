@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+import pkgutil
+from functools import partial
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 
 _FSDP = "sd_lightning.strategies.fsdp:FSDPStrategy"
 _GEMINI = "sd_lightning.strategies.gemini:GeminiStrategy"
@@ -44,14 +44,8 @@ def register_strategies() -> None:
     """Add our strategies to Lightning's registry; their modules are imported when one is chosen."""
     for name, (target, description, options) in STRATEGIES.items():
         if name not in StrategyRegistry:
-            StrategyRegistry.register(name, _lazy(target), description, **options)
+            StrategyRegistry.register(name, partial(_build, target), description, **options)
 
 
-def _lazy(target: str) -> Callable[..., Strategy]:
-    module, _, attribute = target.partition(":")
-
-    def build(**options: Any) -> Strategy:
-        strategy: Strategy = getattr(importlib.import_module(module), attribute)(**options)
-        return strategy
-
-    return build
+def _build(target: str, **options: Any) -> Any:
+    return pkgutil.resolve_name(target)(**options)

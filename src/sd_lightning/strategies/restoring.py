@@ -66,8 +66,7 @@ class RestoringStrategy(ShardingStrategy):
         Raises:
             UsageError: Another engine still shards the module, and host memory cannot hold whole weights.
         """
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         self._whole, self._has_failed, self._fits = None, False, trainer.state.fn == TrainerFn.FITTING
         holder = _holder_of(module)
         if holder is not None and self._adopts(holder):
@@ -91,8 +90,8 @@ class RestoringStrategy(ShardingStrategy):
 
     def _give_back(self) -> None:
         """Restore whole weights, or log why the module stays sharded; a collective call unless a rank failed."""
-        plain, module = self._plain, self.lightning_module
-        if plain is None or module is None:
+        plain = self._plain
+        if plain is None:
             return
         if not self._has_engine():
             self._plain = None
@@ -106,6 +105,7 @@ class RestoringStrategy(ShardingStrategy):
                 if not self._has_failed:
                     raise
                 reason = f"its run ended in an exception, and so did putting it together ({error})"
+        module = self._module
         if not self._has_failed:  # the exception says more
             log.warning("%s stays in the parts of %s: %s", type(module).__name__, type(self).__name__, reason)
         refusal = _Refusal(self, f"{type(module).__name__} is in the parts of {type(self).__name__}: {reason}")
@@ -114,8 +114,8 @@ class RestoringStrategy(ShardingStrategy):
 
     def put_together(self) -> None:
         """Gather the weights one at a time and end the engine; a collective call."""
-        plain, module = self._plain, self.lightning_module
-        assert plain is not None and module is not None
+        plain = self._plain
+        assert plain is not None
         if plain.kept is not None:
             plain.restore(plain.kept.items())
         else:
@@ -124,7 +124,7 @@ class RestoringStrategy(ShardingStrategy):
             owned = [shard.key for shard in shards if shard.writes]  # none where another replica writes them
             del shards
             plain.restore(self._whole_weights())
-            self._whole = PlainState(module, owned) if has_fitted else None
+            self._whole = PlainState(self._module, owned) if has_fitted else None
         self._end_engine()
         self.optimizers = []  # they step weights that no longer exist
         self._plain = None

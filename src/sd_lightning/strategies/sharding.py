@@ -42,10 +42,10 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._state = None
-        self._set_up_engine(trainer, self.lightning_module)
+        self._set_up_engine(trainer, self._module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -64,9 +64,13 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         """Return a view of this rank's ranges of the trained parameters."""
         raise NotImplementedError
 
-    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+    @property
+    def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
-        return {n: p for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+        return self.lightning_module
+
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self._module.named_parameters() if p.requires_grad}
 
     @property
     @override

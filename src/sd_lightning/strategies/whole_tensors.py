@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import ParameterShard, SavedParameter, TrainingState, hyper_parameters
+from sd_lightning.state.shards import ParameterShard, SavedParameter, TrainingState, hyper_parameters, tensor_of
 
 
 def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, Tensor]]) -> Tensor:
@@ -29,7 +30,7 @@ def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, 
     flat = torch.zeros(math.prod(shape), dtype=carried, device=_device())
     for begin, values in ranges:
         flat[begin : begin + values.numel()].copy_(values.detach().reshape(-1))
-    if _is_distributed():  # other ranks hold zeros: the integer sum is the owner's bits
+    if rank_and_world_size()[1] > 1:  # other ranks hold zeros: the integer sum is the owner's bits
         dist.all_reduce(flat.view(torch.int64 if carried.itemsize == 8 else torch.int32))
     return flat.view(*shape).to("cpu", dtype)
 
@@ -45,8 +46,7 @@ def whole_masters(
     """
     mine = _by_name(shards)
     for name, shape in shapes.items():
-        ranges = ((shard.begin, _read(shard.master)) for shard in mine.get(name, ()) if shard.writes)
-        yield name, whole(shape, torch.float32, ranges)
+        yield name, whole(shape, torch.float32, ((shard.begin, tensor_of(shard.master)) for shard in mine[name]))
 
 
 def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[str, Any]], *, keep: bool) -> Any:
@@ -67,8 +67,7 @@ def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[s
         entry: dict[str, Any] = {}
         kinds, scalars = known[name]
         for kind, (shape, dtype) in kinds.items():
-            ranges = ((shard.begin, _read(shard.states[kind])) for shard in mine.get(name, ()) if shard.writes)
-            tensor = whole(shape, dtype, ranges)
+            tensor = whole(shape, dtype, ((shard.begin, tensor_of(shard.states[kind])) for shard in mine[name]))
             entry |= {kind: tensor} if keep else {}
         if keep and (entry or scalars):
             found[index] = dict(scalars) | entry
@@ -115,23 +114,32 @@ def load_torch_optimizer_states(state: TrainingState, saved: Sequence[Mapping[st
 
 
 def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]]:
-    mine: dict[str, list[ParameterShard]] = {}
+    """Return the shards that this rank writes, by name of the parameter."""
+    mine: dict[str, list[ParameterShard]] = defaultdict(list)
     for shard in shards:
-        mine.setdefault(shard.name, []).append(shard)
+        if shard.writes:
+            mine[shard.name].append(shard)
     return mine
 
 
 def _known_states(mine: Mapping[str, list[ParameterShard]]) -> dict[str, Any]:
     """Return each parameter's kinds of states, with shape and dtype, and its scalars; a collective call."""
-    known = {
-        name: ({k: (shards[0].shape, _read(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
-        for name, shards in mine.items()
-    }
-    if _is_distributed():
-        parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(parts, known)
-        known = {name: entry for part in parts for name, entry in part.items()}
-    return known
+    return of_all_ranks(
+        {
+            name: ({k: (shards[0].shape, tensor_of(s).dtype) for k, s in shards[0].states.items()}, shards[0].scalars)
+            for name, shards in mine.items()
+        }
+    )
+
+
+def of_all_ranks(mine: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of the dictionaries of all ranks; a collective call."""
+    world_size = rank_and_world_size()[1]
+    if world_size == 1:
+        return mine
+    parts: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(parts, mine)
+    return {name: entry for part in parts for name, entry in part.items()}
 
 
 def _names(state: TrainingState, number: int) -> list[str]:
@@ -142,22 +150,14 @@ def _sizes(optimizers: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]
     return [[len(group["params"]) for group in groups] for groups in optimizers]
 
 
-def _read(tensor: Any) -> Tensor:
-    return tensor if isinstance(tensor, Tensor) else tensor()
-
-
 def rank_and_world_size() -> tuple[int, int]:
     """Return this process's rank and the world size: 0 and 1 without a process group."""
     is_one_of_many = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if is_one_of_many else (0, 1)
 
 
-def _is_distributed() -> bool:
-    return rank_and_world_size()[1] > 1
-
-
 def _device() -> torch.device:
     """Return a device on which the process group can reduce."""
-    if not _is_distributed() or "cpu:" in dist.get_backend_config():
+    if rank_and_world_size()[1] == 1 or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

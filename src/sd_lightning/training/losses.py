@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.objective import NoisyBatch, Objective
-from sd_lightning.models.families import Conditioning
-from sd_lightning.models.families.conditioning import map_conditioning
+from sd_lightning.models.families.base import Conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 Networks = Mapping[str, nn.Module]

@@ -11,9 +11,8 @@ from sd_lightning._errors import UsageError
 
 
 def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
-    """Return linear warmup over ``warmup_steps``, then a constant rate."""
-    _check(warmup_steps)
-    return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
+    """Return linear warmup over ``warmup_steps``, then a constant rate: a cosine that ends where it begins."""
+    return cosine(optimizer, warmup_steps=warmup_steps, total_steps=1, final_fraction=1.0)
 
 
 def cosine(optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, final_fraction: float = 0.0) -> LambdaLR:
@@ -24,7 +23,8 @@ def cosine(optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, fin
     Raises:
         UsageError: A number is out of range.
     """
-    _check(warmup_steps)
+    if warmup_steps < 0:
+        raise UsageError(f"lr_scheduler got warmup_steps={warmup_steps}; expected at least 0, e.g. warmup_steps=0")
     if total_steps < 1:
         raise UsageError(
             f"lr_scheduler=cosine got total_steps={total_steps}; expected at least 1: set trainer.max_steps, or "
@@ -38,15 +38,7 @@ def cosine(optimizer: Optimizer, *, warmup_steps: int = 0, total_steps: int, fin
 
     def factor(step: int) -> float:
         half_cosine = 0.5 * (1 + math.cos(math.pi * min(step / total_steps, 1.0)))
-        return _warmup(step, warmup_steps) * (final_fraction + (1 - final_fraction) * half_cosine)
+        warmup = min((step + 1) / warmup_steps, 1.0) if warmup_steps else 1.0
+        return warmup * (final_fraction + (1 - final_fraction) * half_cosine)
 
     return LambdaLR(optimizer, factor)
-
-
-def _warmup(step: int, warmup_steps: int) -> float:
-    return min((step + 1) / warmup_steps, 1.0) if warmup_steps else 1.0
-
-
-def _check(warmup_steps: int) -> None:
-    if warmup_steps < 0:
-        raise UsageError(f"lr_scheduler got warmup_steps={warmup_steps}; expected at least 0, e.g. warmup_steps=0")

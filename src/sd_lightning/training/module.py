@@ -20,9 +20,9 @@ from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.encoder import Dtype, LatentEncoder
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.meta import training_flops_per_sample
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of
-from sd_lightning.training.flops import training_flops_per_sample
 from sd_lightning.training.loop import check_accumulation, is_logging_step
 from sd_lightning.training.losses import DiffusionLoss
 from sd_lightning.training.parameters import choose_trained, parameter_groups
@@ -104,14 +104,14 @@ class SDLightningModule(pl.LightningModule):
         self.learned_token = learned_token
         self._optimizer_factory = optimizer
         self._scheduler_factory = lr_scheduler
-        self._loss: Tensor | None = None
+        self.last_loss: Tensor | None = None
+        """Loss of the last training step on this rank, detached."""
         latent_diffusion.use_scheduler(self.objective.scheduler_overrides(latent_diffusion.scheduler_config))
         self.add_module(latent_diffusion.family.denoiser, latent_diffusion.denoiser)
-        self._text_encoder_names: tuple[str, ...] = ()
-        if has_text:
-            self._text_encoder_names = tuple(latent_diffusion.text_encoders)
-            for name, network in latent_diffusion.text_encoders.items():
-                self.add_module(name, network)
+        text_encoders = latent_diffusion.text_encoders if has_text else {}
+        self._text_encoder_names = tuple(text_encoders)
+        for name, network in text_encoders.items():
+            self.add_module(name, network)
         frozen = latent_diffusion.deferred.keys() - self.trained_networks().keys()
         if frozen:
             raise UsageError(
@@ -186,10 +186,10 @@ class SDLightningModule(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
         loss = self.training_loss(batch)
-        self._loss = loss.detach()
+        self.last_loss = loss.detach()
         if is_logging_step(self.trainer):
             count = len(batch["latents"])
-            self.log("train/loss", self._loss, batch_size=count, sync_dist=self.trainer.world_size > 1)
+            self.log("train/loss", self.last_loss, batch_size=count, sync_dist=self.trainer.world_size > 1)
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=count)
         return loss
 
@@ -219,11 +219,6 @@ class SDLightningModule(pl.LightningModule):
             mean = (values * weight).sum() / max(count, 1)
             self.log(f"{prefix}/{name}", mean, batch_size=count, sync_dist=True)
 
-    @property
-    def last_loss(self) -> Tensor | None:
-        """Loss of the last training step on this rank, detached."""
-        return self._loss
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
         text_encoders = {name: self.get_submodule(name) for name in self._text_encoder_names}
         optimizer = self._optimizer_factory(parameter_groups(self.denoiser, text_encoders, self.text_encoder_lr))
@@ -242,7 +237,7 @@ class SDLightningModule(pl.LightningModule):
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step the scheduler; ``ReduceLROnPlateau`` watches the training loss."""
         if isinstance(scheduler, ReduceLROnPlateau):
-            metric = self.trainer.strategy.reduce(self._loss, reduce_op="mean")
+            metric = self.trainer.strategy.reduce(self.last_loss, reduce_op="mean")
         super().lr_scheduler_step(scheduler, metric)
 
     def sample(
@@ -292,5 +287,4 @@ class SDLightningModule(pl.LightningModule):
 
     def flops_per_sample(self, batch: dict[str, Any]) -> int:
         """Return the floating-point operations of forward and backward for one sample of ``batch``."""
-        conditioning = batch.get("conditioning")
-        return training_flops_per_sample(self.latent_diffusion, batch["latents"], conditioning)
+        return training_flops_per_sample(self.latent_diffusion, batch["latents"], batch.get("conditioning"))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from sd_lightning.models.families.blocks import repeated_blocks
 log = logging.getLogger(__name__)
 
 AttentionKernel = Literal["auto", "math", "flash", "efficient", "cudnn"]
-_KERNELS = ("math", "flash", "efficient", "cudnn")
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Speed:
     """Let CUDA matrix products and convolutions of float32 tensors use TensorFloat-32."""
 
     def __post_init__(self) -> None:
-        if self.attention not in ("auto", *_KERNELS):
-            raise UsageError(f"Speed got attention={self.attention!r}; expected one of auto, {', '.join(_KERNELS)}")
+        if self.attention not in (kernels := get_args(AttentionKernel)):
+            raise UsageError(f"Speed got attention={self.attention!r}; expected one of {', '.join(kernels)}")
         if self.attention in ("efficient", "cudnn") and not torch.cuda.is_available():
             raise UsageError(
                 f"Speed got attention={self.attention!r} but there is no CUDA device; "

@@ -12,12 +12,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint import data, frozen_weights, opening, restore, trainer_state, writer
+from sd_lightning.callbacks.checkpoint import frozen_weights, opening, restore, trainer_state, writer
 from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint.rotation import Rotation
 from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
 from sd_lightning.callbacks.pauses import paused
-from sd_lightning.data.contract import ResumableData
+from sd_lightning.callbacks.steps import StepCallback
+from sd_lightning.data.contract import ComparableData, ResumableData
 from sd_lightning.storage import checkpoint, runs, typed_json
 from sd_lightning.storage.new_folder import check_place
 from sd_lightning.storage.run_folder import RunFolder
@@ -27,7 +28,7 @@ from sd_lightning.training.module import SDLightningModule
 log = logging.getLogger(__name__)
 
 
-class PortableCheckpoint(Checkpoint):
+class PortableCheckpoint(StepCallback, Checkpoint):
     """Callback for checkpoints that any strategy and world size can resume, and whose ``pipeline/`` diffusers loads.
 
     A checkpoint holds ``pipeline/`` (averaged weights if there is an EMA; frozen parts hard-linked), ``state/``
@@ -66,7 +67,6 @@ class PortableCheckpoint(Checkpoint):
         self._record = trainer_state.RunRecord()
         self._rotation = Rotation()
         self._saved_callbacks: str | None = None
-        self._last_step = 0
         self._is_later_fit = False
 
     @property
@@ -93,7 +93,7 @@ class PortableCheckpoint(Checkpoint):
         if stage != "fit":
             return
         module = cast(SDLightningModule, pl_module)
-        datamodule = data.check_datamodule(trainer.datamodule)  # type: ignore[attr-defined]
+        datamodule = restore.check_datamodule(trainer.datamodule)  # type: ignore[attr-defined]
         self.resume = restore.agree_on_checkpoint(trainer, self.resume)
         self.check_resume(module, datamodule)
         self.restored, self._is_later_fit = None, trainer.global_step > 0
@@ -106,7 +106,8 @@ class PortableCheckpoint(Checkpoint):
         self._record.start_clock()
         self._rotation, self._saved_callbacks = Rotation(), None
         if trainer.is_global_zero:
-            self._record.data = data.data_fingerprint(trainer)
+            datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
+            self._record.data = datamodule.fingerprint() if isinstance(datamodule, ComparableData) else None
         self._record.configured = trainer_state.configured_groups(training_state(trainer).optimizer_groups())
         self.restore(trainer, pl_module)
         typed_json.dumps(trainer_state.callback_states(trainer))  # an unsavable state raises now, not after hours
@@ -116,22 +117,16 @@ class PortableCheckpoint(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.strategy.restore_checkpoint_after_setup:  # ``trainer.ckpt_path`` is known only now
             self._open_run(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)  # after the restore, which sets the step
         if trainer.is_global_zero:
             runs.go_back(self.run_dir, trainer.global_step)  # by now any kind of checkpoint has been restored
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         # On resume, Lightning skips a validation that was due at the checkpoint, but counts a logger step for it.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         step = trainer.global_step
-        if step == self._last_step:
-            return
-        self._last_step = step
         # Save the last checkpoint before the last pictures are drawn, which is slow.
         at_end = trainer.should_stop or step == trainer.max_steps
         is_owed = self._rotation.after_step(num_bad_steps(trainer))
@@ -187,7 +182,7 @@ class PortableCheckpoint(Checkpoint):
             self._saved_callbacks = typed_json.dumps(trainer_state.callback_states(trainer))
             self._rotation.saved(saved)
             if trainer.is_global_zero:
-                self._rotation.prune(self.run_dir, self.keep)
+                checkpoint.prune(self.run_dir, self.keep, trusted=saved, also=self._rotation.before)
                 log.info("saved %s", saved)
             return saved
 
@@ -235,7 +230,7 @@ class PortableCheckpoint(Checkpoint):
             UsageError: The checkpoint is in the middle of an epoch whose samples have changed.
         """
         if self.resume is not None:
-            data.compare_data(datamodule, trainer_state.read_trainer_state(self.resume), self.resume)
+            restore.compare_data(datamodule, trainer_state.read_trainer_state(self.resume), self.resume)
 
     def _resume_from(self, trainer: pl.Trainer, path: Path) -> None:
         """Resume a checkpoint that Lightning was given as ``ckpt_path``."""
@@ -249,4 +244,3 @@ class PortableCheckpoint(Checkpoint):
             restore.restore(trainer, cast(SDLightningModule, pl_module), self.resume, self._record)
             self._rotation.newest = self.restored = self.resume
             self.resume = None
-        self._last_step = trainer.global_step

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME as WORD_NAME
@@ -82,7 +82,8 @@ class _Weights:
     def __init__(self, store: ShardedTensors, run_dir: Path, name: str, network: nn.Module, averaged: bool) -> None:
         self._store = store
         self._prefix = f"{'ema' if averaged else 'master'}/{name}."
-        self._frozen = _read(frozen_weights_file(run_dir, name))
+        frozen = frozen_weights_file(run_dir, name)
+        self._frozen = load_file(frozen) if frozen.exists() else {}  # memory-mapped
         self.state: Mapping[str, Tensor] = network.state_dict()
 
     def is_trained(self, key: str) -> bool:
@@ -117,11 +118,3 @@ class _Weights:
     def _kept(self, key: str) -> Tensor:
         """Return a frozen weight or a buffer: neither is in the store."""
         return self._frozen.get(key, self.state[key])
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """Memory-map a file's tensors; return none if the file does not exist."""
-    if not path.exists():
-        return {}
-    with safe_open(path, framework="pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}

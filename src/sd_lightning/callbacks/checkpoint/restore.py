@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint import trainer_state
-from sd_lightning.callbacks.checkpoint.data import go_on_with_data
-from sd_lightning.callbacks.checkpoint.position import RunPosition, restore_position
 from sd_lightning.callbacks.checkpoint.scheduler_state import load_scheduler_state
 from sd_lightning.callbacks.checkpoint.together import on_rank_zero
+from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition
 from sd_lightning.callbacks.ema import ema_of
+from sd_lightning.data.contract import ComparableData, CountedData, ResumableData
+from sd_lightning.data.fingerprint import Change
 from sd_lightning.state.optimizer_change import keep_states
 from sd_lightning.state.shards import SavedParameter, TrainingState
 from sd_lightning.storage import checkpoint
@@ -61,10 +63,85 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
     Raises:
         UsageError: The checkpoint has another model, batch size, seed or adapters.
     """
-    RunPosition(**saved["position"]).check_same_run(batch_size=batch_size, seed=module.seed)
+    # The data would not continue where they stopped.
+    for name, ours, key in (("data.batch_size", batch_size, "batch_size"), ("seed", module.seed, "seed")):
+        theirs = saved["position"][key]
+        if ours != theirs:
+            raise UsageError(
+                f"resume: {name}={ours}, but the checkpoint's run used {name}={theirs}; resume with that value, "
+                "or start a new run from its weights with init_from="
+            )
     trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
     shapes = {name: whole_shape(p) for name, p in module.named_parameters() if p.requires_grad}
     trainer_state.check_same_model(saved["parameters"], shapes, path)
+
+
+def check_datamodule(datamodule: object) -> ResumableData:
+    """Return the trainer's datamodule, checked to be :class:`ResumableData`.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if isinstance(datamodule, ResumableData):
+        return datamodule
+    given = "no datamodule" if datamodule is None else f"a {type(datamodule).__name__} as datamodule"
+    raise UsageError(
+        f"PortableCheckpoint got {given}; expected an SDDataModule, whose sampler says where a run stands and goes "
+        "on from there; give one to trainer.fit, or save with Lightning's ModelCheckpoint"
+    )
+
+
+def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Change | None:
+    """Return how the training set has changed since a checkpoint; reads files.
+
+    Args:
+        datamodule: Datamodule of the run that resumes.
+        saved: The checkpoint's ``trainer.json``.
+        path: The checkpoint.
+
+    Raises:
+        UsageError: The checkpoint is in the middle of an epoch whose samples have changed.
+    """
+    if saved.get("data") is None or not isinstance(datamodule, ComparableData):
+        return None
+    change = datamodule.change_since(saved["data"])
+    position = RunPosition(**saved["position"])
+    if change is not None and change.moves and position.steps_in_epoch and datamodule.changed != "accept":
+        then = f"a new epoch begins, without the rest of epoch {position.epoch}"
+        raise UsageError(
+            f"resume={path}: the training set has changed in the middle of epoch {position.epoch}, whose rest it is to "
+            f"give: {change.told}; bring it back as it was, or write data.changed=accept: "
+            f"{then if change.is_resized else 'the epoch goes on with the samples that are there'}"
+        )
+    return change
+
+
+def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> RunPosition:
+    """Log changes of the training set, restore its bad samples, and return the position at which the run resumes.
+
+    A collective call; rank 0 reads the files.
+
+    Raises:
+        UsageError: The samples of the checkpoint's epoch have changed, or too many samples are bad.
+    """
+    datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
+
+    def look() -> tuple[Change | None, dict[str, str]]:
+        change = compare_data(datamodule, saved, path)
+        bad = saved.get("bad_samples", {})
+        return change, datamodule.still_bad(bad) if isinstance(datamodule, CountedData) else {}
+
+    change, bad = on_rank_zero(trainer, look)
+    if saved.get("data") is None:
+        log.warning("resume=%s: it does not say what data it was trained on; they are taken as they are", path)
+    if change is not None:
+        log.warning("resume=%s: the training set has changed since: %s", path, change.told)
+    if bad and isinstance(datamodule, CountedData):
+        datamodule.recall_bad(bad)
+    position = RunPosition(**saved["position"])
+    if change is not None and change.is_resized and position.steps_in_epoch:
+        return replace(position, epoch=position.epoch + 1, steps_in_epoch=0)  # the order of every epoch has changed
+    return position
 
 
 def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: trainer_state.RunRecord) -> None:
@@ -152,3 +229,34 @@ def _load_callbacks(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> N
     unused = saved.keys() - {callback.state_key for callback in callbacks}
     if unused:
         log.warning("resume=%s: no callback takes the state of %s", path, ", ".join(sorted(unused)))
+
+
+def restore_position(trainer: pl.Trainer, position: RunPosition) -> None:
+    """Set Lightning's loop counters and the sampler, for this run's world size and accumulation."""
+    data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
+    data.resume(position.epoch, position.steps_in_epoch)
+    batches = position.steps_in_epoch * trainer.accumulate_grad_batches
+    total = position.optimizer_steps * trainer.accumulate_grad_batches
+    # Lightning counts an epoch as started in its middle, but not at its beginning.
+    started = position.epoch + (1 if position.steps_in_epoch else 0)
+    loop = trainer.fit_loop
+    state = loop.state_dict()
+    state["epoch_progress"] = {
+        scope: {"ready": started, "started": started, "processed": position.epoch, "completed": position.epoch}
+        for scope in ("total", "current")
+    }
+    state["epoch_loop.batch_progress"] = {
+        "total": dict.fromkeys(("ready", "started", "processed", "completed"), total),
+        "current": dict.fromkeys(("ready", "started", "processed", "completed"), batches),
+        "is_last_batch": False,
+    }
+    steps = {"total": position.optimizer_steps, "current": position.steps_in_epoch}
+    state["epoch_loop.automatic_optimization.optim_progress"] = {
+        "optimizer": {
+            "step": {scope: {"ready": n, "completed": n} for scope, n in steps.items()},
+            "zero_grad": {scope: {"ready": n, "started": n, "completed": n} for scope, n in steps.items()},
+        }
+    }
+    state["epoch_loop.scheduler_progress"] = {scope: {"ready": n, "completed": n} for scope, n in steps.items()}
+    state["epoch_loop.state_dict"] = {"_batches_that_stepped": position.optimizer_steps}
+    loop.load_state_dict(state)

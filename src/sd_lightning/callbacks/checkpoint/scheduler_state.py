@@ -15,17 +15,7 @@ from sd_lightning._errors import UsageError
 
 # Keys that schedulers set in parameter groups. Several schedulers compute the next value from the current one, so
 # these values belong to their state.
-_GROUP_KEYS = (
-    "lr",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "swa_lr",
-    "momentum",
-    "betas",
-    "base_momentum",
-    "max_momentum",
-)
+_GROUP_KEYS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum")
 _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _STATE_RATES = ("base_lrs", "max_lrs", "_last_lr")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, weakref.ref)
@@ -38,12 +28,8 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
     the same configuration. Callable objects keep their attributes, as in torch.
     """
     groups = [{key: group[key] for key in _GROUP_KEYS if key in group} for group in scheduler.optimizer.param_groups]
-    state = {
-        "type": type(scheduler).__name__,
-        "state": _without_functions(scheduler.state_dict()),
-        "groups": groups,
-    }
-    return copy.deepcopy(state)
+    state = _without_functions(scheduler.state_dict())
+    return copy.deepcopy({"type": type(scheduler).__name__, "state": state, "groups": groups})
 
 
 def load_scheduler_state(scheduler: LRScheduler, state: dict[str, Any]) -> None:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.position import RunPosition
 from sd_lightning.callbacks.checkpoint.scheduler_state import scale_rates, scale_scheduler, scheduler_state
+from sd_lightning.data.contract import ResumableData
 from sd_lightning.state.shards import OptimizerGroups
 from sd_lightning.storage import checkpoint, typed_json
 from sd_lightning.strategies import training_state
@@ -23,6 +23,43 @@ if TYPE_CHECKING:
     from sd_lightning.training.module import SDLightningModule
 
 FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Position of a run at the end of an optimizer step."""
+
+    optimizer_steps: int
+    global_samples: int
+    """Samples seen on all ranks together."""
+    epoch: int
+    steps_in_epoch: int
+    """Optimizer steps done in ``epoch``."""
+    batch_size: int
+    """Global batch size."""
+    samples_per_epoch: int
+    seed: int
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> RunPosition:
+        """Return the position of a running trainer."""
+        data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
+        sampler = data.train_sampler
+        assert sampler is not None
+        steps = trainer.global_step
+        # Not from the total of batches: a fit that ends in the middle of an epoch skips the rest of it.
+        epoch, done = sampler.epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if done >= min(len(sampler), trainer.num_training_batches):  # trainer.limit_train_batches ends epochs early
+            epoch, done = epoch + 1, 0
+        return cls(
+            optimizer_steps=steps,
+            global_samples=steps * data.batch_size,
+            epoch=epoch,
+            steps_in_epoch=done // trainer.accumulate_grad_batches,
+            batch_size=data.batch_size,
+            samples_per_epoch=sampler.samples_per_epoch,
+            seed=cast("SDLightningModule", trainer.lightning_module).seed,
+        )
 
 
 @dataclass

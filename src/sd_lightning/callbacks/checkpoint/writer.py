@@ -8,20 +8,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.data import gather_bad_samples
 from sd_lightning.callbacks.checkpoint.pipeline import write_pipeline
 from sd_lightning.callbacks.checkpoint.together import failing_together, saving_together
 from sd_lightning.callbacks.checkpoint.trainer_state import RunRecord, read_trainer_state
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.guards import REMEDY, last_good
+from sd_lightning.data.contract import CountedData
 from sd_lightning.state.shards import ParameterShard, TensorRange, tensor_of
 from sd_lightning.storage import atomic, checkpoint, typed_json
 from sd_lightning.storage.tensor_store import merge_index, write_shards
 from sd_lightning.strategies import training_state
+from sd_lightning.strategies.whole_tensors import of_all_ranks
 from sd_lightning.training.module import SDLightningModule
 
 
@@ -40,8 +40,9 @@ def write_checkpoint(trainer: pl.Trainer, module: SDLightningModule, run_dir: Pa
             (tmp / "state").mkdir(exist_ok=True)
             write_shards(tmp / "state", trainer.global_rank, trainer.world_size, _ranges(shards, ema, not_finite))
         check_finite(trainer, run_dir, not_finite)
-        parameters = _saved_parameters(shards)
-        bad_samples = gather_bad_samples(trainer)
+        parameters = of_all_ranks({shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end})
+        datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
+        bad_samples = datamodule.gather_bad_samples() if isinstance(datamodule, CountedData) else {}
         with failing_together(trainer, run_dir):
             if trainer.is_global_zero:
                 known |= {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}
@@ -77,16 +78,6 @@ def check_finite(trainer: pl.Trainer, run_dir: Path, not_finite: list[str]) -> N
         f"training stopped at step {trainer.global_step}: weights are NaN or infinite ({where}), which are not "
         f"saved; {last_good(trainer, run_dir)}; {REMEDY}"
     )
-
-
-def _saved_parameters(shards: list[ParameterShard]) -> dict[str, Any]:
-    """Gather the saved entries of all parameters from the ranks that own parts of them; a collective call."""
-    mine = {shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end}
-    if not (dist.is_available() and dist.is_initialized()):
-        return mine
-    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
-    return {name: entry for part in parts for name, entry in part.items()}
 
 
 def _ranges(shards: list[ParameterShard], ema: EMA | None, not_finite: list[str]) -> list[TensorRange]:

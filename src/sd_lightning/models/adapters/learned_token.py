@@ -93,7 +93,15 @@ class LearnedToken:
                 f"learn_token=true: {name} knows {rows} tokens, but its tokenizer {len(tokenizer)}; expected as many, "
                 "so that a new one is the last of both; give the tokenizer that belongs to the text encoder"
             )
-        return None if self.initializer_token is None else self._id_of(self.initializer_token, tokenizer)
+        if self.initializer_token is None:
+            return None
+        ids = tokenizer(self.initializer_token, add_special_tokens=False).input_ids
+        if len(ids) != 1:
+            raise UsageError(
+                f"initializer_token={self.initializer_token}: the tokenizer takes it for {len(ids)} tokens; expected a "
+                "single, common word, e.g. initializer_token=dog, or null"
+            )
+        return int(ids[0])
 
     def write(self, file: Path, rows: Mapping[str, Tensor], family: Family) -> str:
         """Write the learned embeddings for ``pipeline.load_textual_inversion`` of the same model.
@@ -121,18 +129,7 @@ class LearnedToken:
     @staticmethod
     def parameters(networks: Mapping[str, nn.Module]) -> list[nn.Parameter]:
         """Return the weights of the embeddings that hold the new token."""
-        modules = (module for network in networks.values() for module in network.modules())
-        return [p for module in modules if isinstance(module, LearnedEmbedding) for p in module.parameters()]
-
-    @staticmethod
-    def _id_of(word: str, tokenizer: Any) -> int:
-        ids = tokenizer(word, add_special_tokens=False).input_ids
-        if len(ids) != 1:
-            raise UsageError(
-                f"initializer_token={word}: the tokenizer takes it for {len(ids)} tokens; expected a single, common "
-                "word, e.g. initializer_token=dog, or null"
-            )
-        return int(ids[0])
+        return [networks[name].get_parameter(key) for name, key in LearnedToken.names(networks).items()]
 
 
 def _is_known(word: str, tokenizer: Any) -> bool:

@@ -26,7 +26,6 @@ WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
 """Key that diffusers uses for the adapters' settings in the file's header."""
 _ADAPTER = "default"
-_MARK = ".lora_"
 
 
 @dataclass(frozen=True)
@@ -168,12 +167,12 @@ def example_layers(network: nn.Module) -> str:
 
 def is_adapter(key: str) -> bool:
     """Return whether a name in memory belongs to an adapter's weight."""
-    return _MARK in key
+    return ".lora_" in key
 
 
 def adapter_keys(network: str, component: Component, names: Iterable[str]) -> dict[str, str]:
     """Map the adapters' names in memory to their keys in the LoRA file, for one network."""
-    keys = file_keys(component, list(names))
+    keys = file_keys(component, names)
     return {name: f"{network}.{key}".replace(f".{_ADAPTER}.", ".") for name, key in keys.items()}
 
 

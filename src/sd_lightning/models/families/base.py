@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,21 @@ Conditioning = dict[str, Any]
 """Encoded captions, the denoiser's input: tensors whose first dimension is the batch, possibly in nested dicts."""
 SIZES = ("original_size", "crop_top_left", "target_size")
 """Batch entries for families that condition on sizes: (height, width) in pixels per image, (B, 2)."""
+
+
+def join_conditioning(parts: Sequence[Mapping[str, Any]]) -> Conditioning:
+    """Concatenate the conditioning of several batches."""
+    return {
+        key: join_conditioning([part[key] for part in parts])
+        if isinstance(value, Mapping)
+        else torch.cat([part[key] for part in parts])
+        for key, value in parts[0].items()
+    }
+
+
+def map_conditioning(conditioning: Mapping[str, Any], fn: Callable[[Tensor], Any]) -> Conditioning:
+    """Apply ``fn`` to every tensor of a (nested) conditioning dictionary."""
+    return {k: map_conditioning(v, fn) if isinstance(v, Mapping) else fn(v) for k, v in conditioning.items()}
 
 
 @dataclass(frozen=True)
@@ -144,17 +159,22 @@ class Family(ABC):
 
         The default is the moments of the VAE's posterior: mean and log-variance (B, 2C, h, w).
         """
-        return autoencoder.moments(vae, pixel_values)
+        moments: Tensor = vae.encode(pixel_values).latent_dist.parameters
+        return moments
 
     def latents(self, vae_config: Mapping[str, Any], encoded: Tensor, noise: Tensor) -> Tensor:
         """Sample latents, scaled to about unit variance, from the result of :meth:`encode`.
+
+        The default samples the posterior (Kingma & Welling 2013, arXiv 1312.6114, section 2.4), shifts and scales.
 
         Args:
             vae_config: Configuration of the VAE.
             encoded: (B, 2C, h, w), float32.
             noise: Standard normal (B, C, h, w); see :meth:`latent_shape`.
         """
-        return autoencoder.latents(vae_config, encoded, noise)
+        mean, log_variance = encoded.chunk(2, dim=1)
+        sample = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise
+        return (sample - (vae_config.get("shift_factor") or 0.0)) * float(vae_config.get("scaling_factor", 0.18215))
 
     def latent_shape(self, components: Mapping[str, Component], height: int, width: int) -> tuple[int, int, int]:
         """Return the shape (C, h, w) of the latents of an image of ``height`` x ``width`` pixels."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import nn
 
 from sd_lightning.models.families import FAMILIES
@@ -20,21 +18,17 @@ def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     return _of_classes(network, known) or _declared(network) or _listed(network)
 
 
-def _of_classes(network: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    chosen = set(names)
+def _of_classes(network: nn.Module, names: set[str]) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in network.named_modules()
-        if any(base.__name__ in chosen for base in type(module).__mro__)
+        if any(base.__name__ in names for base in type(module).__mro__)
     }
 
 
 def _declared(network: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules of the classes in ``_no_split_modules`` of the network or its submodules."""
-    names: set[str] = set()
-    for module in network.modules():
-        declared = getattr(type(module), "_no_split_modules", None)
-        names.update(declared or ())
+    names = {name for module in network.modules() for name in getattr(type(module), "_no_split_modules", None) or ()}
     return _outermost({n: m for n, m in _of_classes(network, names).items() if m is not network})
 
 

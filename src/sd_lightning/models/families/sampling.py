@@ -1,11 +1,10 @@
-"""diffusers' sampling schedulers: short names, compatibility, and their repeated warnings."""
+"""diffusers' sampling schedulers: short names, and their repeated warnings."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,14 +45,6 @@ def scheduler_class(name: str) -> str:
     return chosen
 
 
-def takes_noise_pred(scheduler: Any) -> bool:
-    """Return whether a scheduler has ``step(noise_pred, t, latents, …)`` and the attributes that pipelines use."""
-    if not all(hasattr(scheduler, name) for name in ("step", "scale_model_input", "init_noise_sigma", "order")):
-        return False
-    parameters = list(inspect.signature(scheduler.step).parameters.values())
-    return len(parameters) >= 3 and all(p.default is not p.empty for p in parameters[3:] if p.kind != p.VAR_KEYWORD)
-
-
 @contextmanager
 def said_once() -> Iterator[None]:
     """Show each diffusers warning once per process: schedulers repeat them when built and at each step."""
@@ -68,7 +59,7 @@ def said_once() -> Iterator[None]:
             show(message, category, *where, **more)
 
     handlers = [*logging.getLogger("diffusers").handlers, *logging.getLogger().handlers]
-    filters = [(handler, _Once(handler)) for handler in handlers]
+    filters = [(handler, _once(handler)) for handler in handlers]
     _listening = True
     try:
         with warnings.catch_warnings():
@@ -82,16 +73,10 @@ def said_once() -> Iterator[None]:
             handler.removeFilter(once)
 
 
-class _Once(logging.Filter):
-    """Filter that drops messages of diffusers that its handler has shown before."""
-
-    def __init__(self, handler: logging.Handler) -> None:
-        super().__init__("diffusers")
-        self._handler = handler
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is shown."""
-        return not super().filter(record) or _is_new(self._handler, record.name, record.getMessage())
+def _once(handler: logging.Handler) -> Callable[[logging.LogRecord], bool]:
+    """Return a filter that drops messages of diffusers that a handler has shown before."""
+    is_of_diffusers = logging.Filter("diffusers").filter
+    return lambda record: not is_of_diffusers(record) or _is_new(handler, record.name, record.getMessage())
 
 
 def _is_new(*said: object) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sd_lightning.models.families.base import SIZES, Architecture, Component, Conditioning, Layout
-from sd_lightning.models.families.stable_diffusion import BETAS, CLIP, CLIP_L, TOKENIZER, UNET, VAE, UNetFamily, vae
+from sd_lightning.models.families.stable_diffusion import BETAS, CLIP, TOKENIZER, UNET, VAE, UNetFamily, clip, unet, vae
 
 
 class SDXL(UNetFamily):
@@ -62,39 +62,22 @@ class SDXL(UNetFamily):
         "sdxl": Architecture(
             pipeline_class,
             networks={
-                "unet": Component(
-                    "diffusers",
-                    "UNet2DConditionModel",
-                    {
-                        "sample_size": 128,
-                        "attention_head_dim": [5, 10, 20],
-                        "block_out_channels": [320, 640, 1280],
-                        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-                        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-                        "transformer_layers_per_block": [1, 2, 10],
-                        "cross_attention_dim": 2048,
-                        "use_linear_projection": True,
-                        "addition_embed_type": "text_time",
-                        "addition_time_embed_dim": 256,
-                        "projection_class_embeddings_input_dim": 2816,
-                    },
+                "unet": unet(
+                    sample_size=128,
+                    attention_head_dim=[5, 10, 20],
+                    block_out_channels=[320, 640, 1280],
+                    down_block_types=["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+                    up_block_types=["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+                    transformer_layers_per_block=[1, 2, 10],
+                    cross_attention_dim=2048,
+                    use_linear_projection=True,
+                    addition_embed_type="text_time",
+                    addition_time_embed_dim=256,
+                    projection_class_embeddings_input_dim=2816,
                 ),
                 "vae": vae(sample_size=1024, scaling_factor=0.13025, force_upcast=True),
-                "text_encoder": Component("transformers", "CLIPTextModel", CLIP_L),
-                "text_encoder_2": Component(
-                    "transformers",
-                    "CLIPTextModelWithProjection",
-                    {
-                        "vocab_size": 49408,
-                        "hidden_size": 1280,
-                        "intermediate_size": 5120,
-                        "num_hidden_layers": 32,
-                        "num_attention_heads": 20,
-                        "max_position_embeddings": 77,
-                        "hidden_act": "gelu",
-                        "projection_dim": 1280,
-                    },
-                ),
+                "text_encoder": clip(768, 12, "quick_gelu", 768),
+                "text_encoder_2": clip(1280, 32, "gelu", 1280, class_name="CLIPTextModelWithProjection"),
             },
             scheduler=Component(
                 "diffusers",

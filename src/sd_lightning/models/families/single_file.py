@@ -200,8 +200,10 @@ def _naming(network: str, names: list[str], layout: Layout) -> Callable[[str], s
     if network == "vae":
         return _vae_naming(names)
     prefix = _ENCODER_PREFIXES[layout][network]
-    is_open_clip = prefix.endswith(".model.")
-    return lambda name: _open_clip_name(name, prefix, layout) if is_open_clip else _clip_name(name, prefix)
+    if prefix.endswith(".model."):  # of open_clip
+        return lambda name: _open_clip_name(name, prefix, layout)
+    # transformers 5 writes CLIPTextModel without the text_model. prefix of the original file.
+    return lambda name: f"{prefix}text_model.{name.removeprefix('text_model.')}"
 
 
 def _unet_naming(names: list[str]) -> Callable[[str], str | None]:
@@ -272,11 +274,6 @@ def _vae_naming(names: list[str]) -> Callable[[str], str | None]:
         return f"{_VAE_PREFIX}{half}.{original}.{kind}" if is_known else None
 
     return rename
-
-
-def _clip_name(name: str, prefix: str) -> str:
-    # transformers 5 writes CLIPTextModel without the text_model. prefix of the original file.
-    return f"{prefix}text_model.{name.removeprefix('text_model.')}"
 
 
 def _open_clip_name(name: str, prefix: str, layout: Layout) -> str | None:

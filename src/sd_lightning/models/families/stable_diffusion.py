@@ -6,6 +6,7 @@ small enough to train in a minute on two CPU cores.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,23 +14,17 @@ from torch import Tensor, nn
 
 from sd_lightning.models.families.autoencoder import scale_factor
 from sd_lightning.models.families.base import Architecture, Component, Conditioning, Family, Layout, Part
-from sd_lightning.models.families.sampling import takes_noise_pred
 
 UNET = Part("diffusers", ("UNet2DConditionModel",))
 VAE = Part("diffusers", ("AutoencoderKL",))
 CLIP = Part("transformers", ("CLIPTextModel", "CLIPTextModelWithProjection"))
 TOKENIZER = Part("transformers", ("CLIPTokenizer", "CLIPTokenizerFast"))
 BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-CLIP_L = {
-    "vocab_size": 49408,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 77,
-    "hidden_act": "quick_gelu",
-    "projection_dim": 768,
-}
+
+
+def unet(**config: Any) -> Component:
+    """Return a UNet, with diffusers' defaults for what is not given."""
+    return Component("diffusers", "UNet2DConditionModel", config)
 
 
 def vae(**config: Any) -> Component:
@@ -42,6 +37,27 @@ def vae(**config: Any) -> Component:
         "latent_channels": 4,
     }
     return Component("diffusers", "AutoencoderKL", own | config)
+
+
+def clip(width: int, layers: int, activation: str, projection: int, *, class_name: str = "CLIPTextModel") -> Component:
+    """Return a text encoder in the proportions of the published ones: attention heads of 64 channels, 77 tokens."""
+    config = {
+        "vocab_size": 49408,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "max_position_embeddings": 77,
+        "hidden_act": activation,
+        "projection_dim": projection,
+    }
+    return Component("transformers", class_name, config)
+
+
+def ddim(prediction_type: str) -> Component:
+    """Return the sampling scheduler of Stable Diffusion 1.5 and 2.1."""
+    own = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
+    return Component("diffusers", "DDIMScheduler", {**BETAS, "prediction_type": prediction_type, **own})
 
 
 class UNetFamily(Family):
@@ -61,7 +77,11 @@ class UNetFamily(Family):
         return prediction
 
     def samples_with(self, scheduler: Any) -> bool:
-        return takes_noise_pred(scheduler)
+        """Return whether it has ``step(noise_pred, t, latents, …)`` and the attributes that pipelines use."""
+        if not all(hasattr(scheduler, name) for name in ("step", "scale_model_input", "init_noise_sigma", "order")):
+            return False
+        parameters = list(inspect.signature(scheduler.step).parameters.values())
+        return len(parameters) >= 3 and all(p.default is not p.empty for p in parameters[3:] if p.kind != p.VAR_KEYWORD)
 
 
 class StableDiffusion(UNetFamily):
@@ -85,21 +105,17 @@ class StableDiffusion(UNetFamily):
         "tiny": Architecture(
             pipeline_class,
             networks={
-                "unet": Component(
-                    "diffusers",
-                    "UNet2DConditionModel",
-                    {
-                        "sample_size": 8,
-                        "in_channels": 4,
-                        "out_channels": 4,
-                        "layers_per_block": 1,
-                        "block_out_channels": [32, 64],
-                        "norm_num_groups": 16,
-                        "cross_attention_dim": 64,
-                        "attention_head_dim": 4,
-                        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
-                        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
-                    },
+                "unet": unet(
+                    sample_size=8,
+                    in_channels=4,
+                    out_channels=4,
+                    layers_per_block=1,
+                    block_out_channels=[32, 64],
+                    norm_num_groups=16,
+                    cross_attention_dim=64,
+                    attention_head_dim=4,
+                    down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+                    up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
                 ),
                 "vae": vae(
                     down_block_types=["DownEncoderBlock2D"] * 3,
@@ -132,65 +148,24 @@ class StableDiffusion(UNetFamily):
         "sd15": Architecture(
             pipeline_class,
             networks={
-                "unet": Component(
-                    "diffusers",
-                    "UNet2DConditionModel",
-                    {"sample_size": 64, "attention_head_dim": 8, "cross_attention_dim": 768},
-                ),
+                "unet": unet(sample_size=64, attention_head_dim=8, cross_attention_dim=768),
                 "vae": vae(sample_size=512, scaling_factor=0.18215),
-                "text_encoder": Component("transformers", "CLIPTextModel", CLIP_L),
+                "text_encoder": clip(768, 12, "quick_gelu", 768),
             },
-            scheduler=Component(
-                "diffusers",
-                "DDIMScheduler",
-                {
-                    **BETAS,
-                    "prediction_type": "epsilon",
-                    "clip_sample": False,
-                    "set_alpha_to_one": False,
-                    "steps_offset": 1,
-                },
-            ),
+            scheduler=ddim("epsilon"),
         ),
         "sd21": Architecture(
             pipeline_class,
             networks={
-                "unet": Component(
-                    "diffusers",
-                    "UNet2DConditionModel",
-                    {
-                        "sample_size": 96,
-                        "attention_head_dim": [5, 10, 20, 20],
-                        "cross_attention_dim": 1024,
-                        "use_linear_projection": True,
-                    },
+                "unet": unet(
+                    sample_size=96,
+                    attention_head_dim=[5, 10, 20, 20],
+                    cross_attention_dim=1024,
+                    use_linear_projection=True,
                 ),
                 "vae": vae(sample_size=768, scaling_factor=0.18215),
-                "text_encoder": Component(
-                    "transformers",
-                    "CLIPTextModel",
-                    {
-                        "vocab_size": 49408,
-                        "hidden_size": 1024,
-                        "intermediate_size": 4096,
-                        "num_hidden_layers": 23,
-                        "num_attention_heads": 16,
-                        "max_position_embeddings": 77,
-                        "hidden_act": "gelu",
-                        "projection_dim": 512,
-                    },
-                ),
+                "text_encoder": clip(1024, 23, "gelu", 512),
             },
-            scheduler=Component(
-                "diffusers",
-                "DDIMScheduler",
-                {
-                    **BETAS,
-                    "prediction_type": "v_prediction",
-                    "clip_sample": False,
-                    "set_alpha_to_one": False,
-                    "steps_offset": 1,
-                },
-            ),
+            scheduler=ddim("v_prediction"),
         ),
     }

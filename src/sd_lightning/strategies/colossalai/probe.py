@@ -72,15 +72,6 @@ def probe(*, trial_step: bool = True, timeout_seconds: float = 900.0) -> list[Ro
     return rows
 
 
-def require_installed() -> None:
-    """Raise if ColossalAI is missing.
-
-    Raises:
-        UsageError: It is not installed, or in another version.
-    """
-    _require([check_version()])
-
-
 @functools.cache  # called before processes start, and again in the first of each machine
 def require_engine(*, timeout_seconds: float) -> None:
     """Run the probe without the trial step.
@@ -88,10 +79,15 @@ def require_engine(*, timeout_seconds: float) -> None:
     Raises:
         UsageError: A check fails; the message holds all rows.
     """
-    _require(probe(trial_step=False, timeout_seconds=timeout_seconds))
+    require(probe(trial_step=False, timeout_seconds=timeout_seconds))
 
 
-def _require(rows: list[Row]) -> None:
+def require(rows: list[Row]) -> None:
+    """Raise if a check has failed.
+
+    Raises:
+        UsageError: One has; the message holds all rows.
+    """
     if not all(row.ok for row in rows):
         raise UsageError(
             f"ColossalAIStrategy cannot be used here: {' | '.join(map(str, rows))}; {_COMMAND} shows this again; "

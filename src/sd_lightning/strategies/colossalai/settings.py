@@ -103,10 +103,24 @@ _STATIC_ONLY = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
 _AUTO_ONLY = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio")
 _FIELDS = tuple(field.name for field in fields(ColossalAIConfig))
 _LOSS_SCALE = _FIELDS[_FIELDS.index("initial_scale") :]
-_OF_2022 = (
-    *("use_chunk", "chunk_size", "enable_distributed_storage", "force_outputs_fp32", "gpu_margin_mem_ratio"),
-    *("chunk_search_range", "chunk_search_n_grids", "min_chunk_size"),
-)
+_GONE: dict[str, tuple[Any, str]] = {
+    "use_chunk": (
+        True,
+        "ColossalAI's engine has had nothing but chunks since 0.1.10; leave it out, or choose strategy=fsdp",
+    ),
+    "chunk_size": (
+        None,
+        "the strategy of 2022 stored and never used it; set min_chunk_size_m (in 2**20 elements) and search_range_m=0",
+    ),
+    "force_outputs_fp32": (False, "the loss is computed in float32 here whatever a network returns; leave it out"),
+    "gpu_margin_mem_ratio": (
+        0,
+        "by it every process moves weights as its own free memory says: their places would differ, and averages and "
+        "checkpoints lose them; leave it out, or set placement_policy=static and offload_optim_frac below 1",
+    ),
+}
+"""Argument of 2022 for what does not exist any more -> the one value that may still be given, and the reason."""
+_OF_2022 = (*_GONE, "enable_distributed_storage", "chunk_search_range", "chunk_search_n_grids", "min_chunk_size")
 """Arguments of ``lightning-colossalai`` 0.1.0 and Lightning 1.8-1.9 that were renamed or removed. Of those that keep
 their names, ``placement_policy`` could also be cuda or cpu."""
 
@@ -123,7 +137,9 @@ def config_of(config: ColossalAIConfig | None, given: Mapping[str, Any]) -> Colo
             f"{WHO} got {', '.join(unknown)}; expected timeout_seconds, build_timeout_seconds, {', '.join(_FIELDS)}, "
             f"or of 2022: {', '.join(_OF_2022)}"
         )
-    _refuse_what_is_gone(given)
+    for name, (accepted, reason) in _GONE.items():
+        if name in given and given[name] != accepted:
+            raise UsageError(f"{WHO} got {name}={given[name]!r}: {reason}")
     translated = _in_todays_words(given)
     today = {name: value for name, value in given.items() if name in _FIELDS and name not in translated}
     twice = sorted((given.keys() & translated.keys()) - {"placement_policy"})
@@ -132,30 +148,6 @@ def config_of(config: ColossalAIConfig | None, given: Mapping[str, Any]) -> Colo
             f"{WHO} got {', '.join(twice)} together with an argument of 2022 that sets it; give one of both"
         )
     return replace(config or ColossalAIConfig(), **today, **translated)
-
-
-def _refuse_what_is_gone(given: Mapping[str, Any]) -> None:
-    reasons = {
-        "use_chunk": (
-            True,
-            "ColossalAI's engine has had nothing but chunks since 0.1.10; leave it out, or choose strategy=fsdp",
-        ),
-        "chunk_size": (
-            None,
-            "the strategy of 2022 stored and never used it; set min_chunk_size_m (in 2**20 elements) "
-            "and search_range_m=0",
-        ),
-        "force_outputs_fp32": (False, "the loss is computed in float32 here whatever a network returns; leave it out"),
-        "gpu_margin_mem_ratio": (
-            0,
-            "by it every process moves weights as its own free memory says: their places would "
-            "differ, and averages and checkpoints lose them; leave it out, or set "
-            "placement_policy=static and offload_optim_frac below 1",
-        ),
-    }
-    for name, (accepted, reason) in reasons.items():
-        if name in given and given[name] != accepted:
-            raise UsageError(f"{WHO} got {name}={given[name]!r}: {reason}")
 
 
 def _in_todays_words(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ ColossalAI's own ``state_dict`` gathers the float32 weights in 16 bits, and load
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedParameter
+from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter
 from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
 from sd_lightning.strategies.colossalai.settings import WHO
-from sd_lightning.strategies.engine_state import EngineState, Groups
+from sd_lightning.strategies.engine_state import EngineState
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -33,18 +33,16 @@ class ColossalAIState(EngineState):
         self.engine = engine
         self.optimizer = engine.optimizer
         """The optimizer that the state belongs to; every fit creates another."""
+        self.optimizers = [] if self.optimizer is None else [self.optimizer]
 
     def parameter_shards(self) -> list[ParameterShard]:
         """Return this rank's ranges, as live tensors."""
         slices = self._slices()
         shards = []
-        for name, parameter in self.engine.parameters.items():
-            master, begin, end = self.engine.master_range(parameter)
-            if begin == end:
-                continue
+        for name, parameter, master, begin, end in self._ranges():
             states: dict[str, LazyTensor] = {}
             scalars: dict[str, Any] = {}
-            state = self._adam_state(slices, parameter)
+            state = self.optimizer.optim.state.get(slices[parameter]) if parameter in slices else None
             if state:
                 states = {kind: state[kind].detach() for kind in _MOMENTS}
                 scalars = {"step": torch.tensor(float(state["step"]))}
@@ -55,18 +53,15 @@ class ColossalAIState(EngineState):
         return shards
 
     @override
-    def _optimizers(self) -> Sequence[Any]:
-        return [] if self.optimizer is None else [self.optimizer]
-
-    @override
     def _group_names(self) -> list[list[list[str]]]:
-        return [self.engine.group_names for _ in self._optimizers()]
+        return [self.engine.group_names for _ in self.optimizers]
 
     @override
     def _inner(self, optimizer: Any) -> Any:
         return optimizer.optim
 
-    def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Load the masters and Adam's moments, and refresh the 16-bit weights.
 
         Raises:
@@ -75,31 +70,30 @@ class ColossalAIState(EngineState):
         if groups is not None:
             self._take_groups(groups)
         slices = self._slices()
-        with torch.no_grad():
-            for name, parameter in self.engine.parameters.items():
-                master, begin, end = self.engine.master_range(parameter)
-                if begin == end:
-                    continue
-                read("master", name, master, begin, end)
-                if groups is not None and saved[name].states:
-                    self.optimizer.optim.state[slices[parameter]] = _moments(
-                        saved[name], name, master, begin, end, read
-                    )
-            self.engine.refresh()
+        for name, parameter, master, begin, end in self._ranges():
+            read("master", name, master, begin, end)
+            if groups is not None and saved[name].states:
+                self.optimizer.optim.state[slices[parameter]] = _moments(saved[name], name, master, begin, end, read)
+        self.engine.refresh()
 
+    @torch.no_grad()
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Compute with other weights; the float32 masters do not change."""
-        with torch.no_grad():
-            for name, parameter in self.engine.parameters.items():
-                begin, end = self.engine.master_range(parameter)[1:]
-                if begin < end:
-                    self.engine.compute_range(parameter).copy_(weights[name, begin])
-            self.engine.written()
+        for name, parameter, _, begin, _ in self._ranges():
+            self.engine.compute_range(parameter).copy_(weights[name, begin])
+        self.engine.written()
 
+    @torch.no_grad()
     def swap_out(self) -> None:
         """Compute with the trained weights again: the masters, rounded as after a step."""
-        with torch.no_grad():
-            self.engine.refresh()
+        self.engine.refresh()
+
+    def _ranges(self) -> Iterator[tuple[str, nn.Parameter, Tensor, int, int]]:
+        """Yield name, parameter, float32 weights, begin and end of every range that this rank holds."""
+        for name, parameter in self.engine.parameters.items():
+            master, begin, end = self.engine.master_range(parameter)
+            if begin < end:
+                yield name, parameter, master, begin, end
 
     def _slices(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map each parameter to the optimizer's parameter for this rank's range of it."""
@@ -107,10 +101,6 @@ class ColossalAIState(EngineState):
             return {}
         real = self.optimizer.id_to_real_params
         return {real[number]: piece for number, piece in self.optimizer.id_to_fake_params.items()}
-
-    def _adam_state(self, slices: Mapping[nn.Parameter, nn.Parameter], parameter: nn.Parameter) -> dict[str, Any]:
-        piece = slices.get(parameter)
-        return self.optimizer.optim.state.get(piece, {}) if piece is not None else {}
 
 
 def _moments(saved: SavedParameter, name: str, master: Tensor, begin: int, end: int, read: Read) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
         timeout = timeout_of(WHO, timeout_seconds)
         timeout_of(WHO, build_timeout_seconds, name="build_timeout_seconds")
         self.config = config_of(config, settings)
-        probe.require_installed()
+        probe.require([probe.check_version()])
         super().__init__(timeout=timeout)
         self.engine: ColossalAIEngine | None = None
         self._build_timeout = build_timeout_seconds

@@ -44,23 +44,22 @@ def import_deepspeed(who: str) -> ModuleType:
     return deepspeed
 
 
-def check_buildable(extensions: Iterable[Extension], who: str, *, instead: str) -> None:
-    """Check before processes start that extensions can be compiled here.
+def check_buildable(extension: Extension, who: str, *, instead: str) -> None:
+    """Check before processes start that an extension can be compiled here.
 
     Args:
-        extensions: Their names.
-        who: What asks for them, e.g. ``"strategy.cpu_adam=true"``.
-        instead: The setting to write to do without them.
+        extension: Its name.
+        who: What asks for it, e.g. ``"strategy.cpu_adam=true"``.
+        instead: The setting to write to do without it.
 
     Raises:
         UsageError: Something is missing; the message says how to install it.
     """
     from deepspeed.git_version_info import installed_ops
 
-    wanted = [name for name in extensions if not installed_ops.get(name, False)]
-    if not wanted:
+    if installed_ops.get(extension, False):
         return
-    told = f"{who}: DeepSpeed compiles {' and '.join(wanted)} for it, and there is no"
+    told = f"{who}: DeepSpeed compiles {extension} for it, and there is no"
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         missing, remedy = f"C++ compiler ({compiler})", _install("g++", "gcc-c++", "cxx-compiler")
@@ -68,7 +67,7 @@ def check_buildable(extensions: Iterable[Extension], who: str, *, instead: str) 
         missing, remedy = "Python.h", _install("python3-dev", "python3-devel", "python")
     elif shutil.which("ninja", path=_search_path()) is None:
         missing, remedy = "ninja", "pip install ninja"
-    elif "async_io" in wanted and not _links_with_libaio(compiler):
+    elif extension == "async_io" and not _links_with_libaio(compiler):
         missing, remedy = "libaio", _install("libaio-dev", "libaio-devel", "libaio")
     else:
         return
@@ -96,11 +95,10 @@ def build(extensions: Iterable[Extension]) -> None:
         try:
             getattr(builders, _BUILDERS[name])().load(verbose=False)
         except Exception as error:
-            lines = (
-                [line for line in str(error).splitlines() if "error" in line.lower()] or str(error).splitlines() or [""]
-            )
+            lines = str(error).splitlines() or [""]
+            first = next((line for line in lines if "error" in line.lower()), lines[0])
             raise UsageError(
-                f"compiling DeepSpeed's {name} failed: {lines[0].strip()}; build it alone for the whole message: "
+                f"compiling DeepSpeed's {name} failed: {first.strip()}; build it alone for the whole message: "
                 f"python -c 'from deepspeed.ops.op_builder import {_BUILDERS[name]} as B; B().load()'"
             ) from error
         if not compiled:

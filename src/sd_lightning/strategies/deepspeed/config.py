@@ -140,7 +140,7 @@ def check(config: Mapping[str, Any], who: str) -> None:
     for path, (harmless, reason) in REFUSED.items():
         value = get(config, path)
         if value is not ABSENT and value != AUTO and value not in harmless:
-            told = "" if isinstance(value, Mapping) else f"={json.dumps(value, default=str)}"
+            told = "" if isinstance(value, Mapping) else f"={text(value)}"
             raise UsageError(f"{who}: {path}{told} cannot be used: {reason}; remove it")
     gone = {path.partition(".")[0] for path in REFUSED}
     for section in SECTIONS:
@@ -148,7 +148,7 @@ def check(config: Mapping[str, Any], who: str) -> None:
         if node is ABSENT or node is None or node == AUTO:
             continue
         if not isinstance(node, Mapping):
-            raise UsageError(f"{who}: {section}={json.dumps(node)}; expected an object")
+            raise UsageError(f"{who}: {section}={text(node)}; expected an object")
         known = known_keys(section) | (frozenset() if section else gone)
         for key in node:
             if key not in known:
@@ -156,7 +156,7 @@ def check(config: Mapping[str, Any], who: str) -> None:
     stage = get(config, "zero_optimization.stage")
     if stage is not ABSENT and stage != AUTO and (isinstance(stage, bool) or stage not in (1, 2, 3)):
         remedy = "strategy=ddp shards nothing" if stage == 0 else "write 2 if in doubt"
-        raise UsageError(f"{who}: zero_optimization.stage={json.dumps(stage)}; expected 1, 2 or 3: {remedy}")
+        raise UsageError(f"{who}: zero_optimization.stage={text(stage)}; expected 1, 2 or 3: {remedy}")
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         number = explicit(config, name, 1)
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -164,8 +164,7 @@ def check(config: Mapping[str, Any], who: str) -> None:
     clip = explicit(config, "gradient_clipping", 0)
     if isinstance(clip, bool) or not isinstance(clip, int | float) or clip < 0:
         raise UsageError(f'{who}: gradient_clipping={text(clip)}; expected a norm of at least 0, or "auto"')
-    on = [name for name in ("fp16", "bf16") if get(config, f"{name}.enabled") is True]
-    if len(on) == 2:
+    if all(get(config, f"{name}.enabled") is True for name in ("fp16", "bf16")):
         raise UsageError(f"{who}: fp16.enabled and bf16.enabled are both true; switch one of them off")
     scheduler = config.get("scheduler")
     if isinstance(scheduler, Mapping) and any(v != AUTO for path, v in leaves(scheduler) if path != "type"):
@@ -254,12 +253,7 @@ def optimizer_of(config: Mapping[str, Any], who: str) -> tuple[str, Config] | No
             raise UsageError(f"{who}: optimizer.params.{flag}={not expected} is not supported; remove it")
     for key in params:
         if key not in _HYPER_PARAMETERS:
-            raise UsageError(f"{who}: {_unknown_hyper_parameter(key)}")
+            near = difflib.get_close_matches(key, sorted(_HYPER_PARAMETERS), n=1) or ["lr"]
+            meant = "you mean gradient_clipping" if key == "max_grad_norm" else f"the nearest is {near[0]}"
+            raise UsageError(f"{who}: optimizer.params.{key} is no hyper-parameter of AdamW's; {meant}")
     return target, params
-
-
-def _unknown_hyper_parameter(key: str) -> str:
-    if key == "max_grad_norm":
-        return "optimizer.params.max_grad_norm is no hyper-parameter of AdamW's; you mean gradient_clipping"
-    near = difflib.get_close_matches(key, sorted(_HYPER_PARAMETERS), n=1) or ["lr"]
-    return f"optimizer.params.{key} is no hyper-parameter of AdamW's; the nearest is {near[0]}"

@@ -49,16 +49,13 @@ def check_swap_path(path: str | None) -> Path:
         with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}test-", dir=folder) as trial:
             _write_directly(Path(trial) / "block")
     except PermissionError as error:
-        raise UsageError(f"{who}: this user cannot write there; give a folder that {_user()} may write to") from error
+        user = os.environ.get("USER") or f"user {os.getuid()}"
+        raise UsageError(f"{who}: this user cannot write there; give a folder that {user} may write to") from error
     except OSError as error:
         raise UsageError(
             f"{who}: DeepSpeed cannot swap there ({error.strerror}); give a folder on a local disk with direct I/O"
         ) from error
     return folder
-
-
-def _user() -> str:
-    return os.environ.get("USER") or f"user {os.getuid()}"
 
 
 def _write_directly(path: Path) -> None:
@@ -117,42 +114,39 @@ class SwappedZero3State(Zero3State):
     """
 
     @override
-    def _tensors(self, fragment: Fragment) -> tuple[LazyTensor, dict[str, LazyTensor], dict[str, Any]]:
+    def _master(self, fragment: Fragment) -> LazyTensor:
+        swapped = self._is_swapped(fragment.group)
+        return self._in_file(self._flats()[fragment.group], fragment) if swapped else super()._master(fragment)
+
+    @override
+    def _states(self, fragment: Fragment) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
         if not self._is_swapped(fragment.group):
-            return super()._tensors(fragment)
-        flat: Any = self._flats()[fragment.group]
+            return super()._states(fragment)
         states: dict[str, LazyTensor] = {}
         scalars: dict[str, Any] = {}
-        for kind, value in self.zero.optimizer.state.get(flat, {}).items():
+        for kind, value in self.zero.optimizer.state.get(self._flats()[fragment.group], {}).items():
             if hasattr(value, "ds_id"):  # DeepSpeed's mark of what it swaps
-                states[kind] = partial(self._read, fragment, value.ds_id)
+                states[kind] = self._in_file(value, fragment)
             else:
                 scalars[kind] = torch.tensor(float(value)) if kind == "step" else value
-        return partial(self._read, fragment, flat.ds_id), states, scalars
+        return states, scalars
 
     def _is_swapped(self, group: int) -> bool:
         return bool(self.zero._swappable_optimizer_subgroup(group))
 
-    def _read(self, fragment: Fragment, ds_id: str) -> Tensor:
-        return self._read_file(ds_id, fragment.offset, fragment.end - fragment.begin)
+    def _in_file(self, flat: Any, fragment: Fragment) -> LazyTensor:
+        return partial(self._read, flat.ds_id, fragment.offset, fragment.end - fragment.begin)
 
-    def _read_file(self, ds_id: str, offset: int, numel: int) -> Tensor:
+    def _read(self, ds_id: str, offset: int, numel: int) -> Tensor:
         path = Path(self.zero.optimizer_swapper.swap_folder) / f"{ds_id}.tensor.swp"
         return torch.from_numpy(np.fromfile(path, dtype=np.float32, count=numel, offset=4 * offset))
-
-    @override
-    def _master(self, fragment: Fragment) -> Tensor:
-        if not self._is_swapped(fragment.group):
-            return super()._master(fragment)
-        flat: Any = self._flats()[fragment.group]
-        return self._read(fragment, flat.ds_id)
 
     @override
     def _master_flat(self, group: int) -> Tensor:
         if not self._is_swapped(group):
             return super()._master_flat(group)
         flat: Any = self._flats()[group]
-        return self._read_file(flat.ds_id, 0, self.zero.fp16_partitioned_groups_flat_numel[group])
+        return self._read(flat.ds_id, 0, self.zero.fp16_partitioned_groups_flat_numel[group])
 
     @override
     @contextmanager

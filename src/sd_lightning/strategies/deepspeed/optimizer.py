@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.eight_bit import is_eight_bit
 from sd_lightning.strategies.adam import is_adam, replace_adam, unsupported_option
-from sd_lightning.strategies.networks import is_quantised
 
 _WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
 """Optimizers that need whole matrices or all weights, while a rank has only a flat range."""
@@ -20,7 +20,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """
     name = type(optimizer).__name__
     told = f"{name} cannot step DeepSpeed's shards, flat ranges of many weights"
-    if is_quantised(optimizer):
+    if is_eight_bit(optimizer):
         raise UsageError(f"{told}: its states are quantised in blocks; choose optimizer=adamw, or strategy=ddp")
     if name in _WHOLE:
         raise UsageError(f"{told}: it looks at whole weights; choose optimizer=adamw, or strategy=ddp")

@@ -7,7 +7,6 @@ not defaults: they have to agree with the file, or the run does not start.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -51,7 +50,7 @@ def check_precision(config: Mapping[str, Any], chosen: str, who: str, *, on_cuda
         asked = get(config, f"{name}.enabled")
         if asked is (name != kind):
             raise UsageError(
-                f"{who}: {name}.enabled={json.dumps(asked)} contradicts trainer.precision={chosen}; make them agree, "
+                f"{who}: {name}.enabled={text(asked)} contradicts trainer.precision={chosen}; make them agree, "
                 f'or write "{name}": {{"enabled": "auto"}} in the file'
             )
     if kind == "fp16" and not on_cuda:

@@ -77,31 +77,19 @@ class DeepSpeedSettings:
 
     Args:
         config: DeepSpeed's configuration: a JSON file or a dictionary.
-        stage: ZeRO stage.
-        offload: What is offloaded.
-        buckets: Sizes of messages.
-        cpu_checkpointing: Keep the activations of checkpointed blocks in host memory.
+        ours: Our arguments, from :func:`as_config`.
 
     Raises:
         UsageError: The configuration is wrong or contradicts an argument, a tool to compile an extension is missing, or
             the swap folder is unusable.
     """
 
-    def __init__(
-        self,
-        config: str | Path | Mapping[str, Any] | None,
-        *,
-        stage: Stage | None,
-        offload: Offload,
-        buckets: Buckets,
-        cpu_checkpointing: bool | None,
-    ) -> None:
+    def __init__(self, config: str | Path | Mapping[str, Any] | None, ours: Config) -> None:
         self.who = "DeepSpeedStrategy" if config is None else name_of(config)
         import_deepspeed(self.who)
         given, warnings = load({} if config is None else config)
         for warning in warnings:
             _warn("%s", warning)
-        ours = _as_config(stage, offload, buckets, cpu_checkpointing)
         load(ours)
         self.config = with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
         self._has_warned = False
@@ -146,9 +134,9 @@ class DeepSpeedSettings:
             check_swap_path(self.nvme_path)
         if "cpu_adam" in self.extensions:
             instead = "strategy.cpu_adam=false to step with torch's optimizer"
-            check_buildable(["cpu_adam"], "strategy.cpu_adam=true", instead=instead)
+            check_buildable("cpu_adam", "strategy.cpu_adam=true", instead=instead)
         if "async_io" in self.extensions:
-            check_buildable(["async_io"], "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu")
+            check_buildable("async_io", "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu")
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Compare the trainer and the module with the configuration.
@@ -217,7 +205,7 @@ class DeepSpeedSettings:
         return config
 
 
-def _as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:
+def as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:
     """Return the given arguments as a DeepSpeed configuration, without those that are None."""
     given = {
         "stage": stage,

@@ -8,7 +8,7 @@ gives each rank a range of every parameter and packs those. This module builds t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedParameter
+from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter, tensor_of
 from sd_lightning.strategies.base import whole_shape
-from sd_lightning.strategies.engine_state import EngineState, Groups
+from sd_lightning.strategies.engine_state import EngineState
 
 _OTHER_LAYOUT = "this DeepSpeed release lays them out differently"
 
@@ -57,6 +56,7 @@ class DeepSpeedState(EngineState):
 
     def __init__(self, zero: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.zero = zero
+        self.optimizers = [zero.optimizer]
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = {name: whole_shape(parameter) for name, parameter in parameters.items()}
@@ -85,16 +85,18 @@ class DeepSpeedState(EngineState):
         """Distribute the new compute weights to all ranks."""
         raise NotImplementedError
 
-    @override
-    def _optimizers(self) -> Sequence[Any]:
-        return [self.zero.optimizer]
-
     def parameter_shards(self) -> list[ParameterShard]:
         """Return this rank's ranges."""
-        return [ParameterShard(f.name, f.shape, f.begin, f.end, *self._tensors(f)) for f in self.fragments]
+        return [
+            ParameterShard(f.name, f.shape, f.begin, f.end, self._master(f), *self._states(f)) for f in self.fragments
+        ]
 
-    def _tensors(self, fragment: Fragment) -> tuple[LazyTensor, dict[str, LazyTensor], dict[str, Any]]:
-        """Return a fragment's float32 weights, optimizer states and scalars."""
+    def _master(self, fragment: Fragment) -> LazyTensor:
+        """Return a fragment's float32 weights."""
+        return fragment.of(self._flats()[fragment.group].detach())
+
+    def _states(self, fragment: Fragment) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+        """Return a fragment's optimizer states and scalars."""
         flat = self._flats()[fragment.group]
         states: dict[str, LazyTensor] = {}
         scalars: dict[str, Any] = {}
@@ -110,19 +112,20 @@ class DeepSpeedState(EngineState):
                     f"{type(self.zero.optimizer).__name__} keeps {kind!r}, which is not one value per weight and cannot"
                     " be divided over processes; choose optimizer=adamw, or strategy=ddp"
                 )
-        return fragment.of(flat.detach()), states, scalars
+        return states, scalars
 
-    def load(self, saved: Mapping[str, SavedParameter], groups: Groups | None, read: Read) -> None:
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Fill the flat weights, create the optimizer's flat states, and refresh the compute weights."""
         if groups is not None:
             self._take_groups(groups)
-        with self._writing() as flats:
-            for flat, fragments in flats:
-                for fragment in fragments:
-                    read("master", fragment.name, fragment.of(flat), fragment.begin, fragment.end)
-                if groups is not None:
-                    self._load_states(flat, fragments, saved, read)
+        for flat, fragments in self._flats_to_write():
+            for fragment in fragments:
+                read("master", fragment.name, fragment.of(flat), fragment.begin, fragment.end)
+            if groups is not None:
+                self._load_states(flat, fragments, saved, read)
 
+    @torch.no_grad()
     def restore_precision(self, weights: Mapping[str, Callable[[Tensor, int, int], None]]) -> None:
         """Restore the exact float32 weights, which the engine rounded to its compute dtype.
 
@@ -131,30 +134,23 @@ class DeepSpeedState(EngineState):
         Args:
             weights: Parameter name -> function that fills a tensor with its flat range ``[begin, end)``.
         """
-        with self._writing() as flats:
-            for flat, fragments in flats:
-                for fragment in fragments:
-                    if fragment.name not in weights:
-                        continue
-                    rounded, computed = fragment.of(flat), self._compute(fragment).dtype
-                    exact = torch.empty_like(rounded)
-                    weights[fragment.name](exact, fragment.begin, fragment.end)
-                    rounded.copy_(torch.where(exact.to(computed).to(rounded.dtype) == rounded, exact, rounded))
+        for flat, fragments in self._flats_to_write():
+            for fragment in fragments:
+                if fragment.name not in weights:
+                    continue
+                rounded, computed = fragment.of(flat), self._compute(fragment).dtype
+                exact = torch.empty_like(rounded)
+                weights[fragment.name](exact, fragment.begin, fragment.end)
+                rounded.copy_(torch.where(exact.to(computed).to(rounded.dtype) == rounded, exact, rounded))
 
-    @contextmanager
-    def _writing(self) -> Iterator[Iterator[tuple[Tensor, list[Fragment]]]]:
+    def _flats_to_write(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
         """Yield the flat tensors with their fragments for writing, and then refresh the compute weights."""
-
-        def flats() -> Iterator[tuple[Tensor, list[Fragment]]]:
-            for group in range(len(self._flats())):
-                with self._resident(group) as flat:
-                    yield flat.detach(), [fragment for fragment in self.fragments if fragment.group == group]
-                    self._refresh(group)
-
-        with torch.no_grad():
-            self._begin_refresh()
-            yield flats()
-            self._end_refresh()
+        self._begin_refresh()
+        for group in range(len(self._flats())):
+            with self._resident(group) as flat:
+                yield flat.detach(), [fragment for fragment in self.fragments if fragment.group == group]
+                self._refresh(group)
+        self._end_refresh()
 
     @contextmanager
     def _resident(self, group: int) -> Iterator[Tensor]:
@@ -216,7 +212,7 @@ class DeepSpeedState(EngineState):
         wrong = None
         for fragment in self.fragments:
             computed = self._compute(fragment)
-            if not torch.equal(self._master(fragment).to(computed.device, computed.dtype), computed):
+            if not torch.equal(tensor_of(self._master(fragment)).to(computed.device, computed.dtype), computed):
                 wrong = f"{fragment.name}[{fragment.begin}:{fragment.end}]"
                 break
         if _sum_over_ranks(wrong is not None):
@@ -224,10 +220,6 @@ class DeepSpeedState(EngineState):
                 f"DeepSpeedState found other weights than {wrong or 'those of another process'} where DeepSpeed should "
                 f"keep them: {_OTHER_LAYOUT}"
             )
-
-    def _master(self, fragment: Fragment) -> Tensor:
-        """Return a fragment's float32 weights."""
-        return fragment.of(self._flats()[fragment.group].detach())
 
 
 def _sum_over_ranks(value: int) -> int:

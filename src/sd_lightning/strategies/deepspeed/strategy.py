@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.strategies.base import is_partitioned, whole_shape
+from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import build
 from sd_lightning.strategies.deepspeed.host_checkpointing import checkpoint_on_host, checkpointed_blocks
@@ -35,7 +35,7 @@ from sd_lightning.strategies.deepspeed.load import (
 from sd_lightning.strategies.deepspeed.nvme import SwapFolder, SwappedZero3State, check_swap_path
 from sd_lightning.strategies.deepspeed.optimizer import to_cpu_adam
 from sd_lightning.strategies.deepspeed.precision import DeepSpeedPrecision
-from sd_lightning.strategies.deepspeed.settings import Buckets, DeepSpeedSettings, Offload, Stage
+from sd_lightning.strategies.deepspeed.settings import Buckets, DeepSpeedSettings, Offload, Stage, as_config
 from sd_lightning.strategies.deepspeed.state import DeepSpeedState
 from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
 from sd_lightning.strategies.deepspeed.zero12_state import Zero12State
@@ -77,23 +77,14 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         timeout_seconds: float = 1800.0,
     ) -> None:
         timeout = timeout_of("DeepSpeedStrategy", timeout_seconds)
-        self.settings = DeepSpeedSettings(
-            config,
-            stage=stage,
-            offload=offload or Offload(),
-            buckets=buckets or Buckets(),
-            cpu_checkpointing=cpu_checkpointing,
-        )
+        ours = as_config(stage, offload or Offload(), buckets or Buckets(), cpu_checkpointing)
+        self.settings = DeepSpeedSettings(config, ours)
+        self.loads_weights = self.settings.stage == 3
         self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None
         self._skips_update = False
         self._linear = torch.nn.functional.linear
         super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
-
-    @property
-    @override
-    def loads_weights(self) -> bool:
-        return self.settings.stage == 3
 
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -142,9 +133,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
-            self.check(trainer, self.lightning_module)
+            self.check(trainer, self._module)
             if self.settings.extensions:
                 self._once_per_machine(
                     lambda: build(self.settings.extensions),
@@ -156,16 +146,15 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         LightningDeepSpeedStrategy.setup(self, trainer)  # the engine takes the module and the optimizer together
         self._taken()
         if self.zero_stage_3:
-            register_external_parameters(self.lightning_module)
+            register_external_parameters(self._module)
 
     @override
     def _format_config(self) -> None:
         """Build the engine's configuration, now that the run's sizes are known."""
-        assert self.lightning_module is not None
         if self.settings.offload_device == "nvme":
             self._swap_folder = SwapFolder(check_swap_path(self.settings.nvme_path))
         folder = None if self._swap_folder is None else self._swap_folder.path
-        self.config = self.settings.engine_config(self.lightning_module.trainer, swap_folder=folder)
+        self.config = self.settings.engine_config(self._module.trainer, swap_folder=folder)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
@@ -190,8 +179,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     def init_deepspeed(self) -> None:
         """Partition deferred weights first, as the engine would need all of them in memory at once."""
         if self.loads_weights:
-            assert isinstance(self.config, dict) and self.lightning_module is not None
-            self._deferred = partition_deferred(self.lightning_module, self.config, self.root_device)
+            assert isinstance(self.config, dict)
+            self._deferred = partition_deferred(self._module, self.config, self.root_device)
         super().init_deepspeed()
         for weights in self._deferred.values():
             weights.close()
@@ -200,8 +189,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     @override
     def _set_deepspeed_activation_checkpointing(self) -> None:
         if self.settings.get("activation_checkpointing.cpu_checkpointing"):
-            assert self.lightning_module is not None
-            for block in checkpointed_blocks(self.lightning_module):
+            for block in checkpointed_blocks(self._module):
                 block._gradient_checkpointing_func = checkpoint_on_host
 
     @override
@@ -216,19 +204,16 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         import deepspeed
 
-        assert self.lightning_module is not None
-        parameters = dict(self.lightning_module.named_parameters())
+        parameters = dict(self._module.named_parameters())
         masters = {}  # an evaluation has none
         if self._fits:
             masters = {n: whole_shape(p) for n, p in parameters.items() if p.requires_grad}
             yield from whole_masters(self.training_state().parameter_shards(), masters)
         for name, parameter in parameters.items():
-            if name not in masters and is_partitioned(parameter):
-                with deepspeed.zero.GatheredParameters([parameter]):
+            if name not in masters:
+                with deepspeed.zero.GatheredParameters([parameter]):  # a parameter that is whole stays as it is
                     value = parameter.detach().clone()
                 yield name, value
-            elif name not in masters:
-                yield name, parameter.detach()
 
     @override
     def _end_engine(self) -> None:

@@ -50,17 +50,12 @@ class Zero12State(DeepSpeedState):
 
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Write other weights into this rank's range of the compute weights, and all-gather them."""
-        ours = [
-            (partitions, dist.get_rank(group=group), group)
-            for partitions, group in zip(
-                self.zero.parallel_partitioned_bit16_groups, self.zero.real_dp_process_group, strict=True
-            )
-        ]
+        flats, groups = self.zero.parallel_partitioned_bit16_groups, self.zero.real_dp_process_group
+        ours = [partitions[dist.get_rank(group=group)] for partitions, group in zip(flats, groups, strict=True)]
         for fragment in self.fragments:
-            partitions, rank, _ = ours[fragment.group]
-            fragment.of(partitions[rank].data).copy_(weights[fragment.name, fragment.begin])
-        for partitions, rank, group in ours:
-            dist.all_gather(partitions, partitions[rank].clone(), group=group)
+            fragment.of(ours[fragment.group].data).copy_(weights[fragment.name, fragment.begin])
+        for partitions, own, group in zip(flats, ours, groups, strict=True):
+            dist.all_gather(partitions, own.clone(), group=group)
 
     def swap_out(self) -> None:
         """Restore the trained compute weights: the float32 partitions, rounded as after a step."""

@@ -91,6 +91,11 @@ def this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
+def identity() -> dict[str, Any]:
+    """Return what other ranks know this process by."""
+    return {"process": this_process(), "place": this_machine(), "pid": os.getpid()}
+
+
 def this_machine() -> str:
     """Return an ID of the scope of process IDs: this boot of the kernel, and the container."""
     try:

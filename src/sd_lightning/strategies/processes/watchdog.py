@@ -21,15 +21,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import override
 
 from sd_lightning.strategies.processes import rank_health
 from sd_lightning.strategies.processes.rank_health import Cause, Failure, RankHealth
-from sd_lightning.strategies.processes.rank_link import Link, Message, this_machine, this_process
+from sd_lightning.strategies.processes.rank_link import Link, Message, identity, this_machine
 
 EXIT_CODE = 1
 GRACE = 3.0  # seconds for other ranks to report the same exception
@@ -54,7 +54,6 @@ class Watchdog(threading.Thread):
         """Why the run ends; None until that is known."""
         self.failure: Failure | None = None
         """This rank's own exception."""
-        self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._links: set[Link] = set()
         self._wakes, self._waked = socket.socketpair()
@@ -64,7 +63,7 @@ class Watchdog(threading.Thread):
         self._released = threading.Event()
         """Set when a main thread that waits in :meth:`fail` or :meth:`stop` may continue."""
         self._next_beat = 0.0
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._close_all)
 
     def set_timeout(self, seconds: float) -> None:
         """Change ``timeout_seconds``."""
@@ -73,7 +72,7 @@ class Watchdog(threading.Thread):
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank's ``fit`` raised; return when the other ranks know, or at a timeout."""
-        if self.failure is not None or not self.is_alive() or os.getpid() != self._pid:
+        if self.failure is not None or not self.is_alive():
             return
         self.failure = rank_health.failure_of(error)
         self._wake()
@@ -81,7 +80,7 @@ class Watchdog(threading.Thread):
 
     def stop(self) -> None:
         """Say goodbye to the other ranks, so that this process may end."""
-        if os.getpid() != self._pid or not self.is_alive():
+        if not self.is_alive():  # nor is it in a forked process
             return
         self._stopping = True
         self._wake()
@@ -91,13 +90,11 @@ class Watchdog(threading.Thread):
         with suppress(OSError):  # the thread has ended
             self._wakes.send(b"\0")
 
-    def _forget(self) -> None:
-        """Close inherited sockets in a forked process (a data loader's): they keep a dead rank's connection open."""
+    def _close_all(self) -> None:
+        """Close all sockets, also in a forked process (a data loader's): they keep a dead rank's connection open."""
         self._selector.close()
-        for link in self._links:
-            link.connection.close()
-        self._wakes.close()
-        self._waked.close()
+        for connection in (self._wakes, self._waked, *(link.connection for link in self._links)):
+            connection.close()
 
     @override
     def run(self) -> None:
@@ -110,8 +107,7 @@ class Watchdog(threading.Thread):
         if self.cause is not None:
             self._end(self.cause)
         self._part()
-        for each in (self._selector, self._wakes, self._waked):
-            each.close()
+        self._close_all()
         self._released.set()
 
     def _part(self) -> None:
@@ -192,30 +188,18 @@ class Spoke(Watchdog):
         rank: This process's rank.
         timeout_seconds: See :class:`Watchdog`.
         connection: Connection to rank 0.
-        token: Secret by which rank 0 recognises its ranks.
-        hub: Rank 0's process, for messages.
-        place: Rank 0's machine and process number.
+        hub: What rank 0 has published: its process for messages, its machine and process number, and the secret by
+            which it recognises its ranks.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        timeout_seconds: float,
-        connection: socket.socket,
-        token: str,
-        hub: str,
-        place: tuple[str, int],
-    ) -> None:
+    def __init__(self, rank: int, *, timeout_seconds: float, connection: socket.socket, hub: Mapping[str, Any]) -> None:
         super().__init__(rank, timeout_seconds=timeout_seconds)
-        self._hub = RankHealth(0, hub, time.monotonic())
-        self._place = place
+        self._hub = RankHealth(0, hub["process"], time.monotonic())
+        self._place = (hub["place"], hub["pid"])
         self._link = Link(connection)
         self._add(self._link)
         self._reported = False
-        self._link.send(
-            kind="hello", token=token, rank=rank, process=this_process(), place=this_machine(), pid=os.getpid()
-        )
+        self._link.send(kind="hello", token=hub["token"], rank=rank, **identity())
 
     @override
     def _hear(self, link: Link, message: Message) -> None:
@@ -272,7 +256,6 @@ def say(line: str) -> None:
 
 def flush() -> None:
     """Flush stdout and stderr, but wait at most 1 s."""
-
     thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     thread.start()
     thread.join(1.0)

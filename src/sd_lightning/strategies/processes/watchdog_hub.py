@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from sd_lightning.strategies.processes import rank_health, rank_link
 from sd_lightning.strategies.processes.rank_health import Cause, Failure, RankHealth
-from sd_lightning.strategies.processes.rank_link import Link, Message, this_machine, this_process
+from sd_lightning.strategies.processes.rank_link import Link, Message, identity, this_process
 from sd_lightning.strategies.processes.watchdog import FAREWELL, GRACE, Spoke, Watchdog, kill
 
 log = logging.getLogger(__name__)
@@ -156,8 +156,7 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
     if rank == 0:
         host = rank_link.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         hub = Hub(world_size, timeout_seconds=timeout_seconds, host=host)
-        about = {"host": host, "port": hub.port, "token": hub.token, "process": this_process(), "pid": os.getpid()}
-        store.set("address", json.dumps(about | {"place": this_machine()}))
+        store.set("address", json.dumps({"host": host, "port": hub.port, "token": hub.token, **identity()}))
         missing = world_size - 1 - hub.gather(min(CONNECT, timeout_seconds / 4))
         if missing:
             log.warning("%d ranks are not watched: they cannot reach rank 0 at %s:%d", missing, host, hub.port)
@@ -168,13 +167,6 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
     if connection is None:
         log.warning("rank %d is not watched: it cannot reach rank 0 at %s:%d", rank, about["host"], about["port"])
         return None
-    spoke = Spoke(
-        rank,
-        timeout_seconds=timeout_seconds,
-        connection=connection,
-        token=about["token"],
-        hub=about["process"],
-        place=(about["place"], about["pid"]),
-    )
+    spoke = Spoke(rank, timeout_seconds=timeout_seconds, connection=connection, hub=about)
     spoke.start()
     return spoke

@@ -50,6 +50,12 @@ class Measurement(Enum):
 
 
 _UNDER_WAY = (Measurement.UNTIL_FORWARD, Measurement.UNTIL_BACKWARD)
+_TRANSITIONS = {
+    Measurement.NONE: set(_UNDER_WAY),
+    Measurement.UNTIL_FORWARD: {Measurement.COMPLETE},
+    Measurement.UNTIL_BACKWARD: {Measurement.COMPLETE},
+    Measurement.COMPLETE: {Measurement.NONE},
+}
 
 
 class AutoPlacement:
@@ -133,7 +139,7 @@ class AutoPlacement:
             if self._measurement is Measurement.NONE:
                 if is_new_anywhere:
                     self.make_room()
-                    self._measurement = Measurement.UNTIL_BACKWARD if call.with_gradients else Measurement.UNTIL_FORWARD
+                    self._go(Measurement.UNTIL_BACKWARD if call.with_gradients else Measurement.UNTIL_FORWARD)
                     self._begin()
                 elif self._is_stale:
                     self._plan()
@@ -151,6 +157,11 @@ class AutoPlacement:
             if self._measurement is Measurement.UNTIL_FORWARD:
                 self._complete()
 
+    def _go(self, measurement: Measurement) -> None:
+        if measurement not in _TRANSITIONS[self._measurement]:
+            raise RuntimeError(f"a measurement cannot go from {self._measurement.name} to {measurement.name}")
+        self._measurement = measurement
+
     def _begin(self) -> None:
         """Start a measurement, or start it again."""
         self.trace = []
@@ -158,7 +169,7 @@ class AutoPlacement:
 
     def _complete(self) -> None:
         self.trace.append(("end", "", self._probe.note()))
-        self._measurement = Measurement.COMPLETE
+        self._go(Measurement.COMPLETE)
 
     def _agree(self, is_new: bool) -> bool:
         """Record a complete measurement, on all ranks together; return whether any rank has a new call now."""
@@ -171,7 +182,7 @@ class AutoPlacement:
             self._known += self._new
             self._new = []
             self._is_stale = True
-            self._measurement = Measurement.NONE
+            self._go(Measurement.NONE)
         return bool(is_new_anywhere)
 
     def _plan(self) -> None:

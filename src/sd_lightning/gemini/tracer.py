@@ -21,6 +21,7 @@ class Tracer:
     def __init__(self, chunks_of: Sequence[Sequence[int]]) -> None:
         self._chunks_of = chunks_of
         self._with_gradients = True
+        self._current: list[int] = []
         self.forget()
 
     @property
@@ -65,7 +66,7 @@ class Tracer:
         # By the kind of the pass, so that sampling in between does not discard the order of training.
         self._order_of: dict[bool, list[int]] = {True: [], False: []}
         self._uses_of: dict[bool, dict[int, list[int]]] = {True: {}, False: {}}
-        self._current: list[int] = []
+        self._current = []
         self._is_known = False
         """Whether the pass has followed the expected order so far."""
 

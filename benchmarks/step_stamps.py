@@ -2,8 +2,9 @@
 
     python benchmarks/step_stamps.py STAMPS.json MODULE [ARGUMENT…]    like python -m MODULE ARGUMENT…
 
-STAMPS.json becomes `{"steps": …, "denoiser": …}`: seconds of one clock at the end of each optimizer step, and the
-seconds that forward and backward of diffusers' UNet took in each, so that what a program adds to them can be told.
+STAMPS.json becomes `{"steps": …, "denoiser": …, "encoders": …, "optimizer": …}`: seconds of one clock at the end of
+each optimizer step, and the seconds of each step that went into forward and backward of diffusers' UNet, into the VAE's
+and the text encoder's forward, and into the optimizer. The rest is what a program adds to them.
 """
 
 import atexit
@@ -12,8 +13,11 @@ import json
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+PARTS = ("denoiser", "encoders", "optimizer")
 
 
 def record(path: Path) -> None:
@@ -21,33 +25,41 @@ def record(path: Path) -> None:
 
     Only the optimizer that steps last counts: a program may try one on parameters of nothing before it trains.
     """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     steps: list[float] = []
-    denoiser: list[float] = []
-    spent = 0.0
+    taken: dict[str, list[float]] = {part: [] for part in PARTS}
+    spent = dict.fromkeys(PARTS, 0.0)
     stepping: Any = None
+    begin = 0.0
+
+    def start(*_: Any) -> None:
+        nonlocal begin
+        begin = time.perf_counter()
 
     def note(optimizer: Any, *_: Any) -> None:
-        nonlocal spent, stepping
+        nonlocal stepping
         if optimizer is not stepping:
-            steps.clear()
-            denoiser.clear()
+            for times in (steps, *taken.values()):
+                times.clear()
             stepping = optimizer
         steps.append(time.perf_counter())
-        denoiser.append(spent)
-        spent = 0.0
+        spent["optimizer"] = steps[-1] - begin
+        for part in PARTS:
+            taken[part].append(spent[part])
+            spent[part] = 0.0
 
-    def add(seconds: float) -> None:
-        nonlocal spent
-        spent += seconds
+    def add(part: str, seconds: float) -> None:
+        spent[part] += seconds
 
+    register_optimizer_step_pre_hook(start)
     register_optimizer_step_post_hook(note)
-    _time_denoiser(add)
-    atexit.register(lambda: path.write_text(json.dumps({"steps": steps, "denoiser": denoiser})))
+    _time_denoiser(functools.partial(add, "denoiser"))
+    _time_encoders(functools.partial(add, "encoders"))
+    atexit.register(lambda: path.write_text(json.dumps({"steps": steps} | taken)))
 
 
-def _time_denoiser(add: Any) -> None:
+def _time_denoiser(add: Callable[[float], None]) -> None:
     """Call ``add(seconds)`` after every forward and every backward of a UNet that is trained.
 
     Its backward is the end of the whole backward: nothing before it is trained. It begins when the gradient of its
@@ -72,6 +84,25 @@ def _time_denoiser(add: Any) -> None:
         return found
 
     UNet2DConditionModel.forward = timed
+
+
+def _time_encoders(add: Callable[[float], None]) -> None:
+    """Call ``add(seconds)`` after every call of the encoders; they are frozen, so that they have no backward."""
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextModel
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            found = function(*args, **kwargs)
+            add(time.perf_counter() - begin)
+            return found
+
+        return call
+
+    AutoencoderKL.encode = timed(AutoencoderKL.encode)
+    CLIPTextModel.forward = timed(CLIPTextModel.forward)
 
 
 def main() -> None:

@@ -13,15 +13,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from step_stamps import PARTS
 from timing import fastest, interleaved, ratios
 
-REVISION = 2
+REVISION = 3
 BARS = {"outside_vs_diffusers": "<= 0.5", "outside_cached_vs_diffusers": "<= 0.2", "speedup": ">= 1.3"}
 TABLE = {
     "milliseconds of a step outside the UNet's forward and backward: ours; with cached latents; diffusers' "
     "`train_text_to_image.py`; ours to theirs, both": (
         "{ours_outside_ms}; {ours_cached_outside_ms}; {diffusers_outside_ms}; {outside_vs_diffusers} ×, "
         "{outside_cached_vs_diffusers} ×"
+    ),
+    "of those, milliseconds of frozen encoders and optimizer: ours; with cached latents; theirs": (
+        "{ours_encoders_ms} + {ours_optimizer_ms}; {ours_cached_encoders_ms} + {ours_cached_optimizer_ms}; "
+        "{diffusers_encoders_ms} + {diffusers_optimizer_ms}"
+    ),
+    "of those, the rest, which the programs add; ours to theirs, both": (
+        "{ours_rest_ms}; {ours_cached_rest_ms}; {diffusers_rest_ms}; {rest_vs_diffusers} ×, "
+        "{rest_cached_vs_diffusers} ×"
     ),
     "our images per second to theirs; with cached latents": "{speedup} ×; {speedup_cached} ×",
     "milliseconds of the UNet's forward and backward: ours; theirs": "{ours_denoiser_ms}; {diffusers_denoiser_ms}",
@@ -47,8 +56,14 @@ class Measured:
     """Of the steps after the warm-up: their mean, from a hook of torch.optim."""
     denoiser_ms: float
     """Median of what forward and backward of the UNet took of them."""
+    encoders_ms: float
+    """Median of what the frozen VAE and text encoder took."""
+    optimizer_ms: float
+    """Median of the optimizer's step."""
     outside_ms: float
-    """Median of the rest of them: encoders, data, noise, optimizer, EMA, hooks."""
+    """Median of all but the denoiser: encoders, optimizer and the rest."""
+    rest_ms: float
+    """Median of the rest: data, noise, clipping, EMA, hooks."""
     seconds: float
     """The whole process, imports and saving included."""
 
@@ -132,11 +147,12 @@ def peers() -> dict[str, dict[str, Any]]:
 
 def of_stamps(stamps: dict[str, list[float]], *, warm_up: int, seconds: float) -> Measured:
     """Take a run apart, without its first steps."""
-    steps, denoiser = stamps["steps"], [1e3 * each for each in stamps["denoiser"]]
+    steps = stamps["steps"]
     periods = [1e3 * (end - begin) for begin, end in zip(steps, steps[1:])][warm_up - 1 :]
-    kept = denoiser[warm_up:]
-    outside = [period - inside for period, inside in zip(periods, kept, strict=True)]
-    return Measured(sum(periods) / len(periods), median(kept), median(outside), seconds)
+    denoiser, encoders, optimizer = ([1e3 * each for each in stamps[part]][warm_up:] for part in PARTS)
+    outside = [period - inside for period, inside in zip(periods, denoiser, strict=True)]
+    rest = [each - encoding - stepping for each, encoding, stepping in zip(outside, encoders, optimizer, strict=True)]
+    return Measured(sum(periods) / len(periods), *map(median, (denoiser, encoders, optimizer, outside, rest)), seconds)
 
 
 def run_training(launcher: str, command: list[str], folder: Path, *, steps: int, warm_up: int) -> Measured:
@@ -211,10 +227,10 @@ def summarize(taken: dict[str, list[Measured]]) -> dict[str, float | list[float]
     for name, runs in sides.items():
         metrics |= {
             f"{name}_images_per_second": [1e3 * BATCH_SIZE / run.step_ms for run in runs],
-            f"{name}_denoiser_ms": [run.denoiser_ms for run in runs],
-            f"{name}_outside_ms": [run.outside_ms for run in runs],
             f"{name}_seconds": [run.seconds for run in runs],
         }
+        for part in (*PARTS, "outside", "rest"):
+            metrics[f"{name}_{part}_ms"] = [getattr(run, f"{part}_ms") for run in runs]
 
     def ratio(ours: str, theirs: str, field: str) -> list[float]:
         return ratios(*([getattr(run, field) for run in sides[name]] for name in (ours, theirs)))
@@ -222,6 +238,8 @@ def summarize(taken: dict[str, list[Measured]]) -> dict[str, float | list[float]
     return metrics | {
         "outside_vs_diffusers": ratio("ours", "diffusers", "outside_ms"),
         "outside_cached_vs_diffusers": ratio("ours_cached", "diffusers", "outside_ms"),
+        "rest_vs_diffusers": ratio("ours", "diffusers", "rest_ms"),
+        "rest_cached_vs_diffusers": ratio("ours_cached", "diffusers", "rest_ms"),
         "speedup": ratio("diffusers", "ours", "step_ms"),
         "speedup_cached": ratio("diffusers", "ours_cached", "step_ms"),
         "whole_process_ratio": ratio("diffusers", "ours", "seconds"),

@@ -417,24 +417,33 @@ def test_the_image_folder_holds_whole_batches(
 def test_steps_are_taken_apart_and_the_faster_peer_counts(tools: tuple[ModuleType, ...]) -> None:
     case = tools[0].load_case("vs_diffusers")
     # Two slow steps, then 0.5 s each, of which the denoiser takes 0.4, 0.3 and 0.4.
-    stamps = {"steps": [10.0, 20.0, 20.5, 21.0, 21.5], "denoiser": [9.0, 9.0, 0.4, 0.3, 0.4]}
+    stamps = {
+        "steps": [10.0, 20.0, 20.5, 21.0, 21.5],
+        "denoiser": [9.0, 9.0, 0.4, 0.3, 0.4],
+        "encoders": [0.5, 0.5, 0.05, 0.05, 0.05],
+        "optimizer": [0.1, 0.1, 0.02, 0.02, 0.02],
+    }
     run = case.of_stamps(stamps, warm_up=2, seconds=30.0)
     assert (run.step_ms, run.denoiser_ms, run.outside_ms) == pytest.approx((500, 400, 100))
+    assert (run.encoders_ms, run.optimizer_ms, run.rest_ms) == pytest.approx((50, 20, 30))
 
     def runs(*figures: tuple[float, float, float]) -> list[Any]:
-        return [case.Measured(step, 100.0, outside, seconds) for step, outside, seconds in figures]
+        return [
+            case.Measured(step, 100.0, 2.0, 1.0, outside, outside - 3, seconds) for step, outside, seconds in figures
+        ]
 
     metrics = case.summarize(
         {
-            "diffusers_alone": runs((160, 50, 30), (170, 55, 33)),
-            "diffusers_prefetch": runs((150, 40, 30), (150, 50, 33)),
-            "ours": runs((120, 20, 20), (125, 20, 22)),
-            "ours_cached": runs((100, 4, 15), (100, 5, 15)),
+            "diffusers_alone": runs((160, 47, 30), (170, 52, 33)),
+            "diffusers_prefetch": runs((150, 37, 30), (150, 47, 33)),
+            "ours": runs((120, 17, 20), (125, 17, 22)),
+            "ours_cached": runs((100, 1, 15), (100, 2, 15)),
         }
     )
     assert metrics["peer_workers"] == 1
     assert metrics["outside_vs_diffusers"] == pytest.approx([0.5, 0.4])
     assert metrics["outside_cached_vs_diffusers"] == pytest.approx([0.1, 0.1])
+    assert metrics["rest_vs_diffusers"] == pytest.approx([17 / 37, 17 / 47])
     assert metrics["speedup"] == pytest.approx([1.25, 1.2])
     assert metrics["whole_process_ratio"] == pytest.approx([1.5, 1.5])
     assert metrics["diffusers_images_per_second"] == pytest.approx([64e3 / 150] * 2)
@@ -571,7 +580,8 @@ def check_stamps(launcher: str, program: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(stamps.read_text())
     assert len(found["steps"]) == 3 and found["steps"] == sorted(found["steps"])
-    assert found["denoiser"] == [0.0] * 3
+    assert found["denoiser"] == found["encoders"] == [0.0] * 3
+    assert all(0 < taken < 1 for taken in found["optimizer"])
 
 
 def test_every_optimizer_step_of_a_program_leaves_a_stamp(tmp_path: Path) -> None:
@@ -585,7 +595,7 @@ def test_forward_and_backward_of_the_denoiser_are_timed_in_each_step(
     program = """
 import time
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 
 
@@ -605,6 +615,12 @@ class Slow(torch.autograd.Function):
         return grad
 
 
+def encode(self, x):
+    time.sleep(0.05)
+
+
+timed = AutoencoderKL.encode
+timed.__closure__[[*timed.__code__.co_freevars].index("function")].cell_contents = encode
 timed = UNet2DConditionModel.forward
 timed.__closure__[[*timed.__code__.co_freevars].index("forward")].cell_contents = forward
 unet = UNet2DConditionModel.__new__(UNet2DConditionModel)
@@ -614,6 +630,7 @@ optimizer = torch.optim.SGD(unet.parameters(), lr=0.1)
 for _ in range(2):
     with torch.no_grad():
         unet(torch.ones(1))
+    AutoencoderKL.encode(None, None)
     (unet(torch.ones(1))[0] * 2).sum().backward()
     time.sleep(0.1)
     optimizer.step()
@@ -626,6 +643,7 @@ for _ in range(2):
     found = json.loads((tmp_path / "stamps.json").read_text())
     inside = found["denoiser"][1]
     assert inside > 0.49 and found["steps"][1] - found["steps"][0] - inside > 0.29
+    assert 0.05 <= found["encoders"][1] < 0.2
 
 
 @pytest.mark.slow

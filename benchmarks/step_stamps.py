@@ -33,9 +33,18 @@ def record(path: Path) -> None:
     stepping: Any = None
     begin = 0.0
 
-    def start(*_: Any) -> None:
+    def start(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         nonlocal begin
         begin = time.perf_counter()
+        closure = kwargs.get("closure")
+        return args, kwargs | ({"closure": functools.partial(compute, closure)} if closure else {})
+
+    def compute(closure: Callable[[], Any]) -> Any:
+        """Lightning's forward and backward, within the optimizer's step."""
+        nonlocal begin
+        loss = closure()
+        begin = time.perf_counter()
+        return loss
 
     def note(optimizer: Any, *_: Any) -> None:
         nonlocal stepping

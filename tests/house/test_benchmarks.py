@@ -428,9 +428,7 @@ def test_steps_are_taken_apart_and_the_faster_peer_counts(tools: tuple[ModuleTyp
     assert (run.encoders_ms, run.optimizer_ms, run.rest_ms) == pytest.approx((50, 20, 30))
 
     def runs(*figures: tuple[float, float, float]) -> list[Any]:
-        return [
-            case.Measured(step, 100.0, 2.0, 1.0, outside, outside - 3, seconds) for step, outside, seconds in figures
-        ]
+        return [case.Measured(step, 100.0, 2.0, 1.0, rest + 3, rest, seconds) for step, rest, seconds in figures]
 
     metrics = case.summarize(
         {

@@ -39,14 +39,16 @@ def fingerprint(source: Source) -> Fingerprint:
         ``num_samples``; one digest each of all identities, images and captions, in order; ``own``, the source's own
         fingerprint or None; and ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples.
     """
+    source = as_source(source)
+    if source.digests is not None and len(source) > COUNTED:
+        return {"num_samples": len(source), **source.digests, "own": source.fingerprint, "samples": None}
     samples = _hashes(source)
     digests = {
         aspect: blake2b(samples[:, i].contiguous().numpy().tobytes(), digest_size=16).hexdigest()
         for i, aspect in enumerate(_ASPECTS)
     }
     few = len(samples) <= COUNTED
-    own = as_source(source).fingerprint
-    return {"num_samples": len(samples), **digests, "own": own, "samples": samples if few else None}
+    return {"num_samples": len(samples), **digests, "own": source.fingerprint, "samples": samples if few else None}
 
 
 @dataclass(frozen=True)

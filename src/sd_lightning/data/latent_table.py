@@ -51,9 +51,13 @@ class LatentTable:
         bad = [(samples.index(row), reason) for row, reason in self.bad if row in samples]
         return replace(self, rows=rows, substitute=substitute, bad=bad)
 
-    def batch(self, index: Sequence[int]) -> dict[str, Tensor]:
-        """Return the batch entries that replace the pixels."""
-        rows = torch.as_tensor(index)
+    def usable(self, index: Tensor) -> list[int]:
+        """Return the sample to use for each of some samples; another one if its image is broken."""
+        return self.substitute[index].tolist()
+
+    def batch(self, used: Sequence[int], *, epoch: Tensor) -> dict[str, Tensor]:
+        """Return the batch entries that replace the pixels; they are the same in every epoch."""
+        rows = torch.as_tensor(used)
         rows = rows if self.rows is None else self.rows[rows]
         return {
             "latent_moments": self.moments[rows],

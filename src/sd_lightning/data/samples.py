@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.latent_table import LatentTable
 from sd_lightning.data.loader import Batch
 from sd_lightning.data.sampler import Key
-from sd_lightning.data.source import BadSample, Source, as_source
+from sd_lightning.data.source import BadSample, Source, StoredLatents, as_source
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, read_placed, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
@@ -81,8 +80,8 @@ class CaptionedImages(Dataset[Batch]):
 
     A batch holds
 
-    - ``pixel_values`` (B, 3, H, W) float32 in [-1, 1], or ``latent_moments`` (B, 2C, h, w) float32
-      when a table of latents is given
+    - ``pixel_values`` (B, 3, H, W) float32 in [-1, 1], or if there are stored latents ``latent_moments``
+      (B, 2C, h, w) or ``latents`` (B, C, h, w) float32
     - ``input_ids`` by text encoder (B, L) int64; in validation also ``wrong_input_ids``, unless all samples have
       the same ids
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
@@ -100,7 +99,7 @@ class CaptionedImages(Dataset[Batch]):
         options: ImageOptions,
         seed: int,
         wrong_captions: bool = False,
-        latents: LatentTable | None = None,
+        latents: StoredLatents | None = None,
         max_bad: int | None = None,
     ) -> None:
         """Combine images, captions and randomness.
@@ -144,16 +143,16 @@ class CaptionedImages(Dataset[Batch]):
         epoch, index = torch.tensor(keys, dtype=torch.int64).unbind(1)
         bad: dict[int, str] = {}
         if self.latents is not None:
-            used = self.latents.substitute[index].tolist()
-            images = self.latents.batch(used)
+            used = self.latents.usable(index)
+            images = self.latents.batch(used, epoch=epoch)
         else:
             found = self._read_images(epoch, index, bad)
             if found is None:
                 return {"bad": list(bad.items())}
             images, used = found
-        captions = self._captions(epoch, index, used)
+        captions, which = self._captions(epoch, index, used)
         batch = images | {
-            "input_ids": self.tokenize(captions),
+            "input_ids": self._token_ids(used, which, captions),
             "epoch": epoch,
             "index": index,
             "target_size": torch.full((len(keys), 2), self.options.resolution),
@@ -227,14 +226,33 @@ class CaptionedImages(Dataset[Batch]):
                 break
         return None
 
-    def _captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> list[str]:
-        """Choose one caption of each sample, and replace some by "" (caption dropout)."""
+    def _captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> tuple[list[str], list[int]]:
+        """Choose one caption of each sample, and replace some by "" (caption dropout).
+
+        Returns:
+            The captions, and the number of each among those of its sample, -1 for "".
+        """
         choices = [self.source.captions(i) for i in used]
         if self.wrong_captions:
-            return [choice[0] for choice in choices]
-        which, drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION, (2,)).T.tolist()
-        share = self.options.proportion_empty_prompts
-        return ["" if d < share else choice[int(u * len(choice))] for u, d, choice in zip(which, drop, choices)]
+            which = [0] * len(used)
+        else:
+            position, drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION, (2,)).T.tolist()
+            share = self.options.proportion_empty_prompts
+            which = [-1 if d < share else int(u * len(c)) for u, d, c in zip(position, drop, choices)]
+        return ["" if i < 0 else choice[i] for i, choice in zip(which, choices)], which
+
+    def _token_ids(self, used: list[int], which: list[int], captions: list[str]) -> dict[str, Tensor]:
+        """Return the token ids of captions: stored ones where there are any, and those of "" computed."""
+        kept = [i for i, number in enumerate(which) if number >= 0]
+        stored = self.source.token_ids([used[i] for i in kept], [which[i] for i in kept]) if kept else None
+        if stored is None:
+            return self.tokenize(captions)
+        if len(kept) == len(captions):
+            return stored
+        ids = {name: each.repeat(len(captions), 1) for name, each in self.tokenize([""]).items()}
+        for name, each in stored.items():
+            ids[name][kept] = each
+        return ids
 
 
 def tell_of_long_captions(source: Source, truncated: Callable[[list[str]], list[bool]]) -> None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
+
 Bad = tuple[int, str]
 """Index of a sample that could not be read, and why."""
 
@@ -28,6 +30,20 @@ class Judge(Protocol):
 
     def accuracy(self, images: Sequence[Image.Image], labels: Sequence[int]) -> float:
         """Return the fraction of images that show their label."""
+
+
+class StoredLatents(Protocol):
+    """Encoded images, in memory or in a store."""
+
+    def usable(self, index: Tensor) -> list[int]:
+        """Return the sample to use for each of some samples; another one if its image is broken."""
+
+    def batch(self, used: Sequence[int], *, epoch: Tensor) -> dict[str, Tensor]:
+        """Return the batch entries that replace ``pixel_values``, for samples that :meth:`usable` returned.
+
+        These are ``latent_moments`` (B, 2C, h, w) or ``latents`` (B, C, h, w), float32, ``original_size`` and
+        ``crop_top_left`` (B, 2) int64.
+        """
 
 
 class Source(ABC):
@@ -63,6 +79,21 @@ class Source(ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """Return a name by which a person finds the sample, e.g. its path."""
+
+    latents: StoredLatents | None = None
+    """Latents that are read instead of images; None for images."""
+    digests: Mapping[str, str] | None = None
+    """Hashes of all identities, images and captions, where reading every sample for them would take too long."""
+
+    def check_model(self, model: LatentDiffusion) -> None:
+        """Check that a model can be trained on these data; raise ``UsageError`` if it cannot."""
+
+    def token_ids(self, index: Sequence[int], which: Sequence[int]) -> dict[str, Tensor] | None:
+        """Return stored token ids (B, L) int64, by text encoder, of caption ``which[i]`` of sample ``index[i]``.
+
+        None, the default, if none are stored: captions are then tokenized.
+        """
+        return None
 
     @property
     def distinct(self) -> Source:

@@ -159,15 +159,18 @@ class LatentEncoder:
             return map_conditioning(self._model.condition(self._model.text_encoders, batch), lambda t: t.float())
 
     def __call__(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:
-        """Replace pixels (or cached moments) by ``latents``; add ``conditioning`` if the text encoder is frozen.
+        """Replace pixels (or stored moments) by ``latents``; add ``conditioning`` if the text encoder is frozen.
+
+        A batch that has ``latents`` keeps them.
 
         A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``.
         """
         batch = dict(batch)
         pixels, moments = batch.pop("pixel_values", None), batch.pop("latent_moments", None)
-        if moments is None:
+        if moments is None and pixels is not None:
             moments = self.encode_moments(pixels)
-        batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
+        if moments is not None:
+            batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
         if not self.train_text_encoder:
             batch["conditioning"] = self.conditioning(batch)
             if "wrong_input_ids" in batch:

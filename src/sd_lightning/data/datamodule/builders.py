@@ -21,6 +21,11 @@ from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.sources.latents import check_law, choose_recipe, stored_images
+from sd_lightning.data.store.reader import StoreReader, default_cache
+from sd_lightning.data.store.recipe import Recipe
+from sd_lightning.data.store.store import LatentStore
+from sd_lightning.storage.location import Location, open_location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +85,18 @@ class Prior:
                 "with python -m sd_lightning.dreambooth, or leave data.class_prompts out"
             )
         return pictures
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredBatches:
+    """``SDDataModule``'s own options for a latent store, whose latents need no cache."""
+
+    batch_size: int = 16
+    """Samples per optimizer step, over all processes."""
+    max_bad_fraction: float = 0.01
+    """Stop the run when more than this fraction of the samples is bad."""
+    changed: Literal["refuse", "accept"] = "refuse"
+    """Whether a run may resume within an epoch whose samples have changed."""
 
 
 _Builder = Callable[..., SDDataModule]
@@ -218,3 +235,55 @@ def dreambooth_data(
         max_image_pixels=images.max_image_pixels,
     )
     return SDDataModule(source, images=images, loader=loader, **vars(batches))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """Which encodings of a latent store to train on."""
+
+    recipe: str | None = None
+    """Beginning of the fingerprint of the recipe."""
+    resolution: int | None = None
+    """Side of the images, in pixels."""
+    center_crop: bool | None = None
+    """The crop that the store has to have."""
+    random_flip: bool | None = None
+    """The flip that the store has to have."""
+
+    def choose(self, root: Location) -> Recipe:
+        """Return the recipe of a store that fits.
+
+        Raises:
+            UsageError: None fits, or several do.
+        """
+        recipe = choose_recipe(root, recipe=self.recipe, resolution=self.resolution)
+        check_law(recipe, center_crop=self.center_crop, random_flip=self.random_flip)
+        return recipe
+
+
+@_flat(recorded=Recorded(), batches=StoredBatches(), loader=LoaderOptions(num_workers=4))
+def latents_data(
+    store: str,
+    *,
+    recorded: Recorded,
+    cache_dir: str | None = None,
+    cache_gb: float = 100.0,
+    proportion_empty_prompts: float = 0.1,
+    batches: StoredBatches,
+    loader: LoaderOptions,
+) -> SDDataModule:
+    """Build the datamodule of a latent store."""
+    root = open_location(store, key="data.store")
+    recipe = recorded.choose(root)
+    folder = LatentStore(root, recipe)
+    generation = folder.generation()
+    cache = default_cache(cache_dir, cache_gb)
+    train, val = (StoreReader(folder, generation, split, cache) for split in ("train", "val"))
+    images = ImageOptions(
+        recipe.resolution,
+        center_crop=recipe.crop == "center",
+        random_flip=recipe.flip,
+        proportion_empty_prompts=proportion_empty_prompts,
+    )
+    source_val = stored_images(folder, val) if len(val) else None
+    return SDDataModule(stored_images(folder, train), source_val, images=images, loader=loader, **vars(batches))

@@ -18,6 +18,7 @@ from sd_lightning.data.loader import Batch, EpochLoader, LoaderOptions, WholeBat
 from sd_lightning.data.sampler import GlobalBatchSampler, validation_batches
 from sd_lightning.data.samples import CaptionedImages, ImageOptions, tell_of_long_captions
 from sd_lightning.data.source import BadSample, Source, as_source
+from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,15 @@ class SDDataModule(LightningDataModule):
         """
         size = self.num_train_samples
         GlobalBatchSampler(size, batch_size=self.batch_size, world_size=world_size, accumulate=accumulate, seed=0)
+
+    def check_model(self, model: LatentDiffusion) -> None:
+        """Check that a model can be trained on these data.
+
+        Raises:
+            UsageError: It cannot.
+        """
+        for source in self._sources:
+            source.check_model(model)
 
     @property
     def num_train_samples(self) -> int:
@@ -234,7 +244,7 @@ class SDDataModule(LightningDataModule):
             options=images,
             seed=module.seed,
             wrong_captions=wrong_captions,
-            latents=self._latent_table(source) if self.cache_latents else None,
+            latents=self._latent_table(source) if self.cache_latents else source.latents,
             max_bad=self._bad.limit,
         )
 

@@ -1,0 +1,186 @@
+"""Encode a data set into a latent store."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from sd_lightning import _conf
+from sd_lightning._console import quiet_libraries
+from sd_lightning._errors import UsageError
+from sd_lightning.apps.encoding import Workers, num_workers
+from sd_lightning.apps.preflight import LOAD_MODEL, check_model
+from sd_lightning.apps.stage_progress import StageProgress, shares
+from sd_lightning.apps.store_upkeep import prune, verify
+from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.source import Source
+from sd_lightning.data.store.encoding import ShardEncoder
+from sd_lightning.data.store.job import StoreJob
+from sd_lightning.data.store.recipe import DTYPES, Recipe, vae_hash
+from sd_lightning.data.store.store import Generation, LatentStore
+from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.storage.location import open_location
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from sd_lightning.data.datamodule import SDDataModule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the job; ``conf/precompute.yaml`` explains the keys."""
+
+    store: str
+    latents: Literal["moments", "draw"] = "moments"
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    compute_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    variants: int = 1
+    workers: int | str = "auto"
+    shard_mb: float = 128.0
+
+    def __post_init__(self) -> None:
+        if not self.shard_mb > 0:
+            raise UsageError(f"precompute got shard_mb={self.shard_mb}; expected megabytes, e.g. shard_mb=128")
+
+
+def run(cfg: DictConfig) -> int:
+    """Encode a data set, or look after a store."""
+    quiet_libraries()
+    if cfg.action == "prune":
+        return prune(cfg.store, dry_run=cfg.dry_run)
+    if cfg.action == "verify":
+        return verify(cfg.store, dry_run=cfg.dry_run)
+    settings = Settings(**{each.name: cfg[each.name] for each in fields(Settings)})
+    root = open_location(settings.store, key="store")
+    root.check_writable()
+    check_model(cfg)
+    datamodule: SDDataModule = _conf.instantiate(cfg.data)
+    sources = sources_of(datamodule)
+    deferred = {"deferred": ("denoiser", "text_encoders")} if cfg.model["_target_"] == LOAD_MODEL else {}
+    model: LatentDiffusion = _conf.instantiate(cfg.model, **deferred)
+    recipe = recipe_of(model, datamodule, settings)
+    return encode(LatentStore(root, recipe), sources, model, datamodule, settings)
+
+
+def sources_of(datamodule: SDDataModule) -> dict[str, Source]:
+    """Return the sources to encode, by split.
+
+    Raises:
+        UsageError: A store cannot hold what makes these data special.
+    """
+    sources = {"train": datamodule.source_train}
+    if datamodule.source_val is not None:
+        sources["val"] = datamodule.source_val
+    for source in sources.values():
+        if source.together > 1 or source.loss_weights is not None or source.rows is not None:
+            raise UsageError(
+                "precompute got photos of a subject with pictures of its class, whose pairs and weights a store does "
+                "not hold; expected images with captions; write data=images, or train with data.cache_latents=true"
+            )
+        if source.latents is not None:
+            raise UsageError("precompute got data=latents, which are encoded already; write data=images")
+    return sources
+
+
+def recipe_of(model: LatentDiffusion, datamodule: SDDataModule, settings: Settings) -> Recipe:
+    """Return what the latents will depend on."""
+    images = datamodule.images
+    return Recipe(
+        family=model.pipeline_class,
+        vae=vae_hash(model.vae.state_dict(), model.components["vae"].config),
+        resolution=images.resolution,
+        crop="center" if images.center_crop else "random",
+        flip=images.random_flip,
+        variants=settings.variants,
+        latents=settings.latents,
+        dtype=settings.dtype,
+        compute_dtype=settings.compute_dtype,
+    )
+
+
+def encode(
+    store: LatentStore,
+    sources: Mapping[str, Source],
+    model: LatentDiffusion,
+    datamodule: SDDataModule,
+    settings: Settings,
+) -> int:
+    """Bring a store up to date with the sources, and print what was done."""
+    begin = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    workers = num_workers(settings.workers, device)
+    encoder = LatentEncoder(model, train_text_encoder=True, dtype=settings.compute_dtype).to(device)
+    shard = ShardEncoder(sources, encoder, store.recipe, store.folder, device, datamodule.images.max_image_pixels)
+    bytes_per_image = _bytes_per_image(shard)
+    total = sum(map(len, sources.values()))
+    print(
+        f"{total} images, {bytes_per_image} bytes of latents each: at most {total * bytes_per_image / 1e9:.3g} GB in "
+        f"{store.folder.url} ({store.recipe.told()})",
+        flush=True,
+    )
+    progress = StageProgress(total)
+    bad = BadSamples(datamodule.max_bad_fraction, total + sum(len(source.dropped) for source in sources.values()))
+    for source in sources.values():
+        bad.count(source.dropped)
+    if workers > 1 and device.type == "cuda":
+        encoder.to(torch.device("cpu"))
+    runner = Workers(shard, workers)
+    try:
+        with store.locked(), tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
+            store.create()
+            job = StoreJob(
+                store,
+                lambda tasks: progress.watch(tasks, runner(tasks)),
+                Tokenizing.of(model),
+                bad,
+                Path(scratch),
+                images_per_file=max(1, math.floor(settings.shard_mb * 1e6 / bytes_per_image)),
+                looked_at=progress.looked_at,
+            )
+            generation = job.update(sources)
+    finally:
+        runner.close()
+    tell(job, generation, bad, progress, time.monotonic() - begin)
+    print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}")
+    return 0
+
+
+def tell(job: StoreJob, generation: Generation, bad: BadSamples, progress: StageProgress, seconds: float) -> None:
+    """Print what a job has done."""
+    counts = job.counts
+    splits = ", ".join(f"{split} {generation.num_samples(split)}" for split in generation.splits)
+    done = (
+        f"{counts.encoded} images encoded, {counts.found} found from a job that had not ended"
+        if counts.found
+        else (f"{counts.encoded} images encoded")
+    )
+    speed = f", {progress.images / seconds:.3g} img/s ({shares(progress.seconds)})" if progress.images else ""
+    print(
+        f"samples: {splits}; {counts.kept} kept, {counts.added} added, {counts.removed} removed, {len(bad.found)} bad; "
+        f"{done}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
+    )
+
+
+def _bytes_per_image(shard: ShardEncoder) -> int:
+    """Return the bytes of an image's latents, by encoding a black one: the family decides their shape."""
+    recipe = shard.recipe
+    with torch.no_grad():
+        pixels = torch.zeros(1, 3, recipe.resolution, recipe.resolution, device=shard.device)
+        encoded = shard.encoder.encode_moments(pixels)
+        if recipe.latents == "draw":
+            zero = torch.zeros(1, dtype=torch.int64, device=shard.device)
+            encoded = shard.encoder.latents(encoded, seed=0, epoch=zero, index=zero)
+    return encoded[0].numel() * DTYPES[recipe.dtype].itemsize * recipe.variants

@@ -1,0 +1,64 @@
+"""``precompute prune`` and ``precompute verify``: what they print, and delete on request."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.store.store import LatentStore, recipes
+from sd_lightning.data.store.upkeep import Pruning, broken_files
+from sd_lightning.storage.location import open_location
+
+
+def prune(store: str, *, dry_run: bool) -> int:
+    """Print what a store no longer refers to; delete it unless ``dry_run``."""
+    freed = 0
+    for each in _stores(store):
+        with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch, each.locked():
+            pruning = Pruning(each, Path(scratch))
+            unused = pruning.unused
+            print(
+                f"{each.folder.url}: {len(unused.files)} files that nothing refers to, {len(unused.partly)} partly used: "
+                f"{unused.freed / 1e6:.3g} MB"
+            )
+            freed += unused.freed
+            if not dry_run:
+                pruning.run()
+    again = f"; to do it: python -m sd_lightning.precompute prune store={store} dry_run=false" if dry_run else ""
+    print(f"{freed / 1e6:.3g} MB {'would be' if dry_run else 'are'} freed{again if freed else ''}")
+    return 0
+
+
+def verify(store: str, *, dry_run: bool) -> int:
+    """Read a store, and print the files that are not what was written; delete them unless ``dry_run``."""
+    count = 0
+    for each in _stores(store):
+        with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
+            for path, reason in broken_files(each, Path(scratch)):
+                print(f"{each.folder.url}/{path}: {reason}")
+                count += 1
+                if not dry_run:
+                    each.folder.delete(path)
+    if not count:
+        print(f"{store}: all files are what was written")
+        return 0
+    again = (
+        f"delete them with python -m sd_lightning.precompute verify store={store} dry_run=false, and run"
+        if dry_run
+        else "they are deleted; run"
+    )
+    print(f"{count} broken files; {again} precompute again, which encodes only what is missing")
+    return 1
+
+
+def _stores(url: str) -> Iterator[LatentStore]:
+    root = open_location(url, key="store")
+    found = recipes(root)
+    if not found:
+        raise UsageError(
+            f"store={url}: there is no latent store; expected a folder that sd_lightning.precompute wrote; write "
+            "store=<folder>"
+        )
+    return (LatentStore(root, recipe) for recipe in found)

@@ -1,0 +1,154 @@
+"""Samples of a latent store: stored latents instead of images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.store.files import name_of
+from sd_lightning.data.store.reader import StoreReader
+from sd_lightning.data.store.recipe import Recipe, vae_hash
+from sd_lightning.data.store.store import LatentStore, recipes
+from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.storage.location import Location
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
+
+
+class StoredImages(Source):
+    """One split of a latent store."""
+
+    def __init__(self, reader: StoreReader) -> None:
+        """Read samples with a reader."""
+        self.reader = reader
+        self.recipe = reader.store.recipe
+        self.latents = self
+        self._has_token_ids = False
+        self.fingerprint = self.recipe.fingerprint
+        self.digests = {
+            name: name_of(*(getattr(entry, name).encode() for entry in reader.entries))
+            for name in ("identities", "images", "captions")
+        }
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def image(self, index: int) -> Image.Image:
+        raise BadSample("a latent store holds no images")
+
+    def captions(self, index: int) -> Sequence[str]:
+        return self.reader.captions(index)
+
+    def name(self, index: int) -> str:
+        return self.reader.name(index)
+
+    def usable(self, index: Tensor) -> list[int]:
+        """Return the samples themselves: a store holds none that is broken."""
+        return index.tolist()
+
+    def batch(self, used: Sequence[int], *, epoch: Tensor) -> dict[str, Tensor]:
+        """Return stored latents and sizes; epochs take turns among the encodings of an image."""
+        index = np.asarray(used, np.int64)
+        variants = (index + epoch.numpy()) % self.recipe.variants
+        stored, sizes = self.reader.latents(index, variants)
+        name = "latent_moments" if self.recipe.latents == "moments" else "latents"
+        return {name: stored.float(), "original_size": sizes[:, :2], "crop_top_left": sizes[:, 2:]}
+
+    def token_ids(self, index: Sequence[int], which: Sequence[int]) -> dict[str, Tensor] | None:
+        return self.reader.token_ids(np.asarray(index, np.int64), which) if self._has_token_ids else None
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        return self.name(index), self.reader.image_hash(index), "\n".join(self.captions(index))
+
+    def check_model(self, model: LatentDiffusion) -> None:
+        """Check that a model has the VAE of the store; use the stored token ids if it has their tokenizers.
+
+        Raises:
+            UsageError: It has another VAE, or is of another family.
+        """
+        where = f"data.store={self.reader.store.root.url}"
+        again = "write the model= and model.pretrained= that the store was made with, or run precompute for this one"
+        if model.pipeline_class != self.recipe.family:
+            raise UsageError(
+                f"{where} was made for a {self.recipe.family}, but model= is a {model.pipeline_class}; {again}"
+            )
+        ours = vae_hash(model.vae.state_dict(), model.components["vae"].config)
+        if ours != self.recipe.vae:
+            raise UsageError(
+                f"{where} was made with another VAE (hash {self.recipe.vae[:8]}…) than model= has ({ours[:8]}…), and "
+                f"its latents mean other pictures; {again}"
+            )
+        self._has_token_ids = Tokenizing.of(model).fingerprint == self.reader.generation.tokenizers
+
+
+def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None) -> Recipe:
+    """Return the one recipe of a store that fits some settings.
+
+    Args:
+        root: The store.
+        recipe: Beginning of its fingerprint; None for any.
+        resolution: Side of the images, in pixels; None for any.
+
+    Raises:
+        UsageError: There is none, or several.
+    """
+    found = recipes(root)
+    if not found:
+        raise UsageError(
+            f"data.store={root.url}: there is no latent store; expected what sd_lightning.precompute wrote; run python "
+            f"-m sd_lightning.precompute store={root.url} with your data= and model="
+        )
+    fits = [
+        each for each in found if each.fingerprint.startswith(recipe or "") and resolution in (None, each.resolution)
+    ]
+    if len(fits) == 1:
+        return fits[0]
+    told = "; ".join(f"{each.fingerprint[:8]}: {each.told()} vae {each.vae[:8]}" for each in fits or found)
+    wanted = " ".join(
+        f"data.{name}={value}" for name, value in (("recipe", recipe), ("resolution", resolution)) if value is not None
+    )
+    raise UsageError(
+        f"data.store={root.url} has {len(fits) or 'no'} recipe{'s' if len(fits) != 1 else ''} for "
+        f"{wanted or 'data=latents'}; expected one of ({told}); write data.recipe={(fits or found)[0].fingerprint[:8]}"
+    )
+
+
+def check_law(recipe: Recipe, *, center_crop: bool | None, random_flip: bool | None) -> None:
+    """Check that a store has the crop and flip that settings ask for; None asks for nothing.
+
+    Raises:
+        UsageError: It has another.
+    """
+    for name, asked, has in (
+        ("center_crop", center_crop, recipe.crop == "center"),
+        ("random_flip", random_flip, recipe.flip),
+    ):
+        if asked is not None and asked != has:
+            law = f"data.{name}={str(asked).lower()}"
+            more = " variants=4" if name == "random_flip" and asked or name == "center_crop" and not asked else ""
+            raise UsageError(
+                f"{law}: the images of this store were encoded with data.{name}={str(has).lower()}, which training "
+                f"cannot change; leave it out, or run precompute with {law}{more}"
+            )
+
+
+def stored_images(store: LatentStore, reader: StoreReader) -> StoredImages:
+    """Return a split of a store.
+
+    Raises:
+        UsageError: It has no samples.
+    """
+    if not len(reader):
+        raise UsageError(
+            f"data.store={store.root.url} has no samples to {'train on' if reader.split == 'train' else 'validate'} "
+            f"({store.recipe.told()}): precompute has not ended, or none of its images could be used; run it again"
+        )
+    return StoredImages(reader)

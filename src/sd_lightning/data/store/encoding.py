@@ -1,0 +1,238 @@
+"""Encode the images of one latent file: read, decode, encode, write. Who runs this, and where, is up to the caller."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.store.files import hashes_of, name_of, serialized
+from sd_lightning.data.store.key_table import HASH_BYTES
+from sd_lightning.data.store.recipe import DTYPES, Recipe
+from sd_lightning.data.store.store import LATENTS, path_of
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, place, to_model_range
+from sd_lightning.diffusion import randomness
+from sd_lightning.diffusion.randomness import Purpose
+from sd_lightning.storage.location import Location
+
+_GROUP = 64
+_GROUP_PIXELS = 4 * 512 * 512
+"""Pixels that are encoded at a time."""
+STAGES = ("read", "decode", "encode", "write")
+
+
+class Encoder(Protocol):
+    """What encodes: ``LatentEncoder``."""
+
+    def encode_moments(self, pixel_values: Tensor) -> Tensor:
+        """Encode images (B, 3, H, W) in [-1, 1] to the moments of the VAE's posterior."""
+
+    def latents(self, encoded: Tensor, *, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
+        """Draw latents from moments; the noise depends on seed, epoch and index."""
+
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """The images of one latent file."""
+
+    split: str
+    indices: np.ndarray
+    """(N,) int64: for every image, a sample of the split's source that shows it."""
+    images: np.ndarray
+    """(N, 16) uint8: the hash of each."""
+
+    def name(self, recipe: Recipe) -> str:
+        """Return the file's name, a hash of the recipe and the ordered images."""
+        return name_of(recipe.fingerprint.encode(), self.images.tobytes())
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A latent file that is in the store."""
+
+    name: str
+    size: int
+    """Bytes; 0 if none of its images can be read, and there is no file."""
+    images: np.ndarray
+    """(R, 16) uint8: the image of every row."""
+    bad: Mapping[str, str]
+    """Hash of each unusable image (hexadecimal) -> reason."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Stage -> seconds; none if the file was there already."""
+
+
+@dataclass
+class ShardEncoder:
+    """Encodes latent files; it is pickled or forked into workers."""
+
+    sources: Mapping[str, Source]
+    """By split."""
+    encoder: Encoder
+    recipe: Recipe
+    folder: Location
+    """The folder of the recipe."""
+    device: torch.device
+    max_pixels: int = MAX_IMAGE_PIXELS
+    num_threads: int = 2
+    """Threads that read and decode."""
+
+    @property
+    def group(self) -> int:
+        """Images that are encoded at a time: the same wherever they are encoded, so that their bits are the same."""
+        return max(1, min(_GROUP, _GROUP_PIXELS // (self.recipe.resolution**2 * self.recipe.variants)))
+
+    def __call__(self, task: EncodeTask) -> Encoded:
+        """Encode the images of a file and write it.
+
+        Raises:
+            UsageError: An image has changed since it was hashed, its latents are infinite in the stored type, or the
+                file cannot be written.
+        """
+        seconds = dict.fromkeys(STAGES, 0.0)
+        images, bad, latents, sizes = [], {}, [], []
+        for numbers, group in self._groups(task):
+            good = []
+            for number, (placed, reason, times) in zip(numbers, group, strict=True):
+                for stage, value in times.items():
+                    seconds[stage] += value
+                if reason is None:
+                    good.append((number, placed))
+                else:
+                    bad[task.images[number].tobytes().hex()] = reason
+            if good:
+                start = time.perf_counter()
+                hashes = task.images[[number for number, _ in good]]
+                latents.append(self._encode(hashes, [placed for _, each in good for placed in each]))
+                seconds["encode"] += time.perf_counter() - start
+                sizes += [[*p.original_size, *p.crop_top_left] for _, each in good for p in each]
+                images.append(hashes)
+        if not images:
+            return Encoded(task.name(self.recipe), 0, np.empty((0, HASH_BYTES), np.uint8), bad, seconds)
+        start = time.perf_counter()
+        rows = np.concatenate(images)
+        tensors = {
+            "latents": torch.cat(latents),
+            "sizes": torch.tensor(sizes, dtype=torch.int32),
+            "images": torch.from_numpy(rows.copy()),
+        }
+        data = serialized(tensors, about(tensors, self.recipe, bad))
+        name = task.name(self.recipe)
+        self.folder.create(path_of(LATENTS, name), data)
+        seconds["write"] += time.perf_counter() - start
+        return Encoded(name, len(data), rows, bad, seconds)
+
+    def _groups(self, task: EncodeTask) -> Iterator[tuple[Sequence[int], list[Any]]]:
+        """Yield the image numbers of each group with their pixels; the next group is read meanwhile."""
+        groups = [range(i, min(i + self.group, len(task.images))) for i in range(0, len(task.images), self.group)]
+        source = self.sources[task.split]
+        with ThreadPoolExecutor(self.num_threads, "decode") as pool:
+
+            def submit(group: range) -> list[Future[Any]]:
+                return [pool.submit(self._load, source, int(task.indices[i]), task.images[i]) for i in group]
+
+            waiting = submit(groups[0])
+            for group, following in zip(groups, [*groups[1:], range(0)], strict=True):
+                now, waiting = waiting, submit(following)
+                yield group, [future.result() for future in now]
+
+    def _load(self, source: Source, index: int, image: np.ndarray) -> tuple[list[Placed], str | None, dict[str, float]]:
+        """Return an image in every variant, or why it cannot be used, and the seconds of each stage."""
+        start = read = time.perf_counter()
+        try:
+            content = source.content(index)
+            read = time.perf_counter()
+            if not np.array_equal(hashes_of([content])[0], image):
+                raise UsageError(
+                    f"precompute: {source.name(index)} has changed while it was encoded; nothing is lost: run "
+                    "precompute again when nobody writes to the data"
+                )
+            picture = source.decode(content)
+            placed = [self._placed(picture, image, variant) for variant in range(self.recipe.variants)]
+            return placed, None, {"read": read - start, "decode": time.perf_counter() - read}
+        except (UsageError, MemoryError):
+            raise
+        except BadSample as reason:
+            return [], str(reason), {"read": read - start}
+        except Exception as error:  # what PIL's plug-ins raise
+            return [], f"{type(error).__name__}: {error}", {"read": read - start}
+
+    def _placed(self, picture: Any, image: np.ndarray, variant: int) -> Placed:
+        """Resize, crop and flip; random numbers belong to the image and the variant."""
+        number = torch.tensor([number_of(image)])
+        crop = None
+        if self.recipe.crop == "random":
+            top, left = randomness.uniform(0, variant, number, Purpose.CROP, (2,))[0].tolist()
+            crop = (top, left)
+        # Variants take turns, so that of two one is mirrored.
+        flip = self.recipe.flip and (variant + int(image[-1])) % 2 == 1
+        return place(picture, self.recipe.resolution, max_pixels=self.max_pixels, crop=crop, flip=flip)
+
+    def _encode(self, images: np.ndarray, placed: list[Placed]) -> Tensor:
+        """Return the latents (N * variants, C, h, w) of some images, in the type that is stored."""
+        pixels = torch.from_numpy(np.stack([p.pixels for p in placed]))
+        encoded = self.encoder.encode_moments(to_model_range(pixels).to(self.device))
+        variants = self.recipe.variants
+        if self.recipe.latents == "draw":
+            index = torch.tensor([number_of(image) for image in images for _ in range(variants)])
+            epoch = torch.arange(variants).repeat(len(images))
+            encoded = self.encoder.latents(encoded, seed=0, epoch=epoch.to(self.device), index=index.to(self.device))
+        stored = encoded.to(DTYPES[self.recipe.dtype]).cpu().contiguous()
+        if not stored.isfinite().all():
+            raise UsageError(
+                f"precompute: latents are not finite in dtype={self.recipe.dtype}; write dtype=bfloat16 or "
+                "dtype=float32, or compute_dtype=float32 if the VAE overflows"
+            )
+        return stored
+
+
+def about(tensors: Mapping[str, Tensor], recipe: Recipe, bad: Mapping[str, str]) -> dict[str, Any]:
+    """Return the metadata of a latent file; ``digest`` finds altered bytes."""
+    return {
+        "rows": len(tensors["images"]),
+        "variants": recipe.variants,
+        "recipe": recipe.fingerprint,
+        "bad": bad,
+        "digest": digest_of(tensors),
+    }
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of the contents of a latent file."""
+    return name_of(*(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data for name in sorted(tensors)))
+
+
+def number_of(image: np.ndarray) -> int:
+    """Return the number of an image, in [0, 2**56), that its random numbers depend on."""
+    return int.from_bytes(image[:7].tobytes(), "big")
+
+
+def already_encoded(folder: Location, task: EncodeTask, recipe: Recipe, size: int) -> Encoded:
+    """Return a task's result from the file that an earlier job has written; only its header and hashes are read.
+
+    Raises:
+        UsageError: The file is truncated or altered.
+    """
+    name = task.name(recipe)
+    path = path_of(LATENTS, name)
+    try:
+        length = int.from_bytes(folder.read(path, 0, 8), "little")
+        header = json.loads(folder.read(path, 8, 8 + length))
+        begin, end = header["images"]["data_offsets"]
+        if 8 + length + max(each["data_offsets"][1] for key, each in header.items() if key[0] != "_") != size:
+            raise ValueError(f"it has {size} bytes")
+        data = folder.read(path, 8 + length + begin, 8 + length + end)
+        bad = json.loads(header["__metadata__"]["bad"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{folder.url}/{path} is truncated or altered ({error}); delete it and run precompute again"
+        ) from error
+    return Encoded(name, size, np.frombuffer(data, np.uint8).reshape(-1, HASH_BYTES), bad)

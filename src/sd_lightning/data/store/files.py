@@ -1,0 +1,184 @@
+"""The two kinds of safetensors files of a store, written whole and read by row."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.store.key_table import HASH_BYTES
+from sd_lightning.storage.safetensors_file import DTYPE_OF_NAME
+
+
+def name_of(*parts: bytes | memoryview) -> str:
+    """Return the name of a file whose contents these bytes decide: a hash, 32 hexadecimal digits."""
+    found = blake2b(digest_size=HASH_BYTES)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.hexdigest()
+
+
+def hashes_of(parts: Sequence[bytes]) -> np.ndarray:
+    """Return the 128-bit hashes (N, 16) uint8 of N byte strings."""
+    joined = b"".join(blake2b(part, digest_size=HASH_BYTES).digest() for part in parts)
+    return np.frombuffer(joined, np.uint8).reshape(-1, HASH_BYTES)
+
+
+def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
+    """Return a safetensors file; equal arguments give equal bytes."""
+    from safetensors.torch import save
+
+    return save(dict(tensors), {name: json.dumps(value, sort_keys=True) for name, value in metadata.items()})
+
+
+def text_columns(name: str, texts: Sequence[str]) -> dict[str, Tensor]:
+    """Return strings as two tensors: their UTF-8 bytes one after the other, and the end of each (N,)."""
+    encoded = [text.encode(errors="surrogatepass") for text in texts]
+    ends = torch.tensor([len(each) for each in encoded], dtype=torch.int64).cumsum(0)
+    return {name: torch.frombuffer(bytearray(b"".join(encoded) or b"\0"), dtype=torch.uint8), f"{name}_end": ends}
+
+
+@dataclass(frozen=True)
+class _Column:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """Offset of the first row in the file."""
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class StoreFile:
+    """A file of a store that is open for reading rows."""
+
+    def __init__(self, handle: BinaryIO, *, name: str, size: int | None = None) -> None:
+        """Read the header.
+
+        Args:
+            handle: An unbuffered file; it is closed by :meth:`close`.
+            name: The file, as messages name it.
+            size: Bytes that the file has to have.
+
+        Raises:
+            UsageError: It is not what was written.
+        """
+        self.name = name
+        self._handle = handle
+        self._fd = handle.fileno()
+        given = os.fstat(self._fd).st_size
+        try:
+            length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            header = json.loads(os.pread(self._fd, min(length, given), 8))
+            self.metadata: dict[str, Any] = {
+                key: json.loads(value) for key, value in header.pop("__metadata__", {}).items()
+            }
+            self._columns = {
+                key: _Column(DTYPE_OF_NAME[each["dtype"]], tuple(each["shape"]), 8 + length + each["data_offsets"][0])
+                for key, each in header.items()
+            }
+            end = 8 + length + max(each["data_offsets"][1] for each in header.values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self.broken(f"its header cannot be read: {error}") from error
+        if given != end or (size is not None and given != size):
+            raise self.broken(f"it has {given} bytes instead of {end if size is None else size}")
+
+    def broken(self, reason: str) -> UsageError:
+        """Return the error for a file that is not what was written."""
+        return UsageError(
+            f"the latent store's file {self.name} is truncated or altered ({reason}); delete it with "
+            "python -m sd_lightning.precompute verify store=<store> dry_run=false, and run precompute again"
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._handle.close()
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self.metadata["rows"])
+
+    @property
+    def columns(self) -> Mapping[str, _Column]:
+        """The tensors by name."""
+        return self._columns
+
+    def shape(self, column: str) -> tuple[int, ...]:
+        """Return the shape of a row of a column."""
+        return self._columns[column].shape[1:]
+
+    def read(self, column: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """Return rows [begin, end) of a column."""
+        at = self._columns[column]
+        end = at.shape[0] if end is None else end
+        memory = bytearray((end - begin) * at.row_bytes)
+        self.fill(memoryview(memory), column, begin)
+        flat = torch.frombuffer(memory, dtype=at.dtype) if memory else torch.empty(0, dtype=at.dtype)
+        return flat.view(end - begin, *at.shape[1:])
+
+    def fill(self, memory: memoryview, column: str, row: int) -> None:
+        """Read the rows from ``row`` on into ``memory``.
+
+        Raises:
+            UsageError: The file ends too early.
+        """
+        at = self._columns[column]
+        offset = at.begin + row * at.row_bytes
+        count = os.preadv(self._fd, [memory], offset)
+        while count < len(memory):
+            more = os.preadv(self._fd, [memory[count:]], offset + count)
+            if not more:
+                raise self.broken(f"{column} ends at byte {offset + count}")
+            count += more
+
+
+class SampleFile(StoreFile):
+    """Captions, token ids and places of some samples; what is small is kept in memory once read."""
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """(N, 2) int64: the number of each sample's file in ``metadata["shards"]``, and its row there."""
+        return self.read("place").numpy().astype(np.int64)
+
+    @cached_property
+    def first_caption(self) -> np.ndarray:
+        """(N + 1,) int64: captions of sample i are number ``first_caption[i]`` to ``first_caption[i + 1] - 1``."""
+        return np.concatenate([[0], self.read("caption_count").numpy().cumsum()])
+
+    @cached_property
+    def id_columns(self) -> list[str]:
+        """Names of the columns of token ids."""
+        return [name for name in self.columns if name.startswith("input_ids.")]
+
+    @cached_property
+    def _caption_end(self) -> np.ndarray:
+        return np.concatenate([[0], self.read("captions_end").numpy()])
+
+    @cached_property
+    def _name_end(self) -> np.ndarray:
+        return np.concatenate([[0], self.read("names_end").numpy()])
+
+    def captions(self, row: int) -> list[str]:
+        """Return the captions of a sample."""
+        first, last = self.first_caption[row], self.first_caption[row + 1]
+        return [self._text("captions", self._caption_end, i) for i in range(first, last)]
+
+    def sample_name(self, row: int) -> str:
+        """Return the name of a sample."""
+        return self._text("names", self._name_end, row)
+
+    def _text(self, column: str, ends: np.ndarray, number: int) -> str:
+        data = self.read(column, int(ends[number]), int(ends[number + 1])).numpy().tobytes()
+        return data.decode(errors="surrogatepass")

@@ -1,0 +1,280 @@
+"""Bring a store up to date with a data set: encode what is new, keep what is the same, leave out what is gone.
+
+The samples are looked at in portions. Of each portion, the images that no table knows are cut into latent files, in
+order; a file that exists already is not encoded again. Then the portion's table of images is written, and the sample
+files with captions and token ids. The last act is one small file: the next generation, the list of all sample files.
+A job that is killed leaves files that the next one finds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.store.encoding import Encoded, EncodeTask, already_encoded
+from sd_lightning.data.store.files import SampleFile, name_of
+from sd_lightning.data.store.key_table import HASH_BYTES, KeyTable, rows_of, write_table
+from sd_lightning.data.store.rows import SampleRows, Shard
+from sd_lightning.data.store.store import LATENTS, SAMPLES, TABLES, Generation, LatentStore, SampleEntry
+from sd_lightning.data.store.tokenizing import Tokenizing
+
+log = logging.getLogger(__name__)
+
+PORTION = 2**20
+"""Samples that are looked at before any of them is encoded."""
+SAMPLES_PER_FILE = 2**14
+_READ_AT_ONCE = 256
+Run = Callable[[Sequence[EncodeTask]], Iterable[Encoded]]
+"""Encodes latent files, in any order."""
+
+
+@dataclass
+class Counts:
+    """What a job has done."""
+
+    samples: int = 0
+    """Samples of the data set, usable or not."""
+    kept: int = 0
+    """Samples that were in the store and are the same."""
+    added: int = 0
+    """Samples that are new or changed."""
+    removed: int = 0
+    """Samples that are no longer in the data set."""
+    encoded: int = 0
+    """Images encoded by this job."""
+    found: int = 0
+    """Images that an earlier job, which did not end, had encoded."""
+    bytes_written: int = 0
+
+
+@dataclass
+class StoreJob:
+    """A job that brings a store up to date.
+
+    Attributes:
+        counts: What has been done so far.
+    """
+
+    store: LatentStore
+    run: Run
+    tokenizing: Tokenizing
+    bad: BadSamples
+    scratch: Path
+    """Folder for temporary files; with object stores, the tables are copied into it."""
+    images_per_file: int
+    portion: int = PORTION
+    num_threads: int = 4
+    """Threads that read and hash."""
+    looked_at: Callable[[int], None] = lambda count: None
+    """Called with the number of samples that have been read and hashed."""
+    counts: Counts = field(default_factory=Counts)
+
+    def update(self, sources: Mapping[str, Source]) -> Generation:
+        """Make the store hold the samples of some sources, by split, and return its generation."""
+        before = self.store.generation()
+        self._tables = self.store.tables(self.scratch)
+        self._latents = self.store.present(LATENTS)
+        entries = {split: self._update_split(split, source, before) for split, source in sources.items()}
+        if not entries["train"]:
+            raise UsageError(
+                f"precompute: none of the {self.counts.samples} images can be used, and {self.store.folder.url} stays "
+                f"as it is ({self.bad.listed()}); mend them, or give another data set"
+            )
+        after = Generation(before.number + 1, entries, self.tokenizing.fingerprint)
+        if replace(after, number=before.number) == before:
+            return before
+        self.store.commit(after)
+        return after
+
+    def _update_split(self, split: str, source: Source, before: Generation) -> list[SampleEntry]:
+        known = _Known(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
+        added: list[SampleEntry] = []
+        for indices, rows in self._looked_at(source):
+            is_kept = known.keep(rows)
+            self.counts.kept += int(is_kept.sum())
+            new = np.flatnonzero(~is_kept)
+            if len(new):
+                added += self._add(split, source, indices[new], rows.take(new))
+        return known.entries(self._write, self.counts) + added
+
+    def _looked_at(self, source: Source) -> Iterator[tuple[np.ndarray, SampleRows]]:
+        """Yield the readable samples of each portion: their indices, and their rows."""
+
+        def look(index: int) -> tuple[str, str, bytes, list[str]] | str:
+            try:
+                content = blake2b(source.content(index), digest_size=HASH_BYTES).digest()
+                return source.key(index), source.name(index), content, list(source.captions(index))
+            except BadSample as reason:
+                return str(reason)
+
+        total = len(source)
+        with ThreadPoolExecutor(self.num_threads, "look") as pool:
+            for begin in range(0, total, self.portion):
+                end = min(begin + self.portion, total)
+                indices, found = [], []
+                for at in range(begin, end, _READ_AT_ONCE):
+                    some = range(at, min(at + _READ_AT_ONCE, end))
+                    for index, sample in zip(some, pool.map(look, some)):
+                        if isinstance(sample, str):
+                            self.bad.count({source.name(index): sample})
+                        else:
+                            indices.append(index)
+                            found.append(sample)
+                    self.counts.samples += len(some)
+                    self.looked_at(self.counts.samples)
+                yield np.array(indices, np.int64), SampleRows.of(found, self.tokenizing.fingerprint)
+
+    def _add(self, split: str, source: Source, indices: np.ndarray, rows: SampleRows) -> list[SampleEntry]:
+        """Encode the images of new samples where no table knows them, and write the samples."""
+        _, where = self._places(rows.images)
+        reasons: dict[str, str] = {}
+        unknown = np.flatnonzero(where[:, 0] < 0)
+        if len(unknown):
+            _, first = np.unique(rows.images[unknown], axis=0, return_index=True)
+            first = unknown[np.sort(first)]
+            reasons = self._encode(split, indices[first], rows.images[first])
+        shards, where = self._places(rows.images)
+        is_bad = where[:, 0] < 0
+        for number in np.flatnonzero(is_bad).tolist():
+            reason = reasons[rows.images[number].tobytes().hex()]
+            self.bad.count({source.name(int(indices[number])): reason})
+        good = np.flatnonzero(~is_bad)
+        self.counts.added += len(good)
+        return self._write(rows.take(good), shards, where[good])
+
+    def _encode(self, split: str, indices: np.ndarray, images: np.ndarray) -> dict[str, str]:
+        """Encode images and write their table; return the reasons of those that cannot be used."""
+        step = self.images_per_file
+        cuts = range(0, len(images), step)
+        tasks = [EncodeTask(split, indices[i : i + step], images[i : i + step]) for i in cuts]
+        names = [task.name(self.store.recipe) for task in tasks]
+        is_there = [name in self._latents for name in names]
+        results = {
+            name: already_encoded(self.store.folder, task, self.store.recipe, self._latents[name])
+            for name, task, there in zip(names, tasks, is_there)
+            if there
+        }
+        self.counts.found += sum(len(each.images) for each in results.values())
+        for each in self.run([task for task, there in zip(tasks, is_there) if not there]):
+            results[each.name] = each
+            self.counts.encoded += len(each.images)
+            self.counts.bytes_written += each.size
+        encoded = [results[name] for name in names if len(results[name].images)]
+        self._latents |= {each.name: each.size for each in encoded}
+        if encoded:
+            self._write_table(encoded)
+        return {image: reason for each in results.values() for image, reason in each.bad.items()}
+
+    def _write_table(self, encoded: Sequence[Encoded]) -> None:
+        blocks = (rows_of(each.images, i, np.arange(len(each.images))) for i, each in enumerate(encoded))
+        name = name_of(*(each.name.encode() for each in encoded))
+        path = self.scratch / f"new-{name}.safetensors"
+        write_table(path, blocks, shards=[each.name for each in encoded])
+        self.store.put(TABLES, name, path)
+        self._tables.append(KeyTable(path))
+
+    def _places(self, images: np.ndarray) -> tuple[list[Shard], np.ndarray]:
+        """Return the latent files, and (N, 2) int64 with every image's file number there and row, or (-1, -1)."""
+        shards: list[Shard] = []
+        where = np.full((len(images), 2), -1, np.int64)
+        order = np.lexsort(images.T[::-1])  # neighbouring pages of the tables
+        for table in self._tables:
+            found = table.find(images[order])
+            hit = np.flatnonzero(found >= 0)
+            shard, row = table.at(found[hit])
+            where[order[hit], 0], where[order[hit], 1] = len(shards) + shard.astype(np.int64), row
+            shards += [(name, self._latents.get(name, 0)) for name in table.shards]
+        # A table may name a file that is gone: its images are encoded again.
+        gone = np.array([size == 0 for _, size in shards], bool)
+        if gone.any():
+            where[(where[:, 0] >= 0) & gone[where[:, 0]]] = -1
+        return shards, where
+
+    def _write(self, rows: SampleRows, shards: Sequence[Shard], where: np.ndarray) -> list[SampleEntry]:
+        """Write samples, in files of equal length."""
+        entries = []
+        for begin in range(0, len(rows), SAMPLES_PER_FILE):
+            some = np.arange(begin, min(begin + SAMPLES_PER_FILE, len(rows)))
+            part = rows.take(some)
+            captions = [caption for each in part.captions for caption in each]
+            ids = dict(self.tokenizing.tokenize(captions))
+            data = part.to_bytes(shards, where[some], ids)
+            name = name_of(data)
+            self.store.put(SAMPLES, name, data)
+            self.counts.bytes_written += len(data)
+            texts = ["\n".join(each).encode(errors="surrogatepass") for each in part.captions]
+            digests = name_of(part.keys.tobytes()), name_of(part.images.tobytes()), name_of(*texts)
+            entries.append(SampleEntry(name, len(part), len(data), *digests))
+        return entries
+
+
+class _Known:
+    """The samples of a split before the job, and which of them are kept; out of core."""
+
+    def __init__(
+        self, store: LatentStore, entries: Sequence[SampleEntry], latents: Mapping[str, int], scratch: Path
+    ) -> None:
+        scratch.mkdir()
+        present = store.present(SAMPLES)
+        # Deleted files, such as altered ones that ``verify`` found: their samples count as new.
+        self._entries = [entry for entry in entries if present.get(entry.name) == entry.size]
+        self._store, self._latents, self._scratch = store, latents, scratch
+        self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
+        total = int(self._ends[-1]) if self._entries else 0
+        self._kept = np.memmap(scratch / "kept", np.uint8, "w+", shape=(max(total, 1),))
+        self.open = lru_cache(maxsize=32)(self._open)
+        blocks = (rows_of(self.open(i)[1], i, np.arange(entry.rows)) for i, entry in enumerate(self._entries))
+        path = scratch / "known"
+        write_table(path, blocks)
+        self._table = KeyTable(path)
+
+    def _open(self, number: int) -> tuple[SampleFile, np.ndarray, np.ndarray]:
+        """Return a sample file, its keys and its stamps."""
+        entry = self._entries[number]
+        path = self._store.local(SAMPLES, entry.name, self._scratch)
+        file = SampleFile(open(path, "rb", buffering=0), name=f"{self._store.folder.url}/{entry.name}", size=entry.size)
+        return file, file.read("keys").numpy(), file.read("stamps").numpy()
+
+    def keep(self, rows: SampleRows) -> np.ndarray:
+        """Return which samples are in the store as they are, (N,) bool, and note that these are still wanted."""
+        found = self._table.find(rows.keys)
+        is_kept = np.zeros(len(rows), bool)
+        hit = np.flatnonzero(found >= 0)
+        file, row = self._table.at(found[hit])
+        for number in np.unique(file).tolist():
+            of_file = file == number
+            sample_file, _, stamps = self.open(number)
+            shards = sample_file.metadata["shards"]
+            is_there = np.array([self._latents.get(name) == size for name, size in shards], bool)
+            is_same = (stamps[row[of_file]] == rows.stamps[hit[of_file]]).all(axis=1)
+            is_same &= is_there[sample_file.place[row[of_file], 0]]
+            is_kept[hit[of_file]] = is_same
+            begin = self._ends[number] - self._entries[number].rows
+            self._kept[begin + row[of_file][is_same]] = 1
+        return is_kept
+
+    def entries(
+        self, write: Callable[[SampleRows, Sequence[Shard], np.ndarray], list[SampleEntry]], counts: Counts
+    ) -> list[SampleEntry]:
+        """Return the files that hold the kept samples; a file that loses some of its samples is written anew."""
+        kept: list[SampleEntry] = []
+        for number, entry in enumerate(self._entries):
+            rows = np.flatnonzero(self._kept[self._ends[number] - entry.rows : self._ends[number]])
+            counts.removed += entry.rows - len(rows)
+            if len(rows) == entry.rows:
+                kept.append(entry)
+            elif len(rows):
+                file = self.open(number)[0]
+                shards = [(str(name), int(size)) for name, size in file.metadata["shards"]]
+                kept += write(SampleRows.read(file).take(rows), shards, file.place[rows])
+        return kept

@@ -1,0 +1,87 @@
+"""Samples on their way into a store: what a sample file holds, as arrays that can be cut and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sd_lightning.data.store.files import SampleFile, hashes_of, serialized, text_columns
+
+Shard = tuple[str, int]
+"""Name and bytes of a latent file."""
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Some samples of a data set."""
+
+    keys: np.ndarray
+    """(N, 16) uint8: hash of each sample's identity."""
+    stamps: np.ndarray
+    """(N, 16) uint8: hash of its identity, image, captions and tokenizers; equal stamps mean nothing changed."""
+    images: np.ndarray
+    """(N, 16) uint8: hash of its image."""
+    names: list[str]
+    captions: list[list[str]]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[str, str, bytes, list[str]]], tokenizers: str) -> SampleRows:
+        """Make rows of (identity, name, image hash, captions) per sample; ``tokenizers`` is their hash."""
+        stamps = [
+            b"\0".join([key.encode(errors="surrogatepass"), image, "\n".join(captions).encode(errors="surrogatepass")])
+            + tokenizers.encode()
+            for key, _, image, captions in found
+        ]
+        return cls(
+            keys=hashes_of([key.encode(errors="surrogatepass") for key, *_ in found]),
+            stamps=hashes_of(stamps),
+            images=np.frombuffer(b"".join(image for _, _, image, _ in found), np.uint8).reshape(-1, 16),
+            names=[name for _, name, _, _ in found],
+            captions=[captions for *_, captions in found],
+        )
+
+    @classmethod
+    def read(cls, file: SampleFile) -> SampleRows:
+        """Return the rows of a sample file."""
+        keys, stamps, images = (file.read(name).numpy() for name in ("keys", "stamps", "images"))
+        rows = range(len(file))
+        return cls(keys, stamps, images, [file.sample_name(i) for i in rows], [file.captions(i) for i in rows])
+
+    def take(self, chosen: np.ndarray) -> SampleRows:
+        """Return the rows at some indices."""
+        numbers = chosen.tolist()
+        return SampleRows(
+            self.keys[chosen],
+            self.stamps[chosen],
+            self.images[chosen],
+            [self.names[i] for i in numbers],
+            [self.captions[i] for i in numbers],
+        )
+
+    def to_bytes(self, shards: Sequence[Shard], place: np.ndarray, input_ids: dict[str, Tensor]) -> bytes:
+        """Return the sample file.
+
+        Args:
+            shards: Latent files.
+            place: (N, 2): the number of each sample's file in ``shards``, and its row there.
+            input_ids: (M, L) by text encoder, of all captions in order.
+        """
+        used, number = np.unique(place[:, 0], return_inverse=True)
+        tensors = {
+            "keys": torch.from_numpy(self.keys.copy()),
+            "stamps": torch.from_numpy(self.stamps.copy()),
+            "images": torch.from_numpy(self.images.copy()),
+            "place": torch.from_numpy(np.stack([number.reshape(-1), place[:, 1]], axis=1).astype(np.int32)),
+            "caption_count": torch.tensor([len(captions) for captions in self.captions], dtype=torch.int64),
+            **text_columns("captions", [caption for captions in self.captions for caption in captions]),
+            **text_columns("names", self.names),
+            **{f"input_ids.{name}": ids.to(torch.int32) for name, ids in input_ids.items()},
+        }
+        return serialized(tensors, {"rows": len(self), "shards": [shards[i] for i in used.tolist()]})

@@ -1,0 +1,215 @@
+"""The folder of a recipe in a store: its files, its generations, and the lock of the one job that adds to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.store.key_table import KeyTable
+from sd_lightning.data.store.recipe import Recipe
+from sd_lightning.storage.location import Location
+
+LATENTS, SAMPLES, TABLES, GENERATIONS = "latents", "samples", "tables", "generations"
+_RECIPES, _LOCK = "recipes", "job.json"
+_FORMAT = 1
+_BEAT = 30.0
+"""Seconds between two signs of life of a job."""
+_SILENCE = 600.0
+"""Seconds without a sign of life after which a job on another machine counts as dead."""
+
+
+@dataclass(frozen=True)
+class SampleEntry:
+    """A sample file of a generation."""
+
+    name: str
+    rows: int
+    size: int
+    """Bytes."""
+    identities: str
+    """Hash of the samples' identities; with the next two the fingerprint of the data set."""
+    images: str
+    captions: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The samples of a store at one time."""
+
+    number: int = 0
+    splits: Mapping[str, list[SampleEntry]] = field(default_factory=dict)
+    """Sample files, in order, by split: "train", "val"."""
+    tokenizers: str = ""
+    """Hash of the tokenizers that made the token ids."""
+
+    def num_samples(self, split: str) -> int:
+        """Return the number of samples of a split."""
+        return sum(entry.rows for entry in self.splits.get(split, []))
+
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str) -> Generation:
+        """Read the output of :meth:`to_json`.
+
+        Raises:
+            UsageError: It is not one, or a newer version wrote it.
+        """
+        try:
+            given: dict[str, Any] = json.loads(text)
+            if given.pop("format") != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT}")
+            splits = {split: [SampleEntry(**each) for each in entries] for split, entries in given["splits"].items()}
+            return cls(**{**given, "splits": splits})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(
+                f"{where} is no list of samples of a latent store ({error}); expected what sd_lightning.precompute "
+                "wrote; install the version that wrote it, or delete the file to go back to the one before"
+            ) from error
+
+
+class LatentStore:
+    """The folder of one recipe.
+
+    Attributes:
+        folder: Where its files lie.
+        recipe: What its latents depend on.
+    """
+
+    def __init__(self, root: Location, recipe: Recipe) -> None:
+        """Name the folder; nothing is read or written."""
+        self.root = root
+        self.recipe = recipe
+        self.folder = root.child(recipe.fingerprint)
+
+    def create(self) -> None:
+        """Write the recipe, if it is not there."""
+        self.root.create(f"{_RECIPES}/{self.recipe.fingerprint}.json", self.recipe.to_json().encode())
+
+    def generation(self) -> Generation:
+        """Return the newest generation; number 0 with no samples if there is none."""
+        names = [entry.name for entry in self.folder.entries(f"{GENERATIONS}/")]
+        if not names:
+            return Generation()
+        newest = max(names)
+        return Generation.from_json(self.folder.read(newest), where=f"{self.folder.url}/{newest}")
+
+    def commit(self, generation: Generation) -> None:
+        """Write a generation.
+
+        Raises:
+            UsageError: Another job has written that number.
+        """
+        if not self.folder.create(f"{GENERATIONS}/{generation.number:08}.json", generation.to_json().encode()):
+            raise UsageError(
+                f"{self.folder.url}: another precompute job has committed generation {generation.number} meanwhile; "
+                "nothing is lost: run precompute again"
+            )
+
+    def put(self, kind: str, name: str, data: bytes | Path) -> bool:
+        """Write a file, if it is not there; return whether it was written."""
+        return self.folder.create(path_of(kind, name), data)
+
+    def present(self, kind: str) -> dict[str, int]:
+        """Return name -> bytes of the files of a kind."""
+        suffix = ".safetensors"
+        return {
+            entry.name.removeprefix(f"{kind}/").removesuffix(suffix): entry.size
+            for entry in self.folder.entries(f"{kind}/")
+            if entry.name.endswith(suffix)
+        }
+
+    def local(self, kind: str, name: str, scratch: Path) -> Path:
+        """Return a local path of a file; it is copied into ``scratch`` once if the store is not local."""
+        path = self.folder.path(path_of(kind, name))
+        if path is None:
+            path = scratch / f"{kind}-{name}.safetensors"
+            if not path.exists():
+                self.folder.fetch(path_of(kind, name), path)
+        return path
+
+    def tables(self, scratch: Path) -> list[KeyTable]:
+        """Open all tables of images."""
+        return [KeyTable(self.local(TABLES, name, scratch)) for name in sorted(self.present(TABLES))]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the store's lock, with a sign of life twice a minute.
+
+        The lock only spares two jobs the same work, and tells their users: files would stay right without it.
+
+        Raises:
+            UsageError: Another job holds it.
+        """
+        ours = {"host": socket.gethostname(), "pid": os.getpid()}
+        if not self.folder.create(_LOCK, _beat(ours)):
+            self._check_dead(ours["host"])
+            self.folder.replace(_LOCK, _beat(ours))
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(_BEAT):
+                self.folder.replace(_LOCK, _beat(ours))
+
+        thread = threading.Thread(target=beat, name="store-lock", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.folder.delete(_LOCK)
+
+    def _check_dead(self, host: object) -> None:
+        """Raise if the job that holds the lock is alive."""
+        try:
+            held = json.loads(self.folder.read(_LOCK))
+            age, pid = time.time() - float(held["time"]), int(held["pid"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return  # it has just ended, or was cut off
+        is_here = held.get("host") == host
+        if _is_alive(pid) if is_here else age < _SILENCE:
+            where = f"process {pid} of {'this machine' if is_here else held.get('host')}"
+            raise UsageError(
+                f"store={self.root.url}: another precompute job ({where}) writes to it, last sign of life "
+                f"{max(age, 0):.0f} s ago; expected one job per store; wait for it, or end it. If it is dead, delete "
+                f"{self.folder.url}/{_LOCK}"
+            )
+
+
+def path_of(kind: str, name: str) -> str:
+    """Return the path of a file within the folder of its recipe."""
+    return f"{kind}/{name}.safetensors"
+
+
+def recipes(root: Location) -> list[Recipe]:
+    """Return the recipes of a store, sorted by fingerprint."""
+    names = [entry.name for entry in root.entries(f"{_RECIPES}/")]
+    return [Recipe.from_json(root.read(name), where=f"{root.url}/{name}") for name in names]
+
+
+def _beat(ours: Mapping[str, object]) -> bytes:
+    return json.dumps({**ours, "time": time.time()}).encode()
+
+
+def _is_alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # an earlier job of this process
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

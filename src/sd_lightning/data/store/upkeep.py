@@ -1,0 +1,230 @@
+"""Free the space of what a store no longer refers to, and find files that are not what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.store.encoding import about, digest_of
+from sd_lightning.data.store.files import SampleFile, StoreFile, name_of, serialized
+from sd_lightning.data.store.key_table import rows_of, write_table
+from sd_lightning.data.store.rows import SampleRows
+from sd_lightning.data.store.store import (
+    GENERATIONS,
+    LATENTS,
+    SAMPLES,
+    TABLES,
+    Generation,
+    LatentStore,
+    SampleEntry,
+    path_of,
+)
+
+_WORTHWHILE = 0.1
+"""A latent file is written anew if a larger part of its rows is unused."""
+
+
+@dataclass
+class Unused:
+    """What the newest generation of a store does not refer to."""
+
+    files: list[str] = field(default_factory=list)
+    """Paths of files that nobody refers to."""
+    freed: int = 0
+    """Bytes of these files, and of the unused rows of the next ones."""
+    partly: dict[str, np.ndarray] = field(default_factory=dict)
+    """Latent file -> the rows (N,) that are used, for files that are worth writing anew."""
+
+
+class Pruning:
+    """Frees the space of a store that its newest generation does not refer to."""
+
+    def __init__(self, store: LatentStore, scratch: Path) -> None:
+        """Look at the store; nothing is changed.
+
+        Args:
+            store: The store.
+            scratch: Folder for temporary files.
+        """
+        self.store, self._scratch = store, scratch
+        self.generation = store.generation()
+        self._latents = store.present(LATENTS)
+        self._used = self._used_rows()
+        self.unused = self._find()
+
+    def _used_rows(self) -> dict[str, np.ndarray]:
+        """Return the rows of every latent file that samples refer to, sorted."""
+        used: dict[str, list[np.ndarray]] = {}
+        for file in self._sample_files():
+            place = file.place
+            for number, (name, _) in enumerate(file.metadata["shards"]):
+                used.setdefault(name, []).append(np.unique(place[place[:, 0] == number, 1]))
+        return {name: np.unique(np.concatenate(rows)) for name, rows in used.items()}
+
+    def _sample_files(self) -> Iterator[SampleFile]:
+        for entries in self.generation.splits.values():
+            for entry in entries:
+                yield self._sample_file(entry)
+
+    def _sample_file(self, entry: SampleEntry) -> SampleFile:
+        path = self.store.local(SAMPLES, entry.name, self._scratch)
+        return SampleFile(open(path, "rb", buffering=0), name=entry.name, size=entry.size)
+
+    def _find(self) -> Unused:
+        unused = Unused()
+        if self.generation.number == 0:  # nothing is committed: a job has not ended yet
+            return unused
+        named = {entry.name for entries in self.generation.splits.values() for entry in entries}
+        newest = f"{GENERATIONS}/{self.generation.number:08}.json"
+        older = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name != newest]
+        unused.files += [entry.name for entry in older]
+        unused.freed += sum(entry.size for entry in older)
+        for kind, present, wanted in (
+            (SAMPLES, self.store.present(SAMPLES), named),
+            (LATENTS, self._latents, self._used.keys()),
+        ):
+            gone = sorted(present.keys() - wanted)
+            unused.files += [path_of(kind, name) for name in gone]
+            unused.freed += sum(present[name] for name in gone)
+        for name, rows in self._used.items():
+            if name not in self._latents:
+                raise UsageError(
+                    f"precompute prune: {self.store.folder.url}/{path_of(LATENTS, name)} is not there; run precompute "
+                    "again, which encodes what is missing"
+                )
+            num_rows = self._num_rows(name)
+            if len(rows) < num_rows * (1 - _WORTHWHILE):
+                unused.partly[name] = rows
+                unused.freed += self._latents[name] * (num_rows - len(rows)) // num_rows
+        return unused
+
+    def _num_rows(self, name: str) -> int:
+        import json
+
+        path = path_of(LATENTS, name)
+        length = int.from_bytes(self.store.folder.read(path, 0, 8), "little")
+        return int(json.loads(self.store.folder.read(path, 8, 8 + length))["images"]["shape"][0])
+
+    def run(self) -> None:
+        """Write partly used files anew, commit a generation that names the new ones, and delete the old ones."""
+        if not self.unused.files and not self.unused.partly:
+            return
+        moved = self._compact()
+        entries = {split: self._moved(old, moved) for split, old in self.generation.splits.items()}
+        tables = self.store.present(TABLES)
+        table = self._write_table(moved)
+        after = Generation(self.generation.number + 1, entries, self.generation.tokenizers)
+        if replace(after, number=self.generation.number) != self.generation:
+            self.store.commit(after)
+            self.unused.files.append(f"{GENERATIONS}/{self.generation.number:08}.json")
+        kept = {entry.name for each in entries.values() for entry in each}
+        replaced = [
+            path_of(SAMPLES, entry.name)
+            for old in self.generation.splits.values()
+            for entry in old
+            if entry.name not in kept
+        ]
+        old_tables = [path_of(TABLES, name) for name in tables if name != table]
+        for path in (*old_tables, *self.unused.files, *replaced, *(path_of(LATENTS, name) for name in moved)):
+            self.store.folder.delete(path)
+
+    def _compact(self) -> dict[str, tuple[str, int, np.ndarray, np.ndarray]]:
+        """Write the used rows of every partly used file to a file of its own.
+
+        Returns:
+            Old name -> (new name, bytes, old rows, images).
+        """
+        moved = {}
+        for name, rows in self.unused.partly.items():
+            path = self.store.local(LATENTS, name, self._scratch)
+            with open(path, "rb", buffering=0) as handle:
+                file = StoreFile(handle, name=name, size=self._latents[name])
+                variants = self.store.recipe.variants
+                encodings = (rows[:, None] * variants + np.arange(variants)).reshape(-1)
+                images = file.read("images")[torch.from_numpy(rows)]
+                tensors = {
+                    "latents": file.read("latents")[torch.from_numpy(encodings)],
+                    "sizes": file.read("sizes")[torch.from_numpy(encodings)],
+                    "images": images,
+                }
+            data = serialized(tensors, about(tensors, self.store.recipe, {}))
+            new = name_of(self.store.recipe.fingerprint.encode(), images.numpy().tobytes())
+            self.store.put(LATENTS, new, data)
+            moved[name] = (new, len(data), rows, images.numpy())
+        return moved
+
+    def _moved(
+        self, entries: Sequence[SampleEntry], moved: dict[str, tuple[str, int, np.ndarray, np.ndarray]]
+    ) -> list[SampleEntry]:
+        """Write the sample files that refer to moved files anew."""
+        new = []
+        for entry in entries:
+            file = self._sample_file(entry)
+            shards = file.metadata["shards"]
+            if not any(name in moved for name, _ in shards):
+                new.append(entry)
+                continue
+            place = file.place.copy()
+            for number, (name, _) in enumerate(shards):
+                if name in moved:
+                    here = place[:, 0] == number
+                    place[here, 1] = np.searchsorted(moved[name][2], place[here, 1])
+            names = [(moved[name][0], moved[name][1]) if name in moved else (name, size) for name, size in shards]
+            ids = {name.removeprefix("input_ids."): file.read(name) for name in file.id_columns}
+            data = SampleRows.read(file).to_bytes(names, place, ids)
+            self.store.put(SAMPLES, name_of(data), data)
+            new.append(replace(entry, name=name_of(data), size=len(data)))
+        return new
+
+    def _write_table(self, moved: dict[str, tuple[str, int, np.ndarray, np.ndarray]]) -> str:
+        """Write one table of all images that are left; return its name."""
+        shards = [*sorted(self._used.keys() - moved.keys()), *(new for new, *_ in moved.values())]
+        number = {name: i for i, name in enumerate(shards)}
+
+        def blocks() -> Iterator[np.ndarray]:
+            for table in self.store.tables(self._scratch):
+                numbers = np.array([number.get(name, -1) for name in table.shards], np.int64)
+                for rows in table.blocks():
+                    new = numbers[rows["shard"]]
+                    rows = rows[new >= 0]
+                    rows["shard"] = new[new >= 0]
+                    yield rows
+            for new, _, _, images in moved.values():
+                yield rows_of(images, number[new], np.arange(len(images)))
+
+        path = self._scratch / "merged.safetensors"
+        write_table(path, blocks(), shards=shards)
+        name = name_of(*(each.encode() for each in shards))
+        self.store.put(TABLES, name, path)
+        return name
+
+
+def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]:
+    """Yield (path, reason) of the files of a store that are not what was written; all bytes are read."""
+    for kind in (LATENTS, SAMPLES):
+        for name, size in sorted(store.present(kind).items()):
+            path = store.local(kind, name, scratch)
+            reason = _problem(path, kind, name, size)
+            if reason is not None:
+                yield path_of(kind, name), reason
+            if path.is_relative_to(scratch):
+                path.unlink()
+
+
+def _problem(path: Path, kind: str, name: str, size: int) -> str | None:
+    try:
+        with open(path, "rb", buffering=0) as handle:
+            if kind == SAMPLES:
+                return None if name_of(handle.read()) == name else "its bytes are not those that were written"
+            file = StoreFile(handle, name=name, size=size)
+            tensors = {column: file.read(column) for column in file.columns}
+            return (
+                None if digest_of(tensors) == file.metadata["digest"] else "its bytes are not those that were written"
+            )
+    except UsageError as error:
+        return str(error)

@@ -74,8 +74,8 @@ class Workers:
                     yield future.result()
         except BrokenProcessPool as error:
             raise UsageError(
-                "precompute: a worker was killed, perhaps for lack of memory; nothing is lost: run it again, with fewer "
-                f"workers ({self._limit // _WAITING_PER_WORKER - 1} or less) if it happens again"
+                "precompute: a worker was killed, perhaps for lack of memory; nothing is lost: run it again, with "
+                f"workers={max(self._limit // _WAITING_PER_WORKER // 2, 1)} if it happens again"
             ) from error
 
     def close(self) -> None:

@@ -132,9 +132,7 @@ def encode(
         flush=True,
     )
     progress = StageProgress(total)
-    bad = BadSamples(datamodule.max_bad_fraction, total + sum(len(source.dropped) for source in sources.values()))
-    for source in sources.values():
-        bad.count(source.dropped)
+    bad = datamodule.bad
     if workers > 1 and device.type == "cuda":
         encoder.to(torch.device("cpu"))
     runner = Workers(shard, workers)

@@ -20,8 +20,8 @@ def prune(store: str, *, dry_run: bool) -> int:
             pruning = Pruning(each, Path(scratch))
             unused = pruning.unused
             print(
-                f"{each.folder.url}: {len(unused.files)} files that nothing refers to, {len(unused.partly)} partly used: "
-                f"{unused.freed / 1e6:.3g} MB"
+                f"{each.folder.url}: {len(unused.files)} files that nothing refers to and {len(unused.partly)} partly "
+                f"used: {unused.freed / 1e6:.3g} MB"
             )
             freed += unused.freed
             if not dry_run:

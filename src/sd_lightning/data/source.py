@@ -87,6 +87,7 @@ class Source(ABC):
 
     def check_model(self, model: LatentDiffusion) -> None:
         """Check that a model can be trained on these data; raise ``UsageError`` if it cannot."""
+        return
 
     def token_ids(self, index: Sequence[int], which: Sequence[int]) -> dict[str, Tensor] | None:
         """Return stored token ids (B, L) int64, by text encoder, of caption ``which[i]`` of sample ``index[i]``.
@@ -94,6 +95,17 @@ class Source(ABC):
         None, the default, if none are stored: captions are then tokenized.
         """
         return None
+
+    def content(self, index): # SHIM
+        if not self.name(index).endswith("png"): im=self.image(index); import io; b=io.BytesIO(); im.save(b,"PNG"); return b.getvalue()
+        import os
+        return open(self.name(index),"rb").read()
+    def decode(self, content): # SHIM
+        import io
+        from sd_lightning.data.sources.image_files import decode
+        return decode(io.BytesIO(content))
+    def key(self, index): # SHIM
+        return self.evidence(index, thorough=False)[0]
 
     @property
     def distinct(self) -> Source:

@@ -32,7 +32,8 @@ class SDDataModule(LightningDataModule):
 
     Attributes:
         batch_size: The global batch.
-        bad_samples: Name -> reason of the bad samples found so far (on this rank).
+        bad: The bad samples found so far on this rank, with their limit.
+        bad_samples: Name -> reason of each.
         train_sampler: Sampler of the training loader; None before the loader is built.
         no_caption_gap: Why the validation measures no caption gap; None if it does.
     """
@@ -82,10 +83,10 @@ class SDDataModule(LightningDataModule):
         self._check_options(max_bad_fraction)
         self._sources = [source for source in (self.source_train, self.source_val) if source is not None]
         dropped = {name for source in self._sources for name in source.dropped}
-        self._bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped))
-        self.bad_samples = self._bad.found
+        self.bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped))
+        self.bad_samples = self.bad.found
         for source in self._sources:
-            self._bad.count(source.dropped)
+            self.bad.count(source.dropped)
 
     def _check_options(self, max_bad_fraction: float) -> None:
         if self.batch_size < 1:
@@ -172,7 +173,7 @@ class SDDataModule(LightningDataModule):
             tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loader_options.build(dataset, self.train_sampler, on_cuda=self._on_cuda())
-        return EpochLoader(loader, self.train_sampler, on_start=self._bad.check_all_ranks)
+        return EpochLoader(loader, self.train_sampler, on_start=self.bad.check_all_ranks)
 
     def val_dataloader(self) -> WholeBatchLoader | list[Batch]:
         """Return the loader over this rank's shard of the held-out images, in order and without randomness.
@@ -200,9 +201,9 @@ class SDDataModule(LightningDataModule):
             return batch
         source = self.source_train if self._attached().training else self.source_val
         assert source is not None
-        self._bad.count({source.name(index): reason for index, reason in batch.pop("bad")})
+        self.bad.count({source.name(index): reason for index, reason in batch.pop("bad")})
         if "index" not in batch:
-            raise UsageError(f"data: none of the {len(source)} images can be read: {self._bad.listed()}")
+            raise UsageError(f"data: none of the {len(source)} images can be read: {self.bad.listed()}")
         if self._attached().training:
             self._position = None
             batch.pop("captions", None)  # Lightning would search every string for tensors to move
@@ -210,7 +211,7 @@ class SDDataModule(LightningDataModule):
 
     def gather_bad_samples(self) -> dict[str, str]:
         """Return the bad samples of all ranks with their reasons; a collective call."""
-        self._bad.gather()
+        self.bad.gather()
         return self.bad_samples
 
     def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
@@ -234,7 +235,7 @@ class SDDataModule(LightningDataModule):
         Raises:
             UsageError: The total is too large.
         """
-        self._bad.count(bad)
+        self.bad.count(bad)
 
     def _dataset(self, source: Source, images: ImageOptions, *, wrong_captions: bool = False) -> CaptionedImages:
         module = self._module()
@@ -245,7 +246,7 @@ class SDDataModule(LightningDataModule):
             seed=module.seed,
             wrong_captions=wrong_captions,
             latents=self._latent_table(source) if self.cache_latents else source.latents,
-            max_bad=self._bad.limit,
+            max_bad=self.bad.limit,
         )
 
     def _check_caption_gap(self, dataset: CaptionedImages) -> None:
@@ -276,7 +277,7 @@ class SDDataModule(LightningDataModule):
             )
             table = table if source.rows is None else table.of_samples(source.rows)
             self._latents[id(source)] = known = (encoder, table)
-        self._bad.count({source.name(index): reason for index, reason in known[1].bad})
+        self.bad.count({source.name(index): reason for index, reason in known[1].bad})
         return known[1]
 
     def _attached(self) -> Trainer:

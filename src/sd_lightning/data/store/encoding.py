@@ -230,7 +230,7 @@ def already_encoded(folder: Location, task: EncodeTask, recipe: Recipe, size: in
         if 8 + length + max(each["data_offsets"][1] for key, each in header.items() if key[0] != "_") != size:
             raise ValueError(f"it has {size} bytes")
         data = folder.read(path, 8 + length + begin, 8 + length + end)
-        bad = json.loads(header["__metadata__"]["bad"])
+        bad = json.loads(header["__metadata__"]["about"])["bad"]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{folder.url}/{path} is truncated or altered ({error}); delete it and run precompute again"

@@ -19,6 +19,9 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.store.key_table import HASH_BYTES
 from sd_lightning.storage.safetensors_file import DTYPE_OF_NAME
 
+_ABOUT = "about"
+"""The one entry of a file's metadata: JSON."""
+
 
 def name_of(*parts: bytes | memoryview) -> str:
     """Return the name of a file whose contents these bytes decide: a hash, 32 hexadecimal digits."""
@@ -39,7 +42,8 @@ def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
     """Return a safetensors file; equal arguments give equal bytes."""
     from safetensors.torch import save
 
-    return save(dict(tensors), {name: json.dumps(value, sort_keys=True) for name, value in metadata.items()})
+    # One entry: safetensors writes several in an order that differs from process to process.
+    return save(dict(tensors), {_ABOUT: json.dumps(metadata, sort_keys=True)})
 
 
 def text_columns(name: str, texts: Sequence[str]) -> dict[str, Tensor]:
@@ -82,9 +86,7 @@ class StoreFile:
         try:
             length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
             header = json.loads(os.pread(self._fd, min(length, given), 8))
-            self.metadata: dict[str, Any] = {
-                key: json.loads(value) for key, value in header.pop("__metadata__", {}).items()
-            }
+            self.metadata: dict[str, Any] = json.loads(header.pop("__metadata__")[_ABOUT])
             self._columns = {
                 key: _Column(DTYPE_OF_NAME[each["dtype"]], tuple(each["shape"]), 8 + length + each["data_offsets"][0])
                 for key, each in header.items()

@@ -1,7 +1,7 @@
 """Sorted tables of 128-bit hashes: lookup, deduplication and removal without holding them in memory.
 
-A table is a safetensors file of four columns, sorted by hash: ``high`` and ``low`` (the two halves of the hash, uint64),
-``shard`` and ``row`` (uint32): 24 bytes per row. Columns are memory-mapped, so a lookup reads a few pages of the file
+A table is a safetensors file of four columns, sorted by hash: ``high`` and ``low`` (the two halves of the hash),
+``shard`` and ``row``, 24 bytes per row. Columns are memory-mapped, so a lookup reads a few pages of the file
 whatever its size. Larger tables than memory are sorted by partitions on disk.
 """
 

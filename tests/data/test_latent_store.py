@@ -1,0 +1,434 @@
+"""The latent store: what it holds is what encoding anew would give, whatever has changed, and whoever was killed."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_store import (
+    MeanEncoder,
+    expected,
+    held,
+    reader,
+    recipe,
+    same,
+    tokenize,
+    update,
+    write_picture,
+    write_pictures,
+)
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
+from sd_lightning.data.store.recipe import Recipe, vae_hash
+from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
+from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.upkeep import Pruning, broken_files
+from sd_lightning.storage.location import open_location
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "photos", 23)
+
+
+def files(store: Path) -> dict[str, bytes]:
+    """All files of a store but the generations, which are numbered by job."""
+    found = sorted(path for path in store.rglob("*") if path.is_file() and path.parent.name != "generations")
+    return {str(path.relative_to(store)): path.read_bytes() for path in found}
+
+
+def prune(store: Path, scratch: Path, *, dry_run: bool = False) -> Pruning:
+    scratch.mkdir(exist_ok=True)
+    pruning = Pruning(LatentStore(open_location(store, key="store"), recipe()), scratch)
+    if not dry_run:
+        pruning.run()
+    return pruning
+
+
+class TestContents:
+    def test_holds_latents_captions_names_and_token_ids(self, photos, tmp_path):
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        store = reader(tmp_path / "store")
+        assert len(store) == 23 and ran.counts.encoded == 23
+        assert same(held(store), expected(photos))
+        ids = store.token_ids(np.array([22, 3, 3]), [0, 0, 0])
+        captions = [store.captions(i)[0] for i in (22, 3, 3)]
+        assert torch.equal(ids["text_encoder"], tokenize(captions)["text_encoder"])
+
+    def test_rows_come_in_any_order_and_again(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        store = reader(tmp_path / "store")
+        in_order, sizes = store.latents(np.arange(23))
+        index = np.random.default_rng(0).integers(0, 23, 200)
+        some, their_sizes = store.latents(index)
+        assert torch.equal(some, in_order[index]) and torch.equal(their_sizes, sizes[index])
+        assert sizes.tolist() == [[8, 8, 0, 0]] * 23
+
+    def test_identical_images_share_latents_but_not_captions(self, photos, tmp_path):
+        write_picture(photos, "twin", colour=5, caption="another caption of the same picture")
+        ran = update(tmp_path / "store", ImageFolder(photos), portion=7)
+        store = reader(tmp_path / "store")
+        assert ran.counts.encoded == 23 and len(store) == 24
+        by_name = {Path(store.name(i)).stem: i for i in range(24)}
+        assert store.image_hash(by_name["twin"]) == store.image_hash(by_name["005"])
+        assert store.captions(by_name["twin"]) == ["another caption of the same picture"]
+        assert store.captions(by_name["005"]) == ["picture 005"]
+
+    def test_splits_share_files_and_are_apart(self, photos, tmp_path):
+        other = write_pictures(tmp_path / "other", 3)  # the same pictures as the first three
+        ran = update(tmp_path / "store", {"train": ImageFolder(photos), "val": ImageFolder(other)})
+        assert ran.counts.encoded == 23
+        assert same(held(reader(tmp_path / "store", "val")), expected(other))
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+    def test_stored_types(self, photos, tmp_path, dtype):
+        of = recipe(dtype=dtype)
+        update(tmp_path / "store", ImageFolder(photos), of=of)
+        latents, _ = reader(tmp_path / "store", of=of).latents(np.arange(23))
+        assert latents.dtype == getattr(torch, dtype)
+        exact = np.stack([moments for moments, _ in expected(photos).values()])
+        assert np.allclose(latents.float().numpy(), exact, atol={"float16": 2e-3, "bfloat16": 2e-2, "float32": 0}[dtype])
+
+    def test_variants_differ_and_depend_on_nothing_but_the_image(self, tmp_path):
+        for folder, names in (("one", ("a", "b")), ("two", ("z", "b", "k"))):
+            for name in names:
+                path = write_picture(tmp_path / folder, name, colour=1)
+                pixels = np.random.default_rng(ord(name)).integers(0, 255, (12, 20, 3), np.uint8)
+                from PIL import Image
+
+                Image.fromarray(pixels).save(path)
+        of = recipe(variants=4, crop="random", flip=True)
+        found = []
+        for folder in ("one", "two"):
+            update(tmp_path / f"store-{folder}", ImageFolder(tmp_path / folder), of=of, images_per_file=2)
+            store = reader(tmp_path / f"store-{folder}", of=of)
+            index = next(i for i in range(len(store)) if Path(store.name(i)).stem == "b")
+            found.append(store.latents(np.full(4, index), np.arange(4)))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+        assert len({row.numpy().tobytes() for row in found[0][0]}) == 4
+
+    def test_a_draw_is_half_the_bytes_and_always_the_same(self, photos, tmp_path):
+        of = recipe(latents="draw")
+        update(tmp_path / "store", ImageFolder(photos), of=of)
+        latents, _ = reader(tmp_path / "store", of=of).latents(np.arange(23))
+        moments, _ = _reader_of_moments(photos, tmp_path)
+        assert latents.shape[1] * 2 == moments.shape[1]
+        update(tmp_path / "again", ImageFolder(photos), of=of)
+        assert torch.equal(latents, reader(tmp_path / "again", of=of).latents(np.arange(23))[0])
+
+
+def _reader_of_moments(photos, tmp_path):
+    update(tmp_path / "moments", ImageFolder(photos))
+    return reader(tmp_path / "moments").latents(np.arange(23))
+
+
+class TestNeverStale:
+    """Each mutation, then one more job: the store holds what a new store would."""
+
+    MUTATIONS = {
+        "another picture of the same name": lambda f: write_picture(f, "003", colour=777),
+        "one pixel": lambda f: _change_pixel(f / "004.png"),
+        "another caption": lambda f: (f / "005.txt").write_text("something else"),
+        "a second caption": lambda f: (f / "006.txt").write_text("one\ntwo"),
+        "two pictures swapped": lambda f: _swap(f / "007.png", f / "008.png"),
+        "two captions swapped": lambda f: _swap(f / "009.txt", f / "010.txt"),
+        "a picture removed": lambda f: [(f / f"011.{suffix}").unlink() for suffix in ("png", "txt")],
+        "pictures added in the middle": lambda f: [write_picture(f, f"0115{i}", colour=900 + i) for i in range(3)],
+        "a picture renamed": lambda f: [os.rename(f / f"012.{s}", f / f"zzz.{s}") for s in ("png", "txt")],
+        "another picture with the date and size of the old one": lambda f: _change_pixel(f / "013.png", keep_date=True),
+    }
+
+    @pytest.mark.parametrize("name", MUTATIONS)
+    def test_after_a_mutation(self, name, photos, tmp_path):
+        first = update(tmp_path / "store", ImageFolder(photos))
+        self.MUTATIONS[name](photos)
+        second = update(tmp_path / "store", ImageFolder(photos))
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+        assert second.generation.number == first.generation.number + 1
+        assert second.counts.encoded <= 3  # only what is new
+
+    def test_all_of_them_one_after_the_other(self, photos, tmp_path):
+        for mutate in self.MUTATIONS.values():
+            update(tmp_path / "store", ImageFolder(photos))
+            mutate(photos)
+        update(tmp_path / "store", ImageFolder(photos))
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+
+    def test_the_recipe_tells_other_latents_apart(self):
+        changes = [
+            {},
+            {"vae": "1" * 32},
+            {"resolution": 16},
+            {"crop": "random"},
+            {"flip": True},
+            {"flip": True, "variants": 2},
+            {"latents": "draw"},
+            {"dtype": "float16"},
+            {"compute_dtype": "bfloat16"},
+            {"family": "Other"},
+            {"interpolation": "bicubic"},
+            {"code_version": 2},
+        ]
+        assert len({recipe(**change).fingerprint for change in changes}) == len(changes)
+        assert Recipe.from_json(recipe().to_json(), where="here") == recipe()
+
+    def test_the_hash_of_a_vae_sees_every_weight_and_setting(self):
+        weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+        one = vae_hash(weights, {"x": 1, "_version": "1"})
+        assert one == vae_hash(dict(reversed(weights.items())), {"_version": "2", "x": 1})
+        changed = {**weights, "b": torch.tensor([0.0, 0.0, 0.0, 1e-9])}
+        others = [vae_hash(changed, {"x": 1}), vae_hash(weights, {"x": 2}), vae_hash({"a": weights["a"]}, {"x": 1})]
+        assert len({one, *others}) == 4
+
+    def test_other_tokenizers_keep_the_latents(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        shout = Tokenizing(lambda texts: tokenize([text.upper() for text in texts]), "upper")
+        ran = update(tmp_path / "store", ImageFolder(photos), tokenizing=shout)
+        assert ran.counts.encoded == 0 and ran.counts.added == 23
+        ids = reader(tmp_path / "store").token_ids(np.array([2]), [0])["text_encoder"]
+        assert torch.equal(ids, tokenize(["PICTURE 002"])["text_encoder"])
+
+    def test_nothing_changed_writes_nothing(self, photos, tmp_path):
+        first = update(tmp_path / "store", ImageFolder(photos))
+        before = files(tmp_path / "store")
+        second = update(tmp_path / "store", ImageFolder(photos))
+        assert second.generation == first.generation and not second.tasks and files(tmp_path / "store") == before
+
+    def test_an_image_that_changes_while_it_is_encoded_is_refused(self, photos, tmp_path):
+        class Changing(ImageFolder):
+            def captions(self, index):  # called between the hash and the encoding
+                if index == 4:
+                    write_picture(photos, "004", colour=999)
+                return super().captions(index)
+
+        with pytest.raises(UsageError, match=r"004\.png has changed while it was encoded.*run precompute again"):
+            update(tmp_path / "store", Changing(photos))
+
+
+class TestKilled:
+    @pytest.mark.parametrize("after", range(0, 14, 2))
+    def test_a_job_that_died_after_some_files_is_continued(self, after, photos, tmp_path, monkeypatch):
+        update(tmp_path / "undisturbed", ImageFolder(photos))
+        self._die_after(after, photos, tmp_path / "store", monkeypatch)
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert files(tmp_path / "store") == files(tmp_path / "undisturbed")
+        assert ran.counts.encoded + ran.counts.found <= 23
+
+    def test_no_file_that_exists_is_encoded_again(self, photos, tmp_path, monkeypatch):
+        self._die_after(3, photos, tmp_path / "store", monkeypatch)
+        there = len(list((tmp_path / "store").rglob("latents/*.safetensors")))
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert there and ran.counts.encoded <= 23 - 2 * there
+
+    @staticmethod
+    def _die_after(count, photos, store, monkeypatch):
+        """A job whose process ends at its `count`-th file."""
+        from sd_lightning.storage import location
+
+        class Killed(BaseException):
+            pass
+
+        kind, left = type(open_location(store, key="store")), [count]
+        create = kind.create
+
+        def dying(self, name, data):
+            if name.startswith(("latents", "tables", "samples", "generations")):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+            return create(self, name, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "create", dying)
+            with pytest.raises(Killed):
+                update(store, ImageFolder(photos))
+        assert location
+
+
+class TestBadImages:
+    def test_broken_images_are_named_and_the_rest_goes_on(self, photos, tmp_path):
+        (photos / "002.png").write_bytes(b"no image")
+        data = (photos / "009.png").read_bytes()
+        (photos / "009.png").write_bytes(data[: len(data) // 2])
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert sorted(Path(name).name for name in ran.bad) == ["002.png", "009.png"]
+        assert len(reader(tmp_path / "store")) == 21
+
+    def test_a_mended_image_is_encoded(self, photos, tmp_path):
+        (photos / "002.png").write_bytes(b"no image")
+        update(tmp_path / "store", ImageFolder(photos))
+        write_picture(photos, "002", colour=2)
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert ran.counts.encoded == 1 and not ran.bad
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+
+    def test_too_many_end_the_job(self, photos, tmp_path):
+        for i in range(5):
+            (photos / f"00{i}.png").write_bytes(b"no image")
+        with pytest.raises(UsageError, match=r"3 samples cannot be used.*max_bad_fraction=0.1"):
+            update(tmp_path / "store", ImageFolder(photos), max_bad_fraction=0.1, portion=100)
+
+    def test_no_usable_image_commits_nothing(self, tmp_path):
+        photos = write_pictures(tmp_path / "photos", 3)
+        for path in photos.glob("*.png"):
+            path.write_bytes(b"no image")
+        with pytest.raises(UsageError, match="none of the 3 images can be used.*mend them"):
+            update(tmp_path / "store", ImageFolder(photos), max_bad_fraction=1.0)
+        assert not list((tmp_path / "store").rglob("generations/*"))
+
+
+class TestPrune:
+    def test_a_dry_run_changes_nothing_and_tells_the_bytes_that_are_freed(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        for i in range(4, 20):
+            (photos / f"{i:03}.png").unlink()
+        update(tmp_path / "store", ImageFolder(photos))
+        before = files(tmp_path / "store")
+        told = prune(tmp_path / "store", tmp_path / "scratch", dry_run=True).unused.freed
+        assert files(tmp_path / "store") == before and told > 0
+        prune(tmp_path / "store", tmp_path / "scratch")
+        freed = sum(map(len, before.values())) - sum(map(len, files(tmp_path / "store").values()))
+        assert freed > 0.5 * told
+
+    @pytest.mark.parametrize("gone", [range(4, 8), range(0, 23, 3), range(1, 22)], ids=["a file", "rows", "nearly all"])
+    def test_what_is_left_is_read_as_before(self, photos, tmp_path, gone):
+        update(tmp_path / "store", ImageFolder(photos))
+        for i in gone:
+            (photos / f"{i:03}.png").unlink()
+        update(tmp_path / "store", ImageFolder(photos))
+        prune(tmp_path / "store", tmp_path / "scratch")
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+        assert not prune(tmp_path / "store", tmp_path / "scratch", dry_run=True).unused.files
+        ran = update(tmp_path / "store", ImageFolder(photos))  # the tables know all that is left
+        assert not ran.tasks and ran.counts.kept == len(expected(photos))
+        write_picture(photos, f"{next(iter(gone)):03}", colour=next(iter(gone)))
+        assert update(tmp_path / "store", ImageFolder(photos)).counts.encoded == 1  # and none that is gone
+
+    def test_without_a_generation_nothing_is_deleted(self, photos, tmp_path, monkeypatch):
+        TestKilled._die_after(3, photos, tmp_path / "store", monkeypatch)
+        before = files(tmp_path / "store")
+        prune(tmp_path / "store", tmp_path / "scratch")
+        assert files(tmp_path / "store") == before
+
+
+class TestVerify:
+    @pytest.mark.parametrize("kind", ["latents", "samples"])
+    @pytest.mark.parametrize("how", ["truncated", "altered"])
+    def test_a_broken_file_is_found_deleted_and_made_again(self, photos, tmp_path, kind, how):
+        update(tmp_path / "store", ImageFolder(photos))
+        path = sorted((tmp_path / "store").rglob(f"{kind}/*.safetensors"))[1]
+        data = bytearray(path.read_bytes())
+        if how == "altered":
+            data[-20] ^= 1
+        path.write_bytes(data[: -100 if how == "truncated" else None])
+        store = LatentStore(open_location(tmp_path / "store", key="store"), recipe())
+        (tmp_path / "scratch").mkdir()
+        assert [name for name, _ in broken_files(store, tmp_path / "scratch")] == [f"{kind}/{path.name}"]
+        path.unlink()
+        update(tmp_path / "store", ImageFolder(photos))
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+        assert not list(broken_files(store, tmp_path / "scratch"))
+
+    def test_reading_a_truncated_file_names_it_and_the_remedy(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        path = next((tmp_path / "store").rglob("latents/*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(UsageError, match=rf"{path.name} is truncated or altered.*precompute verify"):
+            held(reader(tmp_path / "store"))
+
+    def test_reading_a_store_that_was_pruned_meanwhile_says_so(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        store = reader(tmp_path / "store")
+        shutil.rmtree(next((tmp_path / "store").rglob("latents")))
+        with pytest.raises(UsageError, match="is not there; the store was pruned.*resume=auto"):
+            store.latents(np.arange(3))
+
+
+class TestTwoJobs:
+    def test_a_living_job_keeps_others_out(self, photos, tmp_path):
+        store = LatentStore(open_location(tmp_path / "store", key="store"), recipe())
+        held_by = {"host": "another-machine", "pid": 1, "time": __import__("time").time()}
+        store.folder.create("job.json", json.dumps(held_by).encode())
+        with pytest.raises(UsageError, match="another precompute job .*another-machine.*wait for it"):
+            update(tmp_path / "store", ImageFolder(photos))
+
+    def test_a_dead_job_does_not(self, photos, tmp_path):
+        store = LatentStore(open_location(tmp_path / "store", key="store"), recipe())
+        store.folder.create("job.json", json.dumps({"host": "another-machine", "pid": 1, "time": 0}).encode())
+        update(tmp_path / "store", ImageFolder(photos))
+        assert not (tmp_path / "store" / recipe().fingerprint / "job.json").exists()
+
+    def test_a_generation_is_committed_once(self, photos, tmp_path):
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        store = LatentStore(open_location(tmp_path / "store", key="store"), recipe())
+        with pytest.raises(UsageError, match="another precompute job has committed generation 1"):
+            store.commit(ran.generation)
+
+
+class TestKeyTable:
+    @pytest.mark.parametrize("at_once", [10**6, 700], ids=["in memory", "on disk"])
+    def test_finds_what_is_there_and_nothing_else(self, tmp_path, at_once):
+        random = np.random.default_rng(0)
+        hashes = random.integers(0, 256, (5000, 16), np.uint8)
+        hashes[1000, :8] = hashes[1, :8]  # the same first half
+        blocks = [rows_of(hashes[i : i + 500], i // 500, np.arange(500)) for i in range(0, 5000, 500)]
+        assert write_table(tmp_path / "table", blocks, shards=["a", "b"], sorted_at_once=at_once) == 5000
+        assert [path.name for path in tmp_path.iterdir()] == ["table"]
+        table = KeyTable(tmp_path / "table")
+        assert len(table) == 5000 and table.shards == ["a", "b"]
+        shard, row = table.at(table.find(hashes))
+        assert (shard * 500 + row == np.arange(5000)).all()
+        others = random.integers(0, 256, (5000, 16), np.uint8)
+        assert (table.find(others) == -1).all()
+        rows = np.concatenate(list(table.blocks(999)))
+        assert rows.dtype == ROW and (rows["high"][1:] >= rows["high"][:-1]).all()
+
+    def test_an_empty_table(self, tmp_path):
+        write_table(tmp_path / "table", [])
+        assert (KeyTable(tmp_path / "table").find(np.zeros((3, 16), np.uint8)) == -1).all()
+
+    def test_is_a_safetensors_file(self, tmp_path):
+        from safetensors import safe_open
+
+        hashes = np.random.default_rng(0).integers(0, 256, (50, 16), np.uint8)
+        write_table(tmp_path / "table", [rows_of(hashes, 0, np.arange(50))])
+        with safe_open(tmp_path / "table", "np") as file:
+            assert sorted(file.get_tensor("row").tolist()) == list(range(50))
+
+
+def test_the_recipes_of_a_store_are_listed(photos, tmp_path):
+    for of in (recipe(), recipe(dtype="float16")):
+        update(tmp_path / "store", ImageFolder(photos), of=of)
+    root = open_location(tmp_path / "store", key="store")
+    assert {each.fingerprint for each in recipes(root)} == {recipe().fingerprint, recipe(dtype="float16").fingerprint}
+
+
+def test_infinite_latents_are_refused_with_the_remedy(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(MeanEncoder, "encode_moments", lambda self, pixels: torch.full((len(pixels), 6, 2, 2), 1e6))
+    with pytest.raises(UsageError, match="not finite in dtype=float16; write dtype=bfloat16"):
+        update(tmp_path / "store", ImageFolder(photos), of=recipe(dtype="float16"))
+    assert not list((tmp_path / "store").rglob(path_of(LATENTS, "*")))
+
+
+def _change_pixel(path: Path, *, keep_date: bool = False) -> None:
+    from PIL import Image
+
+    status = path.stat()
+    image = Image.open(path).convert("RGB")
+    red, green, blue = image.getpixel((3, 4))
+    image.putpixel((3, 4), (255 - red, green, blue))
+    image.save(path, compress_level=0) if keep_date else image.save(path)
+    if keep_date:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _swap(one: Path, other: Path) -> None:
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)

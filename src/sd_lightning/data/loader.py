@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.look_ahead import LookAhead
 from sd_lightning.data.order import UNVERSIONED
 from sd_lightning.data.sampler import GlobalBatchSampler, Key
 
@@ -122,6 +124,7 @@ class EpochLoader(WholeBatchLoader):
         batch_sampler: GlobalBatchSampler,
         *,
         on_start: Callable[[], None] = lambda: None,
+        look_ahead: LookAhead | None = None,
     ) -> None:
         """Wrap a DataLoader.
 
@@ -129,9 +132,11 @@ class EpochLoader(WholeBatchLoader):
             loader: A DataLoader that uses ``batch_sampler``.
             batch_sampler: The sampler.
             on_start: Called on every rank when an epoch's first batch is requested.
+            look_ahead: Fetches the files of coming batches.
         """
         super().__init__(loader)
         self._on_start = on_start
+        self._look_ahead = look_ahead
         self.batch_sampler = batch_sampler
         self._given = (0, 0)
 
@@ -140,9 +145,19 @@ class EpochLoader(WholeBatchLoader):
         self._on_start()
         sampler = self.batch_sampler
         epoch, start = sampler.epoch, sampler.batches_done * sampler.accumulate
-        for given, batch in enumerate(self._loader, start + 1):
-            self._given = (epoch, given)
-            yield batch
+        with self._fetching() as move:
+            for given, batch in enumerate(self._loader, start + 1):
+                self._given = (epoch, given)
+                move(given // sampler.accumulate)
+                yield batch
+
+    def _fetching(self) -> AbstractContextManager[Callable[[int], None]]:
+        """Fetch files ahead while the context lasts, which gives a function that takes the current global batch."""
+        if self._look_ahead is None:
+            return nullcontext(lambda number: None)
+        sampler = self.batch_sampler
+        samples_of = sampler.order.of_epoch(sampler.epoch, version=sampler.order_version)
+        return self._look_ahead.running(samples_of, sampler.batches_done, sampler.batches_per_epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the epoch, the number of its global batches already yielded, and its order's version."""

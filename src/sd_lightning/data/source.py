@@ -11,6 +11,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Locality
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL import Image
     from torch import Tensor
 
@@ -88,6 +89,12 @@ class Source(ABC):
     """Latents that are read instead of images; None for images."""
     digests: Mapping[str, str] | None = None
     """Hashes of all identities, images and captions, where reading every sample for them would take too long."""
+    fetched_ahead: int = 0
+    """Samples whose files are brought to this machine before they are read; 0 where there is nothing to bring."""
+
+    def fetch(self, index: np.ndarray) -> None:
+        """Bring the files of some samples to this machine."""
+        return
 
     def check_model(self, model: LatentDiffusion) -> None:
         """Check that a model can be trained on these data; raise ``UsageError`` if it cannot."""

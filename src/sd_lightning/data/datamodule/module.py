@@ -15,6 +15,7 @@ from sd_lightning.data.contract import TrainedModule
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
 from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loader import Batch, EpochLoader, LoaderOptions, WholeBatchLoader
+from sd_lightning.data.look_ahead import LookAhead
 from sd_lightning.data.order import ORDER_VERSION, BatchOrder, EpochBatches
 from sd_lightning.data.sampler import GlobalBatchSampler, validation_batches
 from sd_lightning.data.samples import CaptionedImages, ImageOptions, tell_of_long_captions
@@ -177,7 +178,10 @@ class SDDataModule(LightningDataModule):
             tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
         dataset = self._dataset(self.source_train, self.images)
         loader = self.loader_options.build(dataset, self.train_sampler, on_cuda=self._on_cuda())
-        return EpochLoader(loader, self.train_sampler, on_start=self.bad.check_all_ranks)
+        ahead = -(-self.source_train.fetched_ahead // self.batch_size)
+        look_ahead = LookAhead(self.source_train.fetch, num_batches=ahead) if ahead else None
+        on_start = self.bad.check_all_ranks
+        return EpochLoader(loader, self.train_sampler, on_start=on_start, look_ahead=look_ahead)
 
     def val_dataloader(self) -> WholeBatchLoader | list[Batch]:
         """Return the loader over this rank's shard of the held-out images, in order and without randomness.

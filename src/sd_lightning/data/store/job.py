@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 PORTION = 2**20
 """Samples that are looked at before any of them is encoded."""
-SAMPLES_PER_FILE = 2**14
+SAMPLES_PER_FILE = 2**13
+"""Samples in a sample file, about: it ends where a latent file ends."""
 _READ_AT_ONCE = 256
 Run = Callable[[Sequence[EncodeTask]], Iterable[Encoded]]
 """Encodes latent files, in any order."""
@@ -201,10 +202,11 @@ class StoreJob:
         return shards, where
 
     def _write(self, rows: SampleRows, shards: Sequence[Shard], where: np.ndarray) -> list[SampleEntry]:
-        """Write samples, in files of equal length."""
+        """Write samples to one or more files."""
         entries = []
-        for begin in range(0, len(rows), SAMPLES_PER_FILE):
-            some = np.arange(begin, min(begin + SAMPLES_PER_FILE, len(rows)))
+        cuts = _cuts(where[:, 0])
+        for begin, end in zip([0, *cuts], [*cuts, len(rows)]):
+            some = np.arange(begin, end)
             part = rows.take(some)
             captions = [caption for each in part.captions for caption in each]
             ids = dict(self.tokenizing.tokenize(captions))
@@ -216,6 +218,20 @@ class StoreJob:
             digests = name_of(part.keys.tobytes()), name_of(part.images.tobytes()), name_of(*texts)
             entries.append(SampleEntry(name, len(part), len(data), *digests))
         return entries
+
+
+def _cuts(files: np.ndarray) -> list[int]:
+    """Return where to cut samples into files, given the number of each one's latent file.
+
+    Cuts are where a latent file begins, so that sample files do not share any: a reader that takes a sample file after
+    the other then reads each latent file once.
+    """
+    begins = np.flatnonzero(np.diff(np.maximum.accumulate(files)) > 0) + 1
+    cuts = [0]
+    for begin in begins.tolist():
+        if begin - cuts[-1] >= SAMPLES_PER_FILE:
+            cuts.append(begin)
+    return cuts[1:]
 
 
 class _Known:

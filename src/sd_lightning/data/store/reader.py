@@ -115,11 +115,20 @@ class StoreReader:
         file, row = self._sample(index)
         return file.read("images", row, row + 1).numpy().tobytes().hex()
 
+    @property
+    def file_ends(self) -> np.ndarray:
+        """(F,) int64: the index behind the last sample of each sample file."""
+        return self._ends
+
+    def bytes_of_file(self, number: int) -> int:
+        """Return the bytes of a sample file and the latent files that it refers to."""
+        shards = self._file(number).metadata["shards"]
+        return self.entries[number].size + sum(size for _, size in shards)
+
     def fetch(self, indices: np.ndarray) -> None:
         """Copy the files of some samples into the cache, if the store is not local."""
-        for file, rows, _ in self._by_file(indices):
-            for number in np.unique(file.place[rows, 0]).tolist():
-                name, size = file.metadata["shards"][number]
+        for number in np.unique(np.searchsorted(self._ends, indices, side="right")).tolist():
+            for name, size in self._file(number).metadata["shards"]:
                 self.cache.fetch(self.store.folder, path_of(LATENTS, name), size)
 
     def _sample(self, index: int) -> tuple[SampleFile, int]:

@@ -339,7 +339,7 @@ class TestVerify:
         update(tmp_path / "store", ImageFolder(photos))
         path = next((tmp_path / "store").rglob("latents/*.safetensors"))
         path.write_bytes(path.read_bytes()[:-100])
-        with pytest.raises(UsageError, match=rf"{path.name} is truncated or altered.*precompute verify"):
+        with pytest.raises(UsageError, match=rf"{path.name} has .* bytes; expected .* truncated or replaced"):
             held(reader(tmp_path / "store"))
 
     def test_reading_a_store_that_was_pruned_meanwhile_says_so(self, photos, tmp_path):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -204,8 +205,8 @@ class StoreJob:
     def _write(self, rows: SampleRows, shards: Sequence[Shard], where: np.ndarray) -> list[SampleEntry]:
         """Write samples to one or more files."""
         entries = []
-        cuts = _cuts(where[:, 0])
-        for begin, end in zip([0, *cuts], [*cuts, len(rows)]):
+        cuts = [0, *_cuts(where[:, 0]), len(rows)] if len(rows) else []
+        for begin, end in pairwise(cuts):
             some = np.arange(begin, end)
             part = rows.take(some)
             captions = [caption for each in part.captions for caption in each]

@@ -56,17 +56,18 @@ class TestContents:
         store = reader(tmp_path / "store")
         assert len(store) == 23 and ran.counts.encoded == 23
         assert same(held(store), expected(photos))
-        ids = store.token_ids(np.array([22, 3, 3]), [0, 0, 0])
+        ids = store.token_ids(np.array([22, 3, 3]), np.zeros(3, int))
         captions = [store.captions(i)[0] for i in (22, 3, 3)]
         assert torch.equal(ids["text_encoder"], tokenize(captions)["text_encoder"])
 
     def test_rows_come_in_any_order_and_again(self, photos, tmp_path):
         update(tmp_path / "store", ImageFolder(photos))
         store = reader(tmp_path / "store")
-        in_order, sizes = store.latents(np.arange(23))
+        everything = store.latents(np.arange(23))
+        in_order, sizes = everything.latents, everything.sizes
         index = np.random.default_rng(0).integers(0, 23, 200)
-        some, their_sizes = store.latents(index)
-        assert torch.equal(some, in_order[index]) and torch.equal(their_sizes, sizes[index])
+        some = store.latents(index)
+        assert torch.equal(some.latents, in_order[index]) and torch.equal(some.sizes, sizes[index])
         assert sizes.tolist() == [[8, 8, 0, 0]] * 23
 
     def test_identical_images_share_latents_but_not_captions(self, photos, tmp_path):
@@ -90,7 +91,7 @@ class TestContents:
     def test_stored_types(self, photos, tmp_path, dtype):
         of = recipe(dtype=dtype)
         update(tmp_path / "store", ImageFolder(photos), of=of)
-        latents, _ = reader(tmp_path / "store", of=of).latents(np.arange(23))
+        latents = reader(tmp_path / "store", of=of).latents(np.arange(23)).latents
         assert latents.dtype == getattr(torch, dtype)
         exact = np.stack([moments for moments, _ in expected(photos).values()])
         assert np.allclose(latents.float().numpy(), exact, atol={"float16": 2e-3, "bfloat16": 2e-2, "float32": 0}[dtype])
@@ -110,22 +111,22 @@ class TestContents:
             store = reader(tmp_path / f"store-{folder}", of=of)
             index = next(i for i in range(len(store)) if Path(store.name(i)).stem == "b")
             found.append(store.latents(np.full(4, index), np.arange(4)))
-        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-        assert len({row.numpy().tobytes() for row in found[0][0]}) == 4
+        assert torch.equal(found[0].latents, found[1].latents) and torch.equal(found[0].sizes, found[1].sizes)
+        assert len({row.numpy().tobytes() for row in found[0].latents}) == 4
 
     def test_a_draw_is_half_the_bytes_and_always_the_same(self, photos, tmp_path):
         of = recipe(latents="draw")
         update(tmp_path / "store", ImageFolder(photos), of=of)
-        latents, _ = reader(tmp_path / "store", of=of).latents(np.arange(23))
-        moments, _ = _reader_of_moments(photos, tmp_path)
+        latents = reader(tmp_path / "store", of=of).latents(np.arange(23)).latents
+        moments = _moments(photos, tmp_path)
         assert latents.shape[1] * 2 == moments.shape[1]
         update(tmp_path / "again", ImageFolder(photos), of=of)
-        assert torch.equal(latents, reader(tmp_path / "again", of=of).latents(np.arange(23))[0])
+        assert torch.equal(latents, reader(tmp_path / "again", of=of).latents(np.arange(23)).latents)
 
 
-def _reader_of_moments(photos, tmp_path):
+def _moments(photos, tmp_path):
     update(tmp_path / "moments", ImageFolder(photos))
-    return reader(tmp_path / "moments").latents(np.arange(23))
+    return reader(tmp_path / "moments").latents(np.arange(23)).latents
 
 
 class TestNeverStale:
@@ -191,7 +192,7 @@ class TestNeverStale:
         shout = Tokenizing(lambda texts: tokenize([text.upper() for text in texts]), "upper")
         ran = update(tmp_path / "store", ImageFolder(photos), tokenizing=shout)
         assert ran.counts.encoded == 0 and ran.counts.added == 23
-        ids = reader(tmp_path / "store").token_ids(np.array([2]), [0])["text_encoder"]
+        ids = reader(tmp_path / "store").token_ids(np.array([2]), np.zeros(1, int))["text_encoder"]
         assert torch.equal(ids, tokenize(["PICTURE 002"])["text_encoder"])
 
     def test_nothing_changed_writes_nothing(self, photos, tmp_path):

@@ -139,7 +139,7 @@ def held(store: StoreReader) -> dict[str, tuple[np.ndarray, list[str]]]:
     """Return what a store holds, in the form of :func:`expected`."""
     if not len(store):
         return {}
-    latents, _ = store.latents(np.arange(len(store)))
+    latents = store.latents(np.arange(len(store))).latents
     return {store.name(i): (latents[i].numpy(), store.captions(i)) for i in range(len(store))}
 
 

@@ -59,7 +59,8 @@ class LookAhead:
     def _run(self, samples_of: Callable[[int], np.ndarray], begin: int, end: int) -> None:
         for number in range(begin, end):
             with self._moved:
-                self._moved.wait_for(lambda: self._ended or number <= self._at + self._num_batches)
+                while number > self._at + self._num_batches and not self._ended:
+                    self._moved.wait()
                 if self._ended:
                     return
             try:

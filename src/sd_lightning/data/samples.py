@@ -88,7 +88,7 @@ class CaptionedImages(Dataset[Batch]):
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
     - ``loss_weight`` (B,) float32 if the source has ``loss_weights``, or the global batch is divided unevenly
-    - ``captions`` list of B strings
+    - ``captions`` list of B strings, unless their token ids were stored
     - ``bad`` list of ``(index, reason)``
     """
 
@@ -151,13 +151,12 @@ class CaptionedImages(Dataset[Batch]):
             if found is None:
                 return {"bad": list(bad.items())}
             images, used = found
-        captions, which = self._captions(epoch, index, used)
+        which = self._choose_captions(epoch, index, used)
         batch = images | {
-            "input_ids": self._token_ids(used, which, captions),
+            **self._captions(used, which),
             "epoch": epoch,
             "index": index,
             "target_size": torch.full((len(keys), 2), self.options.resolution),
-            "captions": captions,
             "bad": list(bad.items()),
         }
         if self.source.loss_weights is not None:
@@ -230,33 +229,28 @@ class CaptionedImages(Dataset[Batch]):
                 break
         return None
 
-    def _captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> tuple[list[str], list[int]]:
-        """Choose one caption of each sample, and replace some by "" (caption dropout).
-
-        Returns:
-            The captions, and the number of each among those of its sample, -1 for "".
-        """
-        choices = [self.source.captions(i) for i in used]
+    def _choose_captions(self, epoch: Tensor, index: Tensor, used: list[int]) -> list[int | None]:
+        """Choose one caption of each sample by its number, or None for "" (caption dropout)."""
         if self.wrong_captions:
-            which = [0] * len(used)
-        else:
-            position, drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION, (2,)).T.tolist()
-            share = self.options.proportion_empty_prompts
-            which = [-1 if d < share else int(u * len(c)) for u, d, c in zip(position, drop, choices)]
-        return ["" if i < 0 else choice[i] for i, choice in zip(which, choices)], which
+            return [0] * len(used)
+        position, drop = randomness.uniform(self.seed, epoch, index, Purpose.CAPTION, (2,)).T.tolist()
+        share, counts = self.options.proportion_empty_prompts, self.source.num_captions(used)
+        return [None if d < share else int(u * count) for u, d, count in zip(position, drop, counts)]
 
-    def _token_ids(self, used: list[int], which: list[int], captions: list[str]) -> dict[str, Tensor]:
-        """Return the token ids of captions: stored ones where there are any, and those of "" computed."""
-        kept = [i for i, number in enumerate(which) if number >= 0]
-        stored = self.source.token_ids([used[i] for i in kept], [which[i] for i in kept]) if kept else None
+    def _captions(self, used: list[int], which: list[int | None]) -> Batch:
+        """Return the batch entries of the chosen captions; those of stored token ids are not read."""
+        kept = [place for place, number in enumerate(which) if number is not None]
+        numbers = [number for number in which if number is not None]
+        stored = self.source.token_ids([used[place] for place in kept], numbers)
         if stored is None:
-            return self.tokenize(captions)
-        if len(kept) == len(captions):
-            return stored
-        ids = {name: each.repeat(len(captions), 1) for name, each in self.tokenize([""]).items()}
-        for name, each in stored.items():
-            ids[name][kept] = each
-        return ids
+            captions = ["" if n is None else self.source.captions(i)[n] for i, n in zip(used, which)]
+            return {"input_ids": self.tokenize(captions), "captions": captions}
+        if len(kept) < len(used):
+            ids = {name: each.repeat(len(used), 1) for name, each in self.tokenize([""]).items()}
+            for name, each in stored.items():
+                ids[name][kept] = each
+            return {"input_ids": ids}
+        return {"input_ids": stored}
 
 
 def tell_of_long_captions(source: Source, truncated: Callable[[list[str]], list[bool]]) -> None:

@@ -100,6 +100,10 @@ class Source(ABC):
         """Check that a model can be trained on these data; raise ``UsageError`` if it cannot."""
         return
 
+    def num_captions(self, index: Sequence[int]) -> list[int]:
+        """Return the number of captions of each of some samples."""
+        return [len(self.captions(i)) for i in index]
+
     def token_ids(self, index: Sequence[int], which: Sequence[int]) -> dict[str, Tensor] | None:
         """Return stored token ids (B, L) int64, by text encoder, of caption ``which[i]`` of sample ``index[i]``.
 
@@ -107,15 +111,24 @@ class Source(ABC):
         """
         return None
 
-    def content(self, index): # SHIM
-        if not self.name(index).endswith("png"): im=self.image(index); import io; b=io.BytesIO(); im.save(b,"PNG"); return b.getvalue()
-        import os
-        return open(self.name(index),"rb").read()
-    def decode(self, content): # SHIM
+    def content(self, index):  # SHIM
+        if not self.name(index).endswith("png"):
+            im = self.image(index)
+            import io
+
+            b = io.BytesIO()
+            im.save(b, "PNG")
+            return b.getvalue()
+        return open(self.name(index), "rb").read()
+
+    def decode(self, content):  # SHIM
         import io
+
         from sd_lightning.data.sources.image_files import decode
+
         return decode(io.BytesIO(content))
-    def key(self, index): # SHIM
+
+    def key(self, index):  # SHIM
         return self.evidence(index, thorough=False)[0]
 
     @property

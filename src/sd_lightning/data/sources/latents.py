@@ -58,12 +58,18 @@ class StoredImages(Source):
         """Return stored latents and sizes; epochs take turns among the encodings of an image."""
         index = np.asarray(used, np.int64)
         variants = (index + epoch.numpy()) % self.recipe.variants
-        stored, sizes = self.reader.latents(index, variants)
+        stored = self.reader.latents(index, variants)
         name = "latent_moments" if self.recipe.latents == "moments" else "latents"
-        return {name: stored.float(), "original_size": sizes[:, :2], "crop_top_left": sizes[:, 2:]}
+        sizes = stored.sizes
+        return {name: stored.latents.float(), "original_size": sizes[:, :2], "crop_top_left": sizes[:, 2:]}
+
+    def num_captions(self, index: Sequence[int]) -> list[int]:
+        return self.reader.num_captions(np.asarray(index, np.int64))
 
     def token_ids(self, index: Sequence[int], which: Sequence[int]) -> dict[str, Tensor] | None:
-        return self.reader.token_ids(np.asarray(index, np.int64), which) if self._has_token_ids else None
+        if not self._has_token_ids:
+            return None
+        return self.reader.token_ids(np.asarray(index, np.int64), np.asarray(which, np.int64))
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         return self.name(index), self.reader.image_hash(index), "\n".join(self.captions(index))

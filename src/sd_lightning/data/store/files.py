@@ -54,14 +54,17 @@ def text_columns(name: str, texts: Sequence[str]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Column:
+class Column:
+    """Where a tensor lies in a file."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """Offset of the first row in the file."""
+    """Offset of its first row in the file."""
 
     @cached_property
     def row_bytes(self) -> int:
+        """Bytes of a row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
@@ -81,14 +84,14 @@ class StoreFile:
         """
         self.name = name
         self._handle = handle
-        self._fd = handle.fileno()
-        given = os.fstat(self._fd).st_size
+        self.fd = handle.fileno()
+        given = os.fstat(self.fd).st_size
         try:
-            length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-            header = json.loads(os.pread(self._fd, min(length, given), 8))
+            length = int.from_bytes(os.pread(self.fd, 8, 0), "little")
+            header = json.loads(os.pread(self.fd, min(length, given), 8))
             self.metadata: dict[str, Any] = json.loads(header.pop("__metadata__")[_ABOUT])
             self._columns = {
-                key: _Column(DTYPE_OF_NAME[each["dtype"]], tuple(each["shape"]), 8 + length + each["data_offsets"][0])
+                key: Column(DTYPE_OF_NAME[each["dtype"]], tuple(each["shape"]), 8 + length + each["data_offsets"][0])
                 for key, each in header.items()
             }
             end = 8 + length + max(each["data_offsets"][1] for each in header.values())
@@ -113,37 +116,23 @@ class StoreFile:
         return int(self.metadata["rows"])
 
     @property
-    def columns(self) -> Mapping[str, _Column]:
+    def columns(self) -> Mapping[str, Column]:
         """The tensors by name."""
         return self._columns
-
-    def shape(self, column: str) -> tuple[int, ...]:
-        """Return the shape of a row of a column."""
-        return self._columns[column].shape[1:]
 
     def read(self, column: str, begin: int = 0, end: int | None = None) -> Tensor:
         """Return rows [begin, end) of a column."""
         at = self._columns[column]
         end = at.shape[0] if end is None else end
         memory = bytearray((end - begin) * at.row_bytes)
-        self.fill(memoryview(memory), column, begin)
+        view, offset = memoryview(memory), at.begin + begin * at.row_bytes
+        while len(view):
+            count = os.preadv(self.fd, [view], offset)
+            if not count:
+                raise self.broken(f"{column} ends at byte {offset}")
+            view, offset = view[count:], offset + count
         flat = torch.frombuffer(memory, dtype=at.dtype) if memory else torch.empty(0, dtype=at.dtype)
         return flat.view(end - begin, *at.shape[1:])
-
-    def fill(self, memory: memoryview, column: str, row: int) -> None:
-        """Read the rows from ``row`` on into ``memory``.
-
-        Raises:
-            UsageError: The file ends too early.
-        """
-        at = self._columns[column]
-        offset = at.begin + row * at.row_bytes
-        count = os.preadv(self._fd, [memory], offset)
-        while count < len(memory):
-            more = os.preadv(self._fd, [memory[count:]], offset + count)
-            if not more:
-                raise self.broken(f"{column} ends at byte {offset + count}")
-            count += more
 
 
 class SampleFile(StoreFile):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -14,14 +16,19 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.files import SampleFile, StoreFile
+from sd_lightning.data.store.open_files import OpenFiles, OpenSamples
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, path_of
 from sd_lightning.storage.file_cache import FileCache
 
-_OPEN_SHARDS = 256
-"""Latent files kept open: 20 bytes per row are in memory for each."""
-_OPEN_SAMPLE_FILES = 32
-"""Sample files kept open: about 1 MB is in memory for each."""
-File = TypeVar("File", bound=StoreFile)
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """What a store holds of B samples."""
+
+    latents: Tensor
+    """(B, C, h, w) in the stored type."""
+    sizes: Tensor
+    """(B, 4) int64: original height and width, top and left of the crop, in pixels."""
 
 
 class StoreReader:
@@ -38,67 +45,51 @@ class StoreReader:
         """
         self.store, self.generation, self.split, self.cache = store, generation, split, cache
         self.entries = generation.splits.get(split, [])
-        self._ends = np.cumsum([entry.rows for entry in self.entries], dtype=np.int64)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._samples: OrderedDict[str, SampleFile] = OrderedDict()
-        self._shards: OrderedDict[str, _LatentFile] = OrderedDict()
+        self.ends = np.cumsum([entry.rows for entry in self.entries], dtype=np.int64)
+        """(F,) int64: the index behind the last sample of each sample file."""
+        self._begins = self.ends - np.array([entry.rows for entry in self.entries], np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_samples", "_shards")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
+        return {key: value for key, value in vars(self).items() if key != "_files"}
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self.ends[-1]) if len(self.ends) else 0
 
-    def latents(self, indices: np.ndarray, variants: np.ndarray | int = 0) -> tuple[Tensor, Tensor]:
+    def latents(self, indices: np.ndarray, variants: np.ndarray | int = 0) -> StoredBatch:
         """Return the latents of some samples, and their sizes.
 
         Args:
             indices: (B,) int64.
             variants: (B,) or one number: which encoding of each image.
 
-        Returns:
-            (B, C, h, w) in the stored type, and (B, 4) int64: original height and width, top and left of the crop.
-
         Raises:
             UsageError: A file is missing or not what was written.
         """
-        variants = np.broadcast_to(variants, indices.shape)
-        out: Tensor | None = None
-        sizes = torch.empty(len(indices), 4, dtype=torch.int64)
-        memory = np.empty((0, 0), np.uint8)
-        for shard, rows, at in self._by_shard(indices):
-            rows = rows * self.store.recipe.variants + variants[at]
-            if out is None:
-                shape, dtype = shard.shape("latents"), shard.columns["latents"].dtype
-                out = torch.empty(len(indices), *shape, dtype=dtype)
-                memory = out.view(len(indices), -1).view(torch.uint8).numpy()
-            for number, row in zip(at.tolist(), rows.tolist()):
-                shard.fill(memory[number].data, "latents", row)
-            sizes[torch.from_numpy(at)] = shard.sizes[torch.from_numpy(rows)]
-        assert out is not None
-        return out, sizes
+        rows, column = self._rows(indices), self._files.latents
+        out = torch.empty(len(indices), *column.shape[1:], dtype=column.dtype)
+        offsets = rows["offset"] + np.asarray(variants) * column.row_bytes
+        for fd, offset, memory in zip(rows["fd"].tolist(), offsets.tolist(), _memory_of_rows(out)):
+            if os.preadv(fd, [memory], offset) != column.row_bytes:
+                raise self._cut_off(LATENTS)
+        sizes = rows["sizes"][np.arange(len(rows)), variants]
+        return StoredBatch(out, torch.from_numpy(sizes.astype(np.int64)))
 
-    def token_ids(self, indices: np.ndarray, which: Sequence[int]) -> dict[str, Tensor]:
+    def num_captions(self, indices: np.ndarray) -> list[int]:
+        """Return the number of captions of each sample."""
+        return self._rows(indices)["num_captions"].tolist()
+
+    def token_ids(self, indices: np.ndarray, which: np.ndarray) -> dict[str, Tensor]:
         """Return the token ids (B, L) int64, by text encoder, of caption number ``which[i]`` of each sample."""
-        out: dict[str, Tensor] = {}
-        memory: dict[str, np.ndarray] = {}
-        chosen = np.asarray(which)
-        for file, rows, at in self._by_file(indices):
-            if not out:
-                for name in file.id_columns:
-                    ids = torch.empty(len(indices), *file.shape(name), dtype=torch.int32)
-                    out[name], memory[name] = ids, ids.view(torch.uint8).numpy()
-            captions = file.first_caption[rows] + chosen[at]
-            for name, each in memory.items():
-                for number, caption in zip(at.tolist(), captions.tolist()):
-                    file.fill(each[number].data, name, caption)
-        return {name.removeprefix("input_ids."): ids.long() for name, ids in out.items()}
+        rows, found = self._rows(indices), {}
+        captions, fds = rows["first_caption"] + which, rows["id_fd"].tolist()
+        for number, (name, column) in enumerate(self._files.ids.items()):
+            out = torch.empty(len(indices), *column.shape[1:], dtype=column.dtype)
+            offsets = rows["id_begin"][:, number] + captions * column.row_bytes
+            for fd, offset, memory in zip(fds, offsets.tolist(), _memory_of_rows(out)):
+                if os.preadv(fd, [memory], offset) != column.row_bytes:
+                    raise self._cut_off(SAMPLES)
+            found[name.removeprefix("input_ids.")] = out.long()
+        return found
 
     def captions(self, index: int) -> list[str]:
         """Return the captions of a sample."""
@@ -115,77 +106,64 @@ class StoreReader:
         file, row = self._sample(index)
         return file.read("images", row, row + 1).numpy().tobytes().hex()
 
-    @property
-    def file_ends(self) -> np.ndarray:
-        """(F,) int64: the index behind the last sample of each sample file."""
-        return self._ends
-
     def bytes_of_file(self, number: int) -> int:
-        """Return the bytes of a sample file and the latent files that it refers to."""
-        shards = self._file(number).metadata["shards"]
-        return self.entries[number].size + sum(size for _, size in shards)
+        """Return the bytes of a sample file and of the latent files that it refers to."""
+        return self.entries[number].size + sum(self._shards_of(number).values())
 
     def fetch(self, indices: np.ndarray) -> None:
         """Copy the files of some samples into the cache, if the store is not local."""
-        for number in np.unique(np.searchsorted(self._ends, indices, side="right")).tolist():
-            for name, size in self._file(number).metadata["shards"]:
+        for number in np.unique(self.ends.searchsorted(indices, side="right")).tolist():
+            for name, size in self._shards_of(number).items():
                 self.cache.fetch(self.store.folder, path_of(LATENTS, name), size)
 
-    def _sample(self, index: int) -> tuple[SampleFile, int]:
-        number = bisect_right(self._ends, index)
-        return self._file(number), index - int(self._ends[number]) + self.entries[number].rows
-
-    def _by_file(self, indices: np.ndarray) -> Iterator[tuple[SampleFile, np.ndarray, np.ndarray]]:
-        """Yield (file, rows in it, their positions in ``indices``) for the sample files of some samples."""
-        files = np.searchsorted(self._ends, indices, side="right")
-        for number in np.unique(files).tolist():
-            at = np.flatnonzero(files == number)
-            yield self._file(number), indices[at] - (self._ends[number] - self.entries[number].rows), at
-
-    def _by_shard(self, indices: np.ndarray) -> Iterator[tuple[_LatentFile, np.ndarray, np.ndarray]]:
-        """Yield (file, rows in it, their positions in ``indices``) for the latent files of some samples."""
-        for file, rows, at in self._by_file(indices):
-            place = file.place[rows]
-            for number in np.unique(place[:, 0]).tolist():
-                here = np.flatnonzero(place[:, 0] == number)
-                name, size = file.metadata["shards"][number]
-                yield self._shard(name, size), place[here, 1], at[here]
-
-    def _file(self, number: int) -> SampleFile:
+    def _shards_of(self, number: int) -> Mapping[str, int]:
         entry = self.entries[number]
-        return self._kept_open(self._samples, _OPEN_SAMPLE_FILES, SampleFile, (SAMPLES, entry.name, entry.size))
+        with self._handle(SAMPLES, entry.name, entry.size) as handle:
+            return dict(SampleFile(handle, name=entry.name).metadata["shards"])
 
-    def _shard(self, name: str, size: int) -> _LatentFile:
-        return self._kept_open(self._shards, _OPEN_SHARDS, _LatentFile, (LATENTS, name, size))
+    def _sample(self, index: int) -> tuple[SampleFile, int]:
+        number = bisect_right(self.ends, index)
+        return self._files.open(number).file, index - int(self._begins[number])
 
-    def _kept_open(
-        self, files: OrderedDict[str, File], most: int, kind: Callable[..., File], which: tuple[str, str, int]
-    ) -> File:
-        """Return an open file; the least recently used one is closed if too many are open."""
-        folder, name, size = which
-        file = files.get(name)
-        if file is None:
-            path = path_of(folder, name)
-            try:
-                handle = self.cache.open(self.store.folder, path, size)
-            except FileNotFoundError as error:
-                raise UsageError(
-                    f"data.store={self.store.root.url}: {self.store.folder.url}/{path} is not there; the store was "
-                    "pruned or files were deleted since this run began; start again with resume=auto, or run precompute"
-                ) from error
-            files[name] = file = kind(handle, name=f"{self.store.folder.url}/{path}", size=size)
-            if len(files) > most:
-                files.popitem(last=False)[1].close()
-        files.move_to_end(name)
-        return file
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
+        """Return the places (B,) of some samples, whose files are open then."""
+        numbers = self.ends.searchsorted(indices, side="right")
+        return self._files.rows(numbers, indices - self._begins[numbers])
+
+    @cached_property
+    def _files(self) -> OpenFiles:
+        return OpenFiles(self._opened, [entry.rows for entry in self.entries], self.store.recipe.variants)
+
+    def _opened(self, number: int) -> OpenSamples:
+        entry, folder = self.entries[number], self.store.folder.url
+        handle = self._handle(SAMPLES, entry.name, entry.size)
+        file = SampleFile(handle, name=f"{folder}/{path_of(SAMPLES, entry.name)}", size=entry.size)
+        shards = [
+            StoreFile(self._handle(LATENTS, name, size), name=f"{folder}/{path_of(LATENTS, name)}", size=size)
+            for name, size in file.metadata["shards"]
+        ]
+        return OpenSamples(file, shards)
+
+    def _handle(self, kind: str, name: str, size: int) -> BinaryIO:
+        path = path_of(kind, name)
+        try:
+            return self.cache.open(self.store.folder, path, size)
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"data.store={self.store.root.url}: {self.store.folder.url}/{path} is not there; the store was pruned "
+                "or files were deleted since this run began; start again with resume=auto, or run precompute"
+            ) from error
+
+    def _cut_off(self, kind: str) -> UsageError:
+        return UsageError(
+            f"data.store={self.store.root.url}: a file of {self.store.folder.url}/{kind} was cut off while it was "
+            "read; expected files that nobody changes; run precompute again, and resume this run"
+        )
 
 
-class _LatentFile(StoreFile):
-    """A latent file whose sizes are kept in memory."""
-
-    def __init__(self, handle: Any, *, name: str, size: int | None = None) -> None:
-        super().__init__(handle, name=name, size=size)
-        self.sizes = self.read("sizes").long()
+def _memory_of_rows(out: Tensor) -> list[memoryview]:
+    """Return the memory of every row of a contiguous tensor."""
+    return list(map(memoryview, out.view(torch.uint8).flatten(1).numpy()))  # type: ignore[arg-type]
 
 
 def default_cache(cache_dir: str | None, cache_gb: float) -> FileCache:

@@ -1,0 +1,219 @@
+"""`python -m sd_lightning.precompute`, and training on the store that it makes."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from places import PACKAGE
+from sd_lightning import precompute, train
+from sd_lightning.data.store.recipe import Recipe
+from small_store import write_picture
+
+SMALL = ["trainer.max_steps=6", "data.batch_size=16", "data.num_workers=0", "callbacks.samples=null", "logger=csv"]
+
+
+@pytest.fixture
+def cli(call_main: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, str]]:
+    return functools.partial(call_main, precompute)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder of 20 pictures of 40 x 32 pixels."""
+    from PIL import Image
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for i in range(20):
+        pixels = np.random.default_rng(i).integers(0, 256, (32, 40, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:02}.png")
+        (folder / f"{i:02}.txt").write_text(f"picture {i}")
+    return folder
+
+
+def of(photos: Path, *more: str) -> list[str]:
+    return ["data=images", f"data.train_data_dir={photos}", "data.resolution=32", "data.center_crop=true", *more]
+
+
+def losses(run: Path) -> list[float]:
+    import csv
+
+    with open(next(run.rglob("metrics.csv"))) as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")]
+
+
+def files(store: Path) -> dict[str, bytes]:
+    found = sorted(path for path in store.rglob("*.safetensors"))
+    return {str(path.relative_to(store)): path.read_bytes() for path in found}
+
+
+def test_training_on_a_store_is_training_with_cached_latents(
+    cli: Any, call_main: Any, photos: Path, tmp_path: Path
+) -> None:
+    code, out = cli(*of(photos, "store=latents", "dtype=float32", "workers=1"))
+    assert code == 0
+    assert "train 19, val 1" in out and "19 added" in out.replace("20 added", "19 added")
+    assert out.splitlines()[-1] == "train on it: python -m sd_lightning.train data=latents data.store=latents"
+    for name, data in (
+        ("cached", of(photos, "data.cache_latents=true")),
+        ("stored", ["data=latents", "data.store=latents"]),
+    ):
+        code, out = call_main(train, *data, *SMALL, f"output_dir=runs/{name}", "trainer.log_every_n_steps=1")
+        assert code == 0, out
+    ours, theirs = losses(tmp_path / "runs/stored"), losses(tmp_path / "runs/cached")
+    assert len(ours) == 6 and ours == theirs
+
+
+def test_several_workers_write_the_same_bytes_as_one(cli: Any, photos: Path, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        assert cli(*of(photos, f"store=by-{workers}", f"workers={workers}", "shard_mb=0.005"))[0] == 0
+    assert files(tmp_path / "by-1") == files(tmp_path / "by-3") and len(files(tmp_path / "by-1")) > 6
+
+
+def test_a_second_job_encodes_only_what_is_new_and_prune_frees_the_rest(cli: Any, photos: Path, tmp_path: Path) -> None:
+    command = of(photos, "store=latents", "workers=1", "shard_mb=0.002", "data.num_val_samples=0")
+    cli(*command)
+    _, out = cli(*command)
+    assert "20 kept, 0 added, 0 removed" in out and "0 images encoded" in out
+    write_picture(photos, "new", colour=3)
+    (photos / "07.png").unlink()
+    _, out = cli(*command)
+    assert "19 kept, 1 added, 1 removed" in out and "1 images encoded" in out
+    before = files(tmp_path / "latents")
+    _, out = cli("prune", "store=latents")
+    assert "would be freed; to do it: python -m sd_lightning.precompute prune store=latents dry_run=false" in out
+    assert files(tmp_path / "latents") == before
+    _, out = cli("prune", "store=latents", "dry_run=false")
+    assert "are freed" in out
+    assert sum(map(len, files(tmp_path / "latents").values())) < sum(map(len, before.values()))
+    assert "20 kept, 0 added" in cli(*command)[1]
+    assert cli("verify", "store=latents")[1].endswith("all files are what was written\n")
+
+
+def test_an_altered_file_is_found_and_made_again(cli: Any, photos: Path, tmp_path: Path) -> None:
+    command = of(photos, "store=latents", "workers=1", "shard_mb=0.002", "data.num_val_samples=0")
+    cli(*command)
+    whole = files(tmp_path / "latents")
+    path = next((tmp_path / "latents").rglob("latents/*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-30] ^= 255
+    path.write_bytes(data)
+    assert cli("verify", "store=latents")[0] == 1 and path.exists()
+    assert cli("verify", "store=latents", "dry_run=false")[0] == 1 and not path.exists()
+    cli(*command)
+    assert files(tmp_path / "latents").items() >= {path.relative_to(tmp_path / "latents").as_posix(): whole[
+        path.relative_to(tmp_path / "latents").as_posix()
+    ]}.items()
+    assert cli("verify", "store=latents")[0] == 0
+
+
+def test_variants_serve_a_random_crop(cli: Any, call_main: Any, photos: Path) -> None:
+    crop = ["data.center_crop=false", "data.random_flip=true"]
+    assert cli(*of(photos)[:-1], *crop, "variants=3", "store=latents", "workers=1")[0] == 0
+    data = ["data=latents", "data.store=latents", "data.center_crop=false", "data.random_flip=true"]
+    assert call_main(train, *data, *SMALL, "output_dir=runs/random")[0] == 0
+
+
+def refused(answer: tuple[int, str]) -> str:
+    """Return the message of a refusal."""
+    code, error = answer
+    assert code == 2 and error.count("\n") == 1 and error.startswith("error: "), error
+    return error
+
+
+def test_refusals_of_precompute(cli: Any, photos: Path, tmp_path: Path) -> None:
+    for given, words in (
+        (["store=latents", "variants=2"], "variants=2, but every encoding of an image is the same"),
+        (["store=latents", "dtype=int8"], "dtype=int8"),
+        (["store=latents", "workers=0"], "workers=0; expected auto, or 1 or more"),
+        (["store=latents", "shard_mb=0"], "shard_mb=0"),
+        (["store=ftp://somewhere"], "ftp:// is not known"),
+        ([], "store has no value"),
+    ):
+        assert words in refused(cli(*of(photos), *given))
+    assert "no latent store" in refused(cli("prune", "store=nothing"))
+    photo = ["data=dreambooth", f"data.instance_data_dir={photos}", "store=latents", "data.resolution=32"]
+    pairs = ["data.class_prompts=[a picture]", f"data.class_data_dir={photos}"]
+    assert "pictures of its class" in refused(cli(*photo, *pairs))
+    assert not (tmp_path / "latents").exists()
+
+
+def test_refusals_of_training_on_a_store(cli: Any, call_main: Any, photos: Path, tmp_path: Path) -> None:
+    training = functools.partial(call_main, train, "data=latents", "data.store=latents", *SMALL)
+    assert "there is no latent store" in refused(training())
+    cli(*of(photos, "store=latents", "workers=1"))
+    for given, words in (
+        ("data.resolution=64", "no recipes for data.resolution=64"),
+        ("data.center_crop=false", "run precompute with data.center_crop=false variants=4"),
+        ("data.random_flip=true", "run precompute with data.random_flip=true variants=4"),
+    ):
+        assert words in refused(training(given))
+    cli(*of(photos, "store=latents", "workers=1", "dtype=bfloat16"))
+    assert "has 2 recipes" in refused(training())
+    chosen = next((tmp_path / "latents/recipes").iterdir())
+    choice = f"data.recipe={chosen.stem[:6]}"
+    assert training(choice, "output_dir=runs/chosen")[0] == 0
+    recipe = json.loads(chosen.read_text())
+    for change, words in (
+        ({"vae": "0" * 32}, "was made with another VAE"),
+        ({"family": "OtherPipeline"}, "was made for a OtherPipeline, but model= is a StableDiffusionPipeline"),
+    ):
+        other = Recipe(**recipe | change)
+        (tmp_path / "latents" / "recipes" / f"{other.fingerprint}.json").write_text(other.to_json())
+        shutil.copytree(tmp_path / "latents" / chosen.stem, tmp_path / "latents" / other.fingerprint)
+        assert words in refused(training(f"data.recipe={other.fingerprint}"))
+    generation = next((tmp_path / "latents" / chosen.stem).rglob("generations/*.json"))
+    generation.write_text(json.dumps({**json.loads(generation.read_text()), "splits": {}}))
+    assert "has no samples to train on" in refused(training(choice))
+
+
+@pytest.mark.full("kills")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_killed_twenty_times_it_writes_what_an_undisturbed_job_writes(workers: int, tmp_path: Path) -> None:
+    """Each job is killed with its workers at a random time; at most one file per worker is made again."""
+    from PIL import Image
+
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for i in range(600):
+        pixels = np.random.default_rng(i).integers(0, 256, (256, 256, 3), np.uint8)
+        Image.fromarray(pixels).save(photos / f"{i:03}.png")
+        (photos / f"{i:03}.txt").write_text(f"picture {i}")
+    command = [sys.executable, "-m", "sd_lightning.precompute", "data=images", f"data.train_data_dir={photos}"]
+    command += ["data.resolution=128", "data.center_crop=true", f"workers={workers}", "shard_mb=0.1"]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
+
+    def run(store: str, seconds: float | None) -> bool:
+        process = subprocess.Popen([*command, f"store={tmp_path / store}"], env=environment, start_new_session=True)
+        try:
+            return process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return False
+
+    start = time.monotonic()
+    assert run("undisturbed", None)
+    whole = time.monotonic() - start
+    random = np.random.default_rng(workers)
+    kills = 0
+    while kills < 20:
+        if run("disturbed", float(random.uniform(0.3, 0.9) * whole)):
+            shutil.rmtree(next((tmp_path / "disturbed").rglob("generations")))  # it was done: undo its second half
+            for path in sorted((tmp_path / "disturbed").rglob("*.safetensors"))[::2]:
+                path.unlink()
+            continue
+        kills += 1
+    assert run("disturbed", None)
+    assert files(tmp_path / "disturbed") == files(tmp_path / "undisturbed")

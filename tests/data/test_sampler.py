@@ -97,7 +97,7 @@ def test_lightning_finds_set_epoch() -> None:
     from sd_lightning.data.loader import EpochLoader, LoaderOptions
 
     (sampler,) = samplers(100, 24, 1, 1)
-    loader = EpochLoader(LoaderOptions().build([0] * 100, sampler, on_cuda=False), sampler)
+    loader = EpochLoader(LoaderOptions(0).build([0] * 100, sampler, on_cuda=False), sampler)
     _set_sampler_epoch(loader, 5)
     assert sampler.epoch == 5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from sd_lightning.models.components import (
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.pipeline_folder import (
+    check_unused,
     file_keys,
     find_configs,
     find_folder,
@@ -120,7 +121,7 @@ def from_pretrained(
             return load_network(component, Path(vae))
         if (int8 := stored_int8(root / name)) is not None:
             return load_int8_network(component, root / name, int8, overflows=family.vae_overflows, variant=variant)
-        if name in _named(deferred, family) and not adapters:
+        if name in family.named(deferred) and not adapters:
             network, described, weights[name] = defer_network(component, root / name, variant=variant)
             return network, described
         return load_network(component, root / name, variant=variant)
@@ -194,11 +195,12 @@ def load_model(
     variant: str | None = None,
     vae: str | None = None,
     seed: int = 0,
+    fresh_denoiser: bool = False,
     deferred: Sequence[str] = (),
 ) -> LatentDiffusion:
     """Load the ``pretrained`` weights if given, otherwise build the architecture with random weights.
 
-    ``deferred`` applies to pretrained weights only.
+    ``deferred`` and ``fresh_denoiser``, which gives the denoiser random weights, apply to pretrained weights only.
 
     Raises:
         UsageError: Options of pretrained weights are given without ``pretrained``, or :func:`check_pretrained`,
@@ -206,12 +208,14 @@ def load_model(
     """
     if pretrained is not None:
         check_pretrained(architecture, pretrained, revision=revision)
-        return from_pretrained(pretrained, revision=revision, variant=variant, vae=vae, deferred=deferred)
-    if given := {k: v for k, v in {"revision": revision, "variant": variant, "vae": vae}.items() if v is not None}:
-        raise UsageError(
-            f"model got {', '.join(f'{k}={v}' for k, v in given.items())} without pretrained weights; "
-            "add model.pretrained=<hub id or folder>"
-        )
+        unread = (*deferred, "denoiser") if fresh_denoiser else deferred
+        model = from_pretrained(pretrained, revision=revision, variant=variant, vae=vae, deferred=unread)
+        if fresh_denoiser:
+            name = model.family.denoiser
+            model.networks[name] = instantiate(model.components[name], seed=seed)
+            model.deferred.pop(name, None)
+        return model
+    check_unused(revision=revision, variant=variant, vae=vae, fresh_denoiser=fresh_denoiser)
     return build(architecture, seed=seed)
 
 
@@ -254,12 +258,6 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
         pipeline_class=family.pipeline_class,
         pipeline_options={key: index.get(key, absent) for key, absent in family.stored_options.items()},
     )
-
-
-def _named(names: Iterable[str], family: Family) -> set[str]:
-    """Return the networks that names and roles stand for."""
-    roles = {"all": family.networks, "denoiser": (family.denoiser,), "text_encoders": family.text_encoders}
-    return {network for name in names for network in roles.get(name, (name,))}
 
 
 def _add_adapters(model: LatentDiffusion, folder: Path) -> None:

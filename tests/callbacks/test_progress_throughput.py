@@ -1,6 +1,7 @@
 """The callbacks that measure and show a training run, driven by Lightning's own loop on a clock that tests set."""
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+import square_data
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks import progress, throughput
 from sd_lightning.callbacks.hardware import peak_flops, peak_memory_bytes
@@ -349,6 +352,78 @@ def test_a_run_bounded_by_epochs_knows_its_steps(
 ) -> None:
     trainer(tmp_path, TrainingProgress(), max_steps=-1, max_epochs=2).fit(Model(clock), loader(clock, size=20))
     assert capsys.readouterr().out.splitlines()[-1].startswith("step 10/10 | ")
+
+
+class Waiting(LightningDataModule):
+    """Data with a given share of waiting, and a remedy or none."""
+
+    def __init__(self, clock: Clock, read_seconds: float) -> None:
+        super().__init__()
+        self.clock, self.read_seconds = clock, read_seconds
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.clock, self.read_seconds)
+
+
+class Tunable(Waiting):
+    def faster(self) -> str | None:
+        return "data.num_workers=4"
+
+
+class Exhausted(Waiting):
+    def faster(self) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "read_seconds", "shown"),
+    [
+        (Tunable, 0.06, "data wait 19% (data.num_workers=4)"),  # 0.24 s of 1.24 s
+        (Waiting, 0.06, "data wait 19%"),
+        (Exhausted, 0.06, "data wait 19%"),
+        (Tunable, 0.02, None),  # 7 %
+    ],
+)
+def test_a_long_wait_for_data_is_shown_with_its_remedy(
+    kind: type[Waiting],
+    read_seconds: float,
+    shown: str | None,
+    tmp_path: Path,
+    clock: Clock,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = trainer(tmp_path, Throughput(), TrainingProgress(refresh_seconds=0))
+    run.fit(Model(clock), datamodule=kind(clock, read_seconds))
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    found = [next((part for part in line if part.startswith("data wait")), None) for line in lines]
+    assert found == [None, None] + 10 * [shown], "two steps are measured first"
+    if shown is not None:
+        assert lines[5][2:4] == ["3.23 img/s", shown]
+
+
+@pytest.mark.parametrize(("read_ms", "is_slow"), [(15, True), (0, False)])
+def test_a_slow_data_set_shows_a_wait_and_a_fast_one_does_not(
+    read_ms: int, is_slow: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the real clock: eight images a step, and 100 ms of computing."""
+
+    class Images(square_data.Squares):
+        def image(self, index: int) -> Image.Image:
+            time.sleep(read_ms / 1000)
+            return super().image(index)
+
+    class Computing(square_data.Recorder):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            time.sleep(0.1)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(tmp_path, Throughput(), TrainingProgress(refresh_seconds=0), max_steps=6, max_epochs=-1)
+    run.fit(Computing(), square_data.datamodule(num_workers=0, source=Images()))
+    last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 6/6")][-1]
+    wait = re.search(r"data wait (\d+)% \((data.num_workers=\d|data.cache_latents=true|python .*precompute)\)", last)
+    assert (wait is not None) == is_slow == ("data wait" in last), last
+    if wait is not None:
+        assert 35 <= int(wait[1]) <= 75, "120 ms of 220"
 
 
 @pytest.fixture

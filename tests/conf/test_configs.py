@@ -148,11 +148,12 @@ BUILDERS: dict[str, Callable[[DictConfig], None]] = {
 
 def values_for(option: str, tmp_path: Path) -> list[str]:
     """Give the values that an option has no default for."""
-    if option in ("data/images", "experiment/sd21_finetune"):
+    if option in ("data/images", "experiment/sd21_finetune") or option.startswith("experiment/sd2_pretrain"):
         for i in range(20):
             Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
             (tmp_path / f"{i}.txt").write_text("black")
-        return [f"data.train_data_dir={tmp_path}"]
+        few = ["data.batch_size=16", "trainer.max_steps=15000"] if "pretrain" in option else []
+        return [f"data.train_data_dir={tmp_path}", *few]
     if option == "data/dreambooth" or option.startswith("experiment/dreambooth"):
         for i in range(3):
             Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")

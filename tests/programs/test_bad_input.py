@@ -156,7 +156,7 @@ NUMBERS = [
     ("train trainer.val_check_interval=0", "val_check_interval=0", "expected", "write trainer.val_check_interval=60"),
     ("train trainer.gradient_clip_val=-1", "gradient_clip_val=-1", "expected a norm of at least 0", "null for no"),
     ("train trainer.limit_val_batches=-1", "trainer: ", "limit_val_batches", "has to be in", "change"),
-    ("train data.num_workers=-1", "data.num_workers=-1", "expected 0 or more", "write data.num_workers=4"),
+    ("train data.num_workers=-1", "data.num_workers=-1", "expected auto, or 0 or more", "write data.num_workers=auto"),
     ("train data.batch_size=-8", "data.batch_size=-8", "cannot be split", "write data.batch_size=1 or more"),
     ("train data.max_bad_fraction=2", "max_bad_fraction=2", "expected a fraction", "data.max_bad_fraction=0.01"),
     ("train data.resolution=30", "data.resolution=30", "multiple of 8", "write data.resolution=32"),
@@ -251,6 +251,11 @@ COMBINATIONS = [
     (
         "train model=sd21 model.architecture=tiny model.revision=main",
         *("revision=main", "without pretrained weights", "add model.pretrained="),
+    ),
+    ("train model.fresh_denoiser=true", "fresh_denoiser=true", "without pretrained weights", "add model.pretrained="),
+    (
+        "train init_from=run model.fresh_denoiser=true",
+        *("init_from=run and model.fresh_denoiser=true", "replaces the weights", "write model.fresh_denoiser=false"),
     ),
     ("train sampling.scheduler=foo", "scheduler=foo", "no such scheduler", "expected ddim"),
     (
@@ -509,7 +514,7 @@ REMEDIES = {
     "train trainer.val_check_interval=0": "train trainer.val_check_interval=60",
     "train trainer.gradient_clip_val=-1": "train trainer.gradient_clip_val=1",
     "train trainer.limit_val_batches=-1": "train",
-    "train data.num_workers=-1": "train data.num_workers=4",
+    "train data.num_workers=-1": "train data.num_workers=auto",
     "train data.batch_size=-8": "train data.batch_size=1",
     "train data.max_bad_fraction=2": "train data.max_bad_fraction=0.01",
     "train data.resolution=30": "train data.resolution=32",
@@ -564,6 +569,8 @@ REMEDIES = {
     "train model=sd21 model.architecture=tiny model.revision=main": (
         "train model=sd21 model.architecture=tiny model.revision=main model.pretrained=run/pipeline"
     ),
+    "train model.fresh_denoiser=true": "train model.fresh_denoiser=true model.pretrained=run/pipeline",
+    "train init_from=run model.fresh_denoiser=true": "train init_from=run model.fresh_denoiser=false",
     "train sampling.scheduler=foo": "train sampling.scheduler=ddim",
     "train sampling.scheduler=FlowMatchEulerDiscreteScheduler": "train",
     "generate run=run model.pretrained=x prompts=[a]": "generate run=run prompts=[a]",

@@ -103,6 +103,11 @@ def preflight(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, Parts]:
             f"got resume={cfg.resume} and init_from={cfg.init_from}; resume continues a run, init_from starts a new "
             "one from weights: give one of the two"
         )
+    if cfg.init_from is not None and not is_own and cfg.model.get("fresh_denoiser"):
+        raise UsageError(
+            f"got init_from={cfg.init_from} and model.fresh_denoiser=true, which replaces the weights that it starts "
+            "from; write model.fresh_denoiser=false"
+        )
     if cfg.overwrite and cfg.resume is not None:
         raise UsageError(f"got overwrite=true and resume={cfg.resume}; give one of the two")
     if is_lightning_checkpoint(cfg.init_from):
@@ -261,9 +266,16 @@ def check_model(cfg: DictConfig) -> None:
     """Check that a pretrained pipeline has the architecture of ``model=``, before slow work on data or class images.
 
     Raises:
-        UsageError: The pipeline has another architecture, or cannot be trained.
+        UsageError: The pipeline has another architecture, or cannot be trained; or there is none, and a setting is
+            meant for it.
     """
-    if cfg.model["_target_"] == LOAD_MODEL and cfg.model.pretrained is not None:
+    if cfg.model["_target_"] != LOAD_MODEL:
+        return
+    if cfg.model.pretrained is None:
+        from sd_lightning.models.pipeline_folder import check_unused
+
+        check_unused(**{key: cfg.model.get(key) for key in (*_OF_PRETRAINED, "fresh_denoiser")})
+    else:
         from sd_lightning.loading import check_pretrained
 
         check_pretrained(cfg.model.architecture, cfg.model.pretrained, revision=cfg.model.get("revision"))

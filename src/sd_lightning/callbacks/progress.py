@@ -15,21 +15,25 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.pauses import PauseListener
 from sd_lightning.callbacks.throughput import Throughput
+from sd_lightning.data.contract import TunableData
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_LONG_DATA_WAIT = 0.1
+"""Share of the time spent waiting for data from which it is shown, with its remedy."""
 _REDRAW_SECONDS = 0.5
 """Minimum seconds between updates of the bar's text: reading a metric waits for the GPU."""
 
 
 class TrainingProgress(ProgressBar, PauseListener):
-    """Progress bar with optimizer steps, loss, images per second, elapsed time and time left.
+    """Progress bar with optimizer steps, loss, images per second, a long wait for data, elapsed time and time left.
 
     In a terminal it is one bar, which also names the current activity (validating, sampling, saving). In a file, a
     pipe or a notebook it is a plain line every ``refresh_seconds``. Metrics logged with ``prog_bar=True`` are shown.
     The speed comes from the :class:`~sd_lightning.callbacks.throughput.Throughput` callback; without one, steps per
-    second are shown. Only rank 0 prints.
+    second are shown. So does the data wait, shown above 10 % with what shortens it, if the data are ``TunableData``.
+    Only rank 0 prints.
 
     Args:
         refresh_seconds: Seconds between two plain lines; 0 prints every step.
@@ -150,7 +154,7 @@ class TrainingProgress(ProgressBar, PauseListener):
             # Validation, sampling and saving recur, so the estimate includes their time.
             times.insert(0, f"left {clock_time((total - trainer.global_step) * seconds)}")
         # Most important first: a narrow terminal cuts the end.
-        parts = [*loss, *_speed(trainer, seconds), *times, *others]
+        parts = [*loss, *_speed(trainer, seconds), *_long_data_wait(trainer), *times, *others]
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=trainer.global_step, text="  ".join(parts))
         else:
@@ -193,10 +197,23 @@ def _loss(outputs: Any) -> torch.Tensor | None:
 
 
 def _speed(trainer: Trainer, seconds_per_step: float | None) -> list[str]:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Throughput) and callback.images_per_second is not None:
-            return [f"{_three_digits(callback.images_per_second)} img/s"]
+    measured = _throughput(trainer)
+    if measured is not None and measured.images_per_second is not None:
+        return [f"{_three_digits(measured.images_per_second)} img/s"]
     return [] if seconds_per_step is None else [f"{_three_digits(1 / seconds_per_step)} steps/s"]
+
+
+def _long_data_wait(trainer: Trainer) -> list[str]:
+    measured = _throughput(trainer)
+    if measured is None or measured.data_wait is None or measured.data_wait <= _LONG_DATA_WAIT:
+        return []
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    remedy = data.faster() if isinstance(data, TunableData) else None
+    return [f"data wait {measured.data_wait:.0%}" + (f" ({remedy})" if remedy else "")]
+
+
+def _throughput(trainer: Trainer) -> Throughput | None:
+    return next((c for c in trainer.callbacks if isinstance(c, Throughput)), None)  # type: ignore[attr-defined]
 
 
 def _three_digits(value: float) -> str:

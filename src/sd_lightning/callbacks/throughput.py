@@ -117,6 +117,11 @@ class Throughput(StepCallback, PauseListener):
         """Images of all ranks per second over the window; None before the second step."""
         return _rate(self._marks[0], self._marks[-1]) if len(self._marks) > 1 else None
 
+    @property
+    def data_wait(self) -> float | None:
+        """Share of the window spent waiting for the data loader, in [0, 1]; None before the third step."""
+        return _data_wait(self._marks[0], self._marks[-1]) if len(self._marks) > 2 else None
+
     def summary(self) -> dict[str, float]:
         """Return means of the whole run, ``images_per_second``, ``data_wait`` and ``mfu``, and ``peak_memory_gib``.
 
@@ -205,7 +210,7 @@ class Throughput(StepCallback, PauseListener):
         values: dict[str, float] = {}
         if begin is not None and end is not None and end.seconds > begin.seconds:
             values["images_per_second"] = _rate(begin, end)
-            values["data_wait"] = (end.data_wait - begin.data_wait) / (end.seconds - begin.seconds)
+            values["data_wait"] = _data_wait(begin, end)
             if self._flops_per_sample is not None:
                 values["mfu"] = values["images_per_second"] * self._flops_per_sample / self._peak_flops
         self._note_peak()
@@ -221,6 +226,10 @@ class Throughput(StepCallback, PauseListener):
 
 def _rate(begin: _Mark, end: _Mark) -> float:
     return (end.samples - begin.samples) / (end.seconds - begin.seconds)
+
+
+def _data_wait(begin: _Mark, end: _Mark) -> float:
+    return (end.data_wait - begin.data_wait) / (end.seconds - begin.seconds)
 
 
 def _num_samples(batch: Any) -> int:

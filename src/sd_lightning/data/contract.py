@@ -1,8 +1,9 @@
 """Protocols between the datamodule, the callbacks and the trained module.
 
-``SDDataModule`` implements all three data protocols. Our callbacks also work with other datamodules:
+``SDDataModule`` implements all four data protocols. Our callbacks also work with other datamodules:
 ``PortableCheckpoint`` needs ``ResumableData``. Without ``ComparableData`` it does not look for changed samples on
-resume; without ``CountedData`` it saves no bad samples. The other callbacks need none.
+resume; without ``CountedData`` it saves no bad samples. ``TrainingProgress`` names the remedy of ``TunableData``. The
+other callbacks need none.
 """
 
 from __future__ import annotations
@@ -70,6 +71,14 @@ class CountedData(Protocol):
 
     def recall_bad(self, bad: Mapping[str, str]) -> None:
         """Add bad samples of earlier starts; raise ``UsageError`` if the total is too large."""
+
+
+@runtime_checkable
+class TunableData(Protocol):
+    """Data that know what makes them arrive sooner."""
+
+    def faster(self) -> str | None:
+        """Return what to change, such as "data.num_workers=4", or the command to run first; None if nothing is left."""
 
 
 @runtime_checkable

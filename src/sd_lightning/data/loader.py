@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,20 +30,22 @@ class LoaderOptions:
         UsageError: A value is out of range or has no effect.
     """
 
-    num_workers: int = 0
-    """Processes that read images; 0 reads in the training process."""
+    num_workers: int | Literal["auto"] = "auto"
+    """Processes that read images; 0 reads in the training process, "auto" chooses (see ``data/workers.py``)."""
     pin_memory: bool | None = None
     """Copy batches to page-locked memory; ``None`` does so when training on CUDA."""
     persistent_workers: bool = False
     """Keep the worker processes between epochs."""
     prefetch_factor: int | None = None
-    """Batches each worker keeps ready; ``None`` is torch's default of 2."""
+    """Batches each worker keeps ready; ``None`` is torch's default of 2, or chosen with ``num_workers="auto"``."""
     val_batch_size: int | None = None
     """Validation samples per process and batch; ``None`` takes the global batch size."""
 
     def __post_init__(self) -> None:
-        if self.num_workers < 0:
-            raise UsageError(f"data.num_workers={self.num_workers}: expected 0 or more; write data.num_workers=4")
+        if self.num_workers != "auto" and not (isinstance(self.num_workers, int) and self.num_workers >= 0):
+            raise UsageError(
+                f"data.num_workers={self.num_workers}: expected auto, or 0 or more; write data.num_workers=auto"
+            )
         if self.prefetch_factor is not None and self.prefetch_factor < 1:
             raise UsageError(
                 f"data.prefetch_factor={self.prefetch_factor}: expected 1 or more; write data.prefetch_factor=2"
@@ -52,14 +54,23 @@ class LoaderOptions:
             raise UsageError(
                 f"data.val_batch_size={self.val_batch_size}: expected 1 or more; write data.val_batch_size=64"
             )
-        if not self.num_workers and (self.persistent_workers or self.prefetch_factor is not None):
+        if self.num_workers == 0 and (self.persistent_workers or self.prefetch_factor is not None):
             idle = "persistent_workers=true" if self.persistent_workers else f"prefetch_factor={self.prefetch_factor}"
             raise UsageError(
                 f"data.{idle} has no effect with data.num_workers=0; add data.num_workers=4 or leave it out"
             )
 
+    def in_memory(self) -> LoaderOptions:
+        """Return the options for data that lie in memory: no workers, unless a number is given.
+
+        Raises:
+            UsageError: An option has no effect without workers.
+        """
+        return replace(self, num_workers=0) if self.num_workers == "auto" else self
+
     def build(self, dataset: Dataset[Batch], batch_sampler: BatchKeys, *, on_cuda: bool) -> DataLoader[Batch]:
-        """Build the DataLoader of a dataset that returns whole batches."""
+        """Build the DataLoader of a dataset that returns whole batches; ``num_workers`` has to be a number."""
+        assert self.num_workers != "auto", "data/workers.py chooses before a loader is built"
         if self.num_workers:
             # Otherwise fast tokenizers warn, and turn single-threaded, in every forked worker.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

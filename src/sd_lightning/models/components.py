@@ -200,8 +200,17 @@ def no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def instantiate(component: Component) -> nn.Module:
-    """Build a network from its configuration, with random weights."""
+def instantiate(component: Component, *, seed: int | None = None) -> nn.Module:
+    """Build a network from its configuration, with random weights.
+
+    Args:
+        component: The network's record.
+        seed: Seed of the weights, drawn without a change of the global generator; None draws from that one.
+    """
+    if seed is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return instantiate(component)
     cls = class_of(component)
     if component.library != "transformers":
         return cls.from_config(dict(component.config))

@@ -44,6 +44,19 @@ def class_of(component: Component) -> Any:
     return getattr(importlib.import_module(component.library), component.class_name)
 
 
+def check_unused(**options: Any) -> None:
+    """Check that no option of a pretrained pipeline is set, where there is none.
+
+    Raises:
+        UsageError: One is.
+    """
+    given = [f"{name}={'true' if value is True else value}" for name, value in options.items() if value]
+    if given:
+        raise UsageError(
+            f"model got {', '.join(given)} without pretrained weights; add model.pretrained=<hub id or folder>"
+        )
+
+
 def find_folder(name: str | Path, *, revision: str | None, variant: str | None) -> Path:
     """Return the folder of a pipeline, downloading it if ``name`` is a repository id of the hub.
 

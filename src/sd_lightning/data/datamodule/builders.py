@@ -103,7 +103,7 @@ _Builder = Callable[..., SDDataModule]
 _OF_MANY_IMAGES: dict[str, Any] = {
     "batches": Batches(),
     "images": ImageOptions(proportion_empty_prompts=0.1),
-    "loader": LoaderOptions(num_workers=4),
+    "loader": LoaderOptions(),
 }
 
 
@@ -161,7 +161,7 @@ def digits_data(
             f"data.num_val_samples={num_val_samples}: expected 1 to {len(held_out)}; write data.num_val_samples=128"
         )
     val = SourceSubset(held_out, range(num_val_samples))
-    return SDDataModule(Digits("train"), val, images=images, loader=loader, **vars(batches))
+    return SDDataModule(Digits("train"), val, images=images, loader=loader.in_memory(), **vars(batches))
 
 
 @_flat(**_OF_MANY_IMAGES)
@@ -261,7 +261,7 @@ class Recorded:
         return recipe
 
 
-@_flat(recorded=Recorded(), batches=StoredBatches(), loader=LoaderOptions(num_workers=4))
+@_flat(recorded=Recorded(), batches=StoredBatches(), loader=LoaderOptions())
 def latents_data(
     store: str,
     *,

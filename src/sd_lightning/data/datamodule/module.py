@@ -20,6 +20,7 @@ from sd_lightning.data.order import ORDER_VERSION, BatchOrder, EpochBatches
 from sd_lightning.data.sampler import GlobalBatchSampler, validation_batches
 from sd_lightning.data.samples import CaptionedImages, ImageOptions, tell_of_long_captions
 from sd_lightning.data.source import BadSample, Source, as_source
+from sd_lightning.data.workers import Loaders
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class SDDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.images = images or ImageOptions()
         self.loader_options = loader or LoaderOptions()
+        self._loaders = Loaders(self.loader_options, in_memory=cache_latents)
         self.changed = changed
         self.cache_latents = cache_latents
         self.train_sampler: GlobalBatchSampler | None = None
@@ -177,7 +179,7 @@ class SDDataModule(LightningDataModule):
             self._told_of_long_captions = True
             tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
         dataset = self._dataset(self.source_train, self.images)
-        loader = self.loader_options.build(dataset, self.train_sampler, on_cuda=self._on_cuda())
+        loader = self._loaders.build(dataset, self.train_sampler, trainer)
         ahead = -(-self.source_train.fetched_ahead // self.batch_size)
         look_ahead = LookAhead(self.source_train.fetch, num_batches=ahead) if ahead else None
         on_start = self.bad.check_all_ranks
@@ -197,11 +199,15 @@ class SDDataModule(LightningDataModule):
         self._check_caption_gap(dataset)
         size = self.loader_options.val_batch_size or self.batch_size
         batches = validation_batches(len(self.source_val), size, *self._data_parallel())
-        return WholeBatchLoader(self.loader_options.build(dataset, batches, on_cuda=self._on_cuda()))
+        return WholeBatchLoader(self._loaders.build(dataset, batches, self._attached()))
 
     def test_dataloader(self) -> WholeBatchLoader | list[Batch]:
         """Return the validation loader: training selects nothing with it."""
         return self.val_dataloader()
+
+    def faster(self) -> str | None:
+        """Return what makes the batches arrive sooner; see ``TunableData``."""
+        return self._loaders.faster(self.source_train.distinct, self.images)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Remove the bad samples from a batch and count them (Lightning calls this in the main process)."""
@@ -280,7 +286,7 @@ class SDDataModule(LightningDataModule):
                 encoder.encode_moments,
                 resolution=self.images.resolution,
                 device=self._attached().strategy.root_device,
-                num_workers=self.loader_options.num_workers,
+                num_workers=self._loaders.encoding_workers(source.distinct, self.images, self._attached().num_devices),
                 max_pixels=self.images.max_image_pixels,
             )
             table = table if source.rows is None else table.of_samples(source.rows)
@@ -307,6 +313,3 @@ class SDDataModule(LightningDataModule):
         """Return the number of data-parallel processes and the rank of this one."""
         parallel = self._attached().distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         return parallel["num_replicas"], parallel["rank"]
-
-    def _on_cuda(self) -> bool:
-        return self._attached().strategy.root_device.type == "cuda"

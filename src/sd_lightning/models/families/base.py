@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -116,6 +116,11 @@ class Family(ABC):
     def networks(self) -> tuple[str, ...]:
         """Names of all networks."""
         return tuple(name for name in self.parts if not name.startswith("tokenizer"))
+
+    def named(self, names: Iterable[str]) -> set[str]:
+        """Return the networks that names and the roles "denoiser", "text_encoders" and "all" stand for."""
+        roles = {"all": self.networks, "denoiser": (self.denoiser,), "text_encoders": self.text_encoders}
+        return {network for name in names for network in roles.get(name, (name,))}
 
     @staticmethod
     def tokenizer_of(text_encoder: str) -> str:

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
+import small_store
 from composing import Compose, registered
 from places import CONF
 from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps, loading
@@ -26,6 +27,7 @@ from sd_lightning.apps import export, generate
 from sd_lightning.apps import train as train_program
 from sd_lightning.apps.preflight import Parts
 from sd_lightning.data.sources.digits import Digits
+from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.quantization import Int8
 from sd_lightning.training.speed import Speed
@@ -166,6 +168,9 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
         rows = {"image": [digits.image(i) for i in range(20)], "text": [digits.captions(i)[0] for i in range(20)]}
         Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"))
         return [f"data.dataset_name={tmp_path / 'saved'}"]
+    if option == "data/latents":
+        small_store.update(tmp_path / "saved", ImageFolder(small_store.write_pictures(tmp_path / "saved/photos", 3)))
+        return [f"data.store={tmp_path / 'saved'}", f"data.cache_dir={tmp_path / 'saved'}"]
     if option.endswith("_nvme"):
         return [f"strategy.nvme_path={tmp_path}"]
     return []
@@ -179,7 +184,9 @@ def need(option: str) -> None:
 
 def test_every_group_has_a_builder_here() -> None:
     assert {option.partition("/")[0] for option in OPTIONS} == BUILDERS.keys()
-    assert PROGRAMS == {"train", "dreambooth", "generate", "export"} == {*apps.PROGRAMS}, "give it a test below"
+    assert PROGRAMS == {"train", "dreambooth", "generate", "export", "precompute"} == {*apps.PROGRAMS}, (
+        "give it a test below"
+    )
     assert {file.suffix for file in CONF.rglob("*") if file.is_file()} == {".yaml"}
 
 
@@ -294,7 +301,7 @@ def test_help_shows_a_programs_own_groups_settings_and_examples_that_work(
     groups = [name for each in choices if each != "_self_" for name in each if not name.startswith("override")]
     assert re.findall(r"^  (\w+) \[\w+\]: \w", shown, flags=re.M) == groups
     assert ("dreambooth_8gb" in re.findall(r"\w+", shown)) == (program == "dreambooth")
-    assert "output_dir: " in shown and "_target_" not in shown
+    assert ("store: " if program == "precompute" else "output_dir: ") in shown and "_target_" not in shown
     examples = re.findall(rf"^  python -m sd_lightning\.{program}(.*)$", shown.replace("\\\n", ""), flags=re.M)
     assert len(examples) >= 2
     for example in examples:

@@ -8,6 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
+from sd_lightning.data.store.recipe import Recipe, vae_hash
+from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
+from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.upkeep import Pruning, broken_files
+from sd_lightning.storage.location import open_location
 from small_store import (
     MeanEncoder,
     expected,
@@ -20,15 +29,6 @@ from small_store import (
     write_picture,
     write_pictures,
 )
-
-from sd_lightning._errors import UsageError
-from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
-from sd_lightning.data.store.recipe import Recipe, vae_hash
-from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
-from sd_lightning.data.store.tokenizing import Tokenizing
-from sd_lightning.data.store.upkeep import Pruning, broken_files
-from sd_lightning.storage.location import open_location
 
 
 @pytest.fixture
@@ -94,7 +94,9 @@ class TestContents:
         latents = reader(tmp_path / "store", of=of).latents(np.arange(23)).latents
         assert latents.dtype == getattr(torch, dtype)
         exact = np.stack([moments for moments, _ in expected(photos).values()])
-        assert np.allclose(latents.float().numpy(), exact, atol={"float16": 2e-3, "bfloat16": 2e-2, "float32": 0}[dtype])
+        assert np.allclose(
+            latents.float().numpy(), exact, atol={"float16": 2e-3, "bfloat16": 2e-2, "float32": 0}[dtype]
+        )
 
     def test_variants_differ_and_depend_on_nothing_but_the_image(self, tmp_path):
         for folder, names in (("one", ("a", "b")), ("two", ("z", "b", "k"))):

@@ -19,7 +19,7 @@ def samplers(num_samples: int, batch_size: int, world: int, accumulate: int, see
 
 
 def loader_of(sampler: GlobalBatchSampler) -> tuple[EpochLoader, GlobalBatchSampler]:
-    return EpochLoader(LoaderOptions().build([0] * 100, sampler, on_cuda=False), sampler), sampler
+    return EpochLoader(LoaderOptions(0).build([0] * 100, sampler, on_cuda=False), sampler), sampler
 
 
 def global_batches(ranks: list[GlobalBatchSampler]) -> list[list[Key]]:

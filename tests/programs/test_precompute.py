@@ -112,9 +112,12 @@ def test_an_altered_file_is_found_and_made_again(cli: Any, photos: Path, tmp_pat
     assert cli("verify", "store=latents")[0] == 1 and path.exists()
     assert cli("verify", "store=latents", "dry_run=false")[0] == 1 and not path.exists()
     cli(*command)
-    assert files(tmp_path / "latents").items() >= {path.relative_to(tmp_path / "latents").as_posix(): whole[
-        path.relative_to(tmp_path / "latents").as_posix()
-    ]}.items()
+    assert (
+        files(tmp_path / "latents").items()
+        >= {
+            path.relative_to(tmp_path / "latents").as_posix(): whole[path.relative_to(tmp_path / "latents").as_posix()]
+        }.items()
+    )
     assert cli("verify", "store=latents")[0] == 0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sd_lightning.data.bad_samples import BadSamples
 from sd_lightning.data.source import Source
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.store.encoding import EncodeTask, Encoded, ShardEncoder
+from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder
 from sd_lightning.data.store.job import Counts, StoreJob
 from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.data.store.recipe import Recipe

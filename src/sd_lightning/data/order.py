@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ UNVERSIONED = 1
 
 Positions = Callable[[np.ndarray], np.ndarray]
 """(N,) int64 positions in an epoch -> (N,) int64 of what stands there."""
-_BLOCKS, _WINDOWS, _LAST_WINDOW, _ROTATION = range(1, 5)
+_FILES, _FIRST_WINDOW = 1, 2
 """Streams of the permutations of an epoch with a locality; stream 0 is that of all samples."""
 
 
@@ -57,19 +58,16 @@ class BatchOrder(Protocol):
 
 @dataclass(frozen=True)
 class Locality:
-    """How far samples that lie together are spread in an epoch, so that whole shards can be read ahead."""
+    """Files in which samples lie, and how many of them are read at a time."""
 
-    block: int
-    """Consecutive samples that are read together."""
+    ends: np.ndarray
+    """(F,) int64: the index behind the last sample of each file."""
     window: int
-    """Blocks among which samples are shuffled."""
+    """Files among which samples are shuffled."""
 
     def __post_init__(self) -> None:
-        if self.block < 1 or self.window < 1:
-            raise UsageError(
-                f"Locality got block={self.block} window={self.window}; expected at least one sample and one block; "
-                "write block=1024 window=64"
-            )
+        if self.window < 1:
+            raise UsageError(f"Locality got window={self.window}; expected at least one file; write window=32")
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,8 @@ class EpochOrder:
         elif locality is None:
             self._groups = KeyedPermutation(num_groups, seed=seed, epoch=epoch)
         else:
-            self._groups = _Windows(num_groups, locality, seed=seed, epoch=epoch, together=together)
+            assert together == 1, "stores hold no samples that stay together"
+            self._groups = _Windows(locality, seed=seed, epoch=epoch)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at ``positions`` of the epoch.
@@ -165,36 +164,35 @@ class EpochOrder:
 
 
 class _Windows:
-    """Groups of samples in shuffled blocks, and shuffled again within windows of consecutive blocks.
+    """Files in random order, and samples shuffled within windows of some of them.
 
-    The groups are a ring, cut into blocks from a random place on. The incomplete last block, which is another piece of
-    the data in each epoch, joins the last window.
+    Memory is needed for every file, none for samples.
     """
 
-    def __init__(self, length: int, locality: Locality, *, seed: int, epoch: int, together: int) -> None:
-        def permutation(of: int, stream: int) -> KeyedPermutation:
-            return KeyedPermutation(of, seed=seed, epoch=epoch, stream=stream)
+    def __init__(self, locality: Locality, *, seed: int, epoch: int) -> None:
+        num_files = len(locality.ends)
+        self._seed, self._epoch = seed, epoch
+        self._files = KeyedPermutation(num_files, seed=seed, epoch=epoch, stream=_FILES)(np.arange(num_files))
+        self._begins = np.concatenate([[0], locality.ends[:-1]])[self._files]
+        sizes = np.diff(locality.ends, prepend=0)[self._files]
+        self._starts = np.concatenate([[0], sizes.cumsum()])
+        """(F + 1,): position of the first sample of each file, were they not shuffled."""
+        self._windows = np.append(self._starts[:-1][:: locality.window], self._starts[-1])
+        """Position of the first sample of each window."""
+        self._within = lru_cache(maxsize=4)(self._permutation)
 
-        self._length = length
-        self._block = -(-locality.block // together)
-        self._window = self._block * locality.window
-        self._num_blocks = length // self._block
-        self._num_before_last = max(0, -(-self._num_blocks // locality.window) - 1) * self._window
-        self._rotation = permutation(length, _ROTATION)(np.zeros(1, np.int64))
-        self._blocks = permutation(self._num_blocks, _BLOCKS)
-        self._within = permutation(self._window, _WINDOWS)
-        self._within_last = permutation(length - self._num_before_last, _LAST_WINDOW)
+    def _permutation(self, window: int) -> KeyedPermutation:
+        length = int(self._windows[window + 1] - self._windows[window])
+        return KeyedPermutation(length, seed=self._seed, epoch=self._epoch, stream=_FIRST_WINDOW + window)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        early = positions < self._num_before_last
-        window, place = np.divmod(positions[early], self._window)
+        windows = self._windows.searchsorted(positions, side="right") - 1
         shuffled = np.empty_like(positions)
-        shuffled[early] = window * self._window + self._within(place, window)
-        shuffled[~early] = self._num_before_last + self._within_last(positions[~early] - self._num_before_last)
-        block, place = np.divmod(shuffled, self._block)
-        whole = block < self._num_blocks
-        block[whole] = self._blocks(block[whole])
-        return (block * self._block + place + self._rotation) % self._length
+        for window in np.unique(windows).tolist():
+            here, start = windows == window, self._windows[window]
+            shuffled[here] = start + self._within(window)(positions[here] - start)
+        files = self._starts.searchsorted(shuffled, side="right") - 1
+        return self._begins[files] + shuffled - self._starts[files]
 
 
 def check_version(version: int) -> None:

@@ -18,9 +18,8 @@ from sd_lightning.diffusion.randomness import Purpose
 
 LONGEST = 2**62
 _ROUNDS = 12  # fewer leave a measurable preference among the permutations of six
-# The finalizer of splitmix64 (variant 13 of Stafford, "Better bit mixing"), and its increment.
+# The finalizer of splitmix64 (variant 13 of Stafford, "Better bit mixing").
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 
 
 class KeyedPermutation:
@@ -46,33 +45,29 @@ class KeyedPermutation:
         words = randomness.integers(seed, epoch, torch.tensor([stream]), Purpose.SHUFFLE, 2**31, shape)[0].numpy()
         self._keys = (words[::2] << 32 | words[1::2]).astype(np.uint64)
 
-    def __call__(self, positions: np.ndarray, tweaks: np.ndarray | None = None) -> np.ndarray:
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
         """Return what stands at ``positions``.
 
         Args:
             positions: (N,) int64, in ``range(length)``.
-            tweaks: (N,) int64, number of the permutation in which to look up each position; one permutation for all
-                if not given.
 
         Returns:
             (N,) int64.
         """
         values = positions.astype(np.uint64)
         assert not (values >= self._length).any(), f"positions beyond range({self._length})"
-        offsets = np.zeros(1, np.uint64) if tweaks is None else _mixed(tweaks.astype(np.uint64) * _INCREMENT)
-        offsets = np.broadcast_to(offsets, values.shape)
-        values = self._permute(values, offsets)
+        values = self._permute(values)
         outside = np.flatnonzero(values >= self._length)
         while outside.size:
-            values[outside] = self._permute(values[outside], offsets[outside])
+            values[outside] = self._permute(values[outside])
             outside = outside[values[outside] >= self._length]
         return values.astype(np.int64)
 
-    def _permute(self, values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    def _permute(self, values: np.ndarray) -> np.ndarray:
         left, right = np.divmod(values, self._width)
         for first, second in self._keys.reshape(-1, 2):
-            left = _shifted(left, right ^ offsets, first, self._height)
-            right = _shifted(right, left ^ offsets, second, self._width)
+            left = _shifted(left, right, first, self._height)
+            right = _shifted(right, left, second, self._width)
         return left * self._width + right
 
 

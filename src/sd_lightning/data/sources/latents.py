@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.order import Locality
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.reader import StoreReader
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 
+_WINDOW = 32
+"""Sample files, with their latent files, among which samples are shuffled: about 260,000 samples."""
+
+
 class StoredImages(Source):
     """One split of a latent store."""
 
@@ -33,6 +38,10 @@ class StoredImages(Source):
         self.latents = self
         self._has_token_ids = False
         self.fingerprint = self.recipe.fingerprint
+        if len(reader.entries) > _WINDOW:
+            self.locality = Locality(reader.ends, _WINDOW)
+            if not reader.is_local:
+                self.fetched_ahead = _WINDOW * int(len(reader) / len(reader.entries))
         self.digests = {
             name: name_of(*(getattr(entry, name).encode() for entry in reader.entries))
             for name in ("identities", "images", "captions")
@@ -40,6 +49,9 @@ class StoredImages(Source):
 
     def __len__(self) -> int:
         return len(self.reader)
+
+    def fetch(self, index: np.ndarray) -> None:
+        self.reader.fetch(index)
 
     def image(self, index: int) -> Image.Image:
         raise BadSample("a latent store holds no images")

@@ -55,6 +55,11 @@ class StoreReader:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
+    @property
+    def is_local(self) -> bool:
+        """Whether files are read where they lie."""
+        return self.store.folder.path("") is not None
+
     def latents(self, indices: np.ndarray, variants: np.ndarray | int = 0) -> StoredBatch:
         """Return the latents of some samples, and their sizes.
 

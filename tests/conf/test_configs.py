@@ -169,7 +169,7 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
         Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"))
         return [f"data.dataset_name={tmp_path / 'saved'}"]
     if option == "data/latents":
-        small_store.update(tmp_path / "saved", ImageFolder(small_store.write_pictures(tmp_path / "saved/photos", 3)))
+        small_store.update(tmp_path / "saved", ImageFolder(small_store.write_pictures(tmp_path / "saved/photos", 20)))
         return [f"data.store={tmp_path / 'saved'}", f"data.cache_dir={tmp_path / 'saved'}"]
     if option.endswith("_nvme"):
         return [f"strategy.nvme_path={tmp_path}"]

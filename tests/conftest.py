@@ -236,3 +236,33 @@ def trained_run(
         if not (run_dir / "summary.json").exists():
             run_python("-m", "sd_lightning.train", f"output_dir={run_dir}", timeout=900, check=True)
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def running_s3_server() -> Iterator[Any]:
+    """A real S3 server in this process; take `s3` instead."""
+    from s3_server import s3_server
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(running_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An S3 server (`s3_server.S3Server`) without faults, where s3:// leads; its bucket `bucket` is empty."""
+    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.s3.models import s3_backends
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", running_s3_server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    running_s3_server.reset()
+    s3_backends.reset()
+    s3_backends[DEFAULT_ACCOUNT_ID]["aws"].create_bucket("bucket", "us-east-1")
+    return running_s3_server

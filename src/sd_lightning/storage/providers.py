@@ -64,8 +64,16 @@ class Provider(ABC):
         """Return who wrote a file, as :meth:`metadata` recorded it."""
 
     def exists_already(self, error: Exception) -> bool:
-        """Return whether an upload was refused because the file exists."""
-        return isinstance(error, FileExistsError)
+        """Return whether an upload was refused because the file exists.
+
+        Libraries abandon such an upload first; where that fails too, it hides the reason.
+        """
+        hidden: BaseException | None = error
+        while hidden is not None:
+            if isinstance(hidden, FileExistsError) or self.answer(hidden)[1] == 412:
+                return True
+            hidden = hidden.__context__
+        return False
 
     def overwrites(self, file_system: Any, path: str) -> bool:
         """Try to create an existing file in parts; return whether the store let that happen."""
@@ -90,7 +98,7 @@ class Provider(ABC):
         )
 
     @abstractmethod
-    def answer(self, error: Exception) -> tuple[str | None, int | None]:
+    def answer(self, error: BaseException) -> tuple[str | None, int | None]:
         """Return the error code and the HTTP status of the server's answer; None for what there is not."""
 
     @abstractmethod
@@ -156,18 +164,19 @@ class S3(Provider):
     def is_absent(self, error: Exception) -> bool:
         return isinstance(error, FileNotFoundError) and self.answer(error)[0] != "NoSuchBucket"
 
-    def exists_already(self, error: Exception) -> bool:
-        return isinstance(error, FileExistsError) or self.answer(error)[1] == 412
-
     def is_transient(self, error: Exception) -> bool:
         code, _ = self.answer(error)
-        s3fs = require("s3fs.core", extra=self.extra, who="s3://")
-        if code is None and isinstance(error, (*s3fs.S3_RETRYABLE_ERRORS, self._botocore().IncompleteReadError)):
+        passing = (
+            *require("s3fs.core", extra=self.extra, who="s3://").S3_RETRYABLE_ERRORS,
+            self._botocore().ConnectionError,
+            self._botocore().IncompleteReadError,
+        )
+        if code is None and isinstance(error, passing):
             return True
         # NoSuchUpload: an upload that was completed, of which the answer got lost.
         return code in {"NoSuchUpload", "RequestTimeout", "SlowDown"} or super().is_transient(error)
 
-    def answer(self, error: Exception) -> tuple[str | None, int | None]:
+    def answer(self, error: BaseException) -> tuple[str | None, int | None]:
         for cause in causes(error):
             if isinstance(cause, self._botocore().ClientError):
                 answer = cause.response
@@ -192,8 +201,8 @@ class S3(Provider):
             return f"the credentials are not valid {quoted}; check AWS_PROFILE, AWS_ACCESS_KEY_ID and their like"
         if isinstance(error, PermissionError):
             return (
-                f"access is denied {quoted}; expected s3:ListBucket and s3:GetObject, and to write s3:PutObject and "
-                "s3:DeleteObject; grant them, or choose other credentials with AWS_PROFILE"
+                f"access is denied {quoted}; expected s3:ListBucket and s3:GetObject, and to write s3:PutObject, "
+                "s3:AbortMultipartUpload and s3:DeleteObject; grant them, or choose other credentials with AWS_PROFILE"
             )
         if names & {"NoCredentialsError", "PartialCredentialsError"}:
             return (
@@ -218,7 +227,7 @@ class GoogleStorage(Provider):
     def writer(self, file_system: Any, path: str) -> str | None:
         return file_system.info(path).get("metadata", {}).get(_WRITER)
 
-    def answer(self, error: Exception) -> tuple[str | None, int | None]:
+    def answer(self, error: BaseException) -> tuple[str | None, int | None]:
         code = getattr(error, "code", None) if _root(error) == "gcsfs" else None
         return None, int(code) if code is not None else None
 
@@ -255,12 +264,16 @@ class HuggingFace(Provider):
     def writer(self, file_system: Any, path: str) -> str | None:
         raise NotImplementedError
 
-    def answer(self, error: Exception) -> tuple[str | None, int | None]:
+    def answer(self, error: BaseException) -> tuple[str | None, int | None]:
         errors = require("huggingface_hub.errors", extra=self.extra, who="hf://")
         for cause in causes(error):
             if isinstance(cause, errors.HfHubHTTPError):
                 return None, cause.response.status_code
         return None, None
+
+    def is_transient(self, error: Exception) -> bool:
+        offline = require("huggingface_hub.errors", extra=self.extra, who="hf://").OfflineModeIsEnabled
+        return not any(isinstance(cause, offline) for cause in causes(error)) and super().is_transient(error)
 
     def is_absent(self, error: Exception) -> bool:
         errors = require("huggingface_hub.errors", extra=self.extra, who="hf://")

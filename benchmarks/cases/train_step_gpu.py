@@ -47,8 +47,8 @@ def _train(
     from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule
     from sd_lightning.callbacks import EMA, Throughput
     from sd_lightning.data.samples import ImageOptions
-    from sd_lightning.data.source import SourceSubset
     from sd_lightning.data.sources.digits import Digits
+    from sd_lightning.data.subset import SourceSubset
     from sd_lightning.training.speed import Speed
 
     model = LatentDiffusion.build(architecture)

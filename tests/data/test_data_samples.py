@@ -12,8 +12,9 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Locality
 from sd_lightning.data.samples import CaptionedImages, ImageOptions
-from sd_lightning.data.source import SourceSubset, as_source, hold_out
+from sd_lightning.data.source import as_source
 from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
+from sd_lightning.data.subset import SourceSubset, hold_out
 from sd_lightning.data.transform import place, to_model_range, to_rgb
 
 

@@ -65,6 +65,7 @@ LAZY = {
     "matplotlib",
     "moto",
     "peft",
+    "pyarrow",
     "ray",
     "s3fs",
     "sklearn",

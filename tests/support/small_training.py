@@ -15,8 +15,8 @@ from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule
 from sd_lightning.callbacks import EMA, PortableCheckpoint
 from sd_lightning.data.loader import LoaderOptions
 from sd_lightning.data.samples import ImageOptions
-from sd_lightning.data.source import SourceSubset
 from sd_lightning.data.sources.digits import Digits
+from sd_lightning.data.subset import SourceSubset
 from sd_lightning.storage import typed_json
 from sd_lightning.storage.tensor_store import ShardedTensors
 from small_models import few_blocks

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sd_lightning._errors import UsageError
+from PIL import Image
+
 from sd_lightning.data.order import Locality
 
 if TYPE_CHECKING:
     import numpy as np
-    from PIL import Image
     from torch import Tensor
 
     from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -85,6 +84,41 @@ class Source(ABC):
     def name(self, index: int) -> str:
         """Return a name by which a person finds the sample, e.g. its path."""
 
+    def key(self, index: int) -> str:
+        """Return the identity of a sample, which stays the same when others are added or removed.
+
+        E.g. its path within the folder, with "/". No two samples of ``distinct`` have the same key.
+        """
+        return self.name(index)
+
+    def content(self, index: int) -> bytes:
+        """Return the bytes that decide what an image shows, to be hashed: the encoded file, or the raw pixels.
+
+        Raises:
+            BadSample: They cannot be read. Whether they can be decoded is not checked.
+        """
+        image = self.image(index)
+        return f"{image.mode} {image.width} {image.height}\n".encode() + image.tobytes()
+
+    def decode(self, content: bytes) -> Image.Image:
+        """Decode what :meth:`content` returned; the result equals :meth:`image`.
+
+        Raises:
+            BadSample: The image is broken.
+        """
+        header, _, pixels = content.partition(b"\n")
+        mode, width, height = header.decode().split()
+        return Image.frombytes(mode, (int(width), int(height)), pixels)
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Return (height, width) of the upright image in pixels; encoded images are not decoded for it.
+
+        Raises:
+            BadSample: The image has no header that can be read, no pixels, or too many.
+        """
+        image = self.image(index)
+        return image.height, image.width
+
     latents: StoredLatents | None = None
     """Latents that are read instead of images; None for images."""
     digests: Mapping[str, str] | None = None
@@ -111,26 +145,6 @@ class Source(ABC):
         """
         return None
 
-    def content(self, index):  # SHIM
-        if not self.name(index).endswith("png"):
-            im = self.image(index)
-            import io
-
-            b = io.BytesIO()
-            im.save(b, "PNG")
-            return b.getvalue()
-        return open(self.name(index), "rb").read()
-
-    def decode(self, content):  # SHIM
-        import io
-
-        from sd_lightning.data.sources.image_files import decode
-
-        return decode(io.BytesIO(content))
-
-    def key(self, index):  # SHIM
-        return self.evidence(index, thorough=False)[0]
-
     @property
     def distinct(self) -> Source:
         """The source that holds each image once; ``rows`` indexes it."""
@@ -151,7 +165,7 @@ class Source(ABC):
         Returns:
             Texts for its identity, image and captions; "" for a part that is not checked.
         """
-        return self.name(index), "", self.caption_evidence(index) if thorough else ""
+        return self.key(index), "", self.caption_evidence(index) if thorough else ""
 
     def caption_evidence(self, index: int) -> str:
         """Return a sample's captions as one string, "" if they cannot be read."""
@@ -191,94 +205,3 @@ class _Undeclared(Source):
 def as_source(source: Source) -> Source:
     """Return a source with every member of ``Source``; wrap an object that does not inherit from it."""
     return source if isinstance(source, Source) else _Undeclared(source)
-
-
-class Indices(Protocol):
-    """Indices of some samples, such as a list or a range."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, place: int, /) -> int:
-        """Return the index of one sample."""
-
-
-class SourceSubset(Source):
-    """Source of some samples of another source."""
-
-    def __init__(self, source: Source, indices: Indices) -> None:
-        """Choose the samples of ``source`` at ``indices``."""
-        self.source = as_source(source)
-        self.indices = indices
-        self.dropped = self.source.dropped
-        self.fingerprint = self.source.fingerprint
-        self.locality = self.source.locality
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def image(self, index: int) -> Image.Image:
-        return self.source.image(self.indices[index])
-
-    def captions(self, index: int) -> Sequence[str]:
-        return self.source.captions(self.indices[index])
-
-    def name(self, index: int) -> str:
-        return self.source.name(self.indices[index])
-
-    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        return self.source.evidence(self.indices[index], thorough=thorough)
-
-
-@dataclass(frozen=True)
-class EvenlySpaced:
-    """``num`` indices spread evenly over ``range(total)``."""
-
-    total: int
-    num: int
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, place: int) -> int:
-        return place * self.total // self.num
-
-
-@dataclass(frozen=True)
-class AllBut:
-    """The indices of ``range(total)`` that are not among ``num`` evenly spaced ones."""
-
-    total: int
-    num: int
-
-    def __len__(self) -> int:
-        return self.total - self.num
-
-    def __getitem__(self, place: int) -> int:
-        # place * (total - num) // num of these indices are below the evenly spaced one at that place.
-        return place + 1 + ((place + 1) * self.num - 1) // len(self)
-
-
-def hold_out(source: Source, num_val_samples: int | None) -> tuple[Source, Source | None]:
-    """Split off evenly spaced samples for validation.
-
-    Args:
-        source: All samples.
-        num_val_samples: How many to hold out; 0: none; ``None``: a twentieth, 64 at most.
-
-    Returns:
-        The samples to train on, and the held-out ones.
-
-    Raises:
-        UsageError: Nothing would be left to train on.
-    """
-    total = len(source)
-    num = min(64, total // 20) if num_val_samples is None else num_val_samples
-    if not 0 <= num < total:
-        raise UsageError(
-            f"data.num_val_samples={num}: expected 0 to {total - 1}, less than the {total} samples there are; "
-            "write data.num_val_samples=null"
-        )
-    if num == 0:
-        return source, None
-    return SourceSubset(source, AllBut(total, num)), SourceSubset(source, EvenlySpaced(total, num))

@@ -6,7 +6,18 @@ from sd_lightning.data.datamodule.builders import (
     huggingface_data,
     image_folder_data,
     latents_data,
+    parquet_data,
+    webdataset_data,
 )
 from sd_lightning.data.datamodule.module import SDDataModule
 
-__all__ = ["SDDataModule", "digits_data", "dreambooth_data", "huggingface_data", "image_folder_data", "latents_data"]
+__all__ = [
+    "SDDataModule",
+    "digits_data",
+    "dreambooth_data",
+    "huggingface_data",
+    "image_folder_data",
+    "latents_data",
+    "parquet_data",
+    "webdataset_data",
+]

@@ -18,7 +18,7 @@ import pytest
 from places import REPO
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-EXTRAS = ("deepspeed", "ray", "wandb", "datasets", "ipykernel", "nbclient", "nbformat")
+EXTRAS = ("deepspeed", "ray", "wandb", "datasets", "s3fs", "gcsfs", "ipykernel", "nbclient", "nbformat")
 
 
 def canonical(name: str) -> str:

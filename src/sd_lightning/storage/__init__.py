@@ -1,1 +1,1 @@
-"""Files: safetensors, tensor stores, checkpoint directories and the run's directory."""
+"""Files: safetensors, tensor stores, checkpoint directories, the run's directory, local folders and object stores."""

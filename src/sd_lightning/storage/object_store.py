@@ -103,11 +103,11 @@ class ObjectStore(Location):
         return ObjectStore(self._url(name), self.connection)
 
     def _url(self, name: str) -> str:
-        return f"{self.url}/{name}"
+        return f"{self.url}/{name}".rstrip("/")
 
     def _call(self, verb: str, name: str, request: Callable[[Any, str], T]) -> T:
         """Make a request of the file system and the path of a file."""
-        path = self._url(name).partition("://")[2].rstrip("/")
+        path = self._url(name).partition("://")[2]
         return self.connection.call(f"{verb} {self._url(name)}", lambda: request(self.connection.file_system, path))
 
     def _check_can_write(self) -> None:

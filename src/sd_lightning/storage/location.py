@@ -8,7 +8,7 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,8 +195,12 @@ class LocalFolder(Location):
 
     def check_writable(self) -> None:
         name = f".tmp-probe-{secrets.token_hex(4)}"
+        made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         self.create(name, b"probe")
         self.delete(name)
+        for folder in made:
+            with suppress(OSError):  # somebody uses it already
+                folder.rmdir()
 
     @contextmanager
     def _explained(self, verb: str, name: str) -> Iterator[None]:

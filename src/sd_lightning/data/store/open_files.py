@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class OpenFiles:
         first.close()
         self.latents: Column = first.shards[0].columns["latents"]
         self.ids: dict[str, Column] = {name: first.file.columns[name] for name in first.file.id_columns}
-        place = [("fd", "i4"), ("offset", "i8"), ("sizes", "i4", (variants, 4)), ("id_fd", "i4")]
+        place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("sizes", "i4", (variants, 4)), ("id_fd", "i4")]
         place += [("id_begin", "i8", (len(self.ids),)), ("first_caption", "i8"), ("num_captions", "i4")]
         self._places = np.zeros(0, place)
 

@@ -106,7 +106,8 @@ def build_data(cfg: DictConfig) -> None:
     data = _conf.instantiate(cfg.data)
     assert isinstance(data, SDDataModule)
     assert data.num_train_samples >= data.batch_size == cfg.data.batch_size
-    assert data.source_train.image(0).mode == "RGB" and data.source_train.captions(0)
+    source = data.source_train
+    assert source.captions(0) and (source.latents is not None or source.image(0).mode == "RGB")
 
 
 def build_quantization(cfg: DictConfig) -> None:

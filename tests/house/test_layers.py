@@ -25,7 +25,7 @@ ORDER = (
     ("planner",),
     ("callbacks",),
     ("apps",),
-    ("train", "generate", "export"),
+    ("train", "generate", "export", "precompute"),
     ("dreambooth",),
 )
 """Rooms (folders, and files in the root) from the lowest up. Those of one row do not know each other."""
@@ -51,6 +51,7 @@ MAY_KNOW = {
     "dreambooth": HYDRA,
     "generate": HYDRA,
     "export": HYDRA,
+    "precompute": HYDRA,
 }
 """Which of these libraries a room may import; others none."""
 WITHOUT_TORCH = {"_errors", "_imports", "_launchers", "_console", "_conf"}

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 import small_store
+from archives import image_rows, sample, write_parquet, write_tar
 from composing import Compose, registered
 from places import CONF
 from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps, loading
@@ -34,7 +35,12 @@ from sd_lightning.training.speed import Speed
 
 PROGRAMS = {file.stem for file in CONF.glob("*.yaml")}
 OPTIONS = sorted(str(file.relative_to(CONF).with_suffix("")) for file in CONF.glob("*/**/*.yaml"))
-NEEDS = {"data/huggingface": "datasets", "logger/wandb": "wandb", "strategy/deepspeed": "deepspeed"}
+NEEDS = {
+    "data/huggingface": "datasets",
+    "data/parquet": "pyarrow",
+    "logger/wandb": "wandb",
+    "strategy/deepspeed": "deepspeed",
+}
 """Packages of extras, by the options that need them."""
 
 
@@ -172,6 +178,12 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
     if option == "data/latents":
         small_store.update(tmp_path / "saved", ImageFolder(small_store.write_pictures(tmp_path / "saved/photos", 20)))
         return [f"data.store={tmp_path / 'saved'}", f"data.cache_dir={tmp_path / 'saved'}"]
+    if option == "data/webdataset":
+        write_tar(tmp_path / "a.tar", {k: v for i in range(20) for k, v in sample(f"{i}", i).items()})
+        return [f"data.train_data_dir={tmp_path}"]
+    if option == "data/parquet":
+        write_parquet(tmp_path / "a.parquet", image_rows(20))
+        return [f"data.train_data_dir={tmp_path}"]
     if option.endswith("_nvme"):
         return [f"strategy.nvme_path={tmp_path}"]
     return []

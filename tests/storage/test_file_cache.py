@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sd_lightning.storage.file_cache import FileCache
 
 from s3_server import S3Server
 from sd_lightning import UsageError
+from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import LocalFolder, Location, open_location
 
 SIZE = 1000

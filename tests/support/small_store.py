@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from sd_lightning.storage.file_cache import FileCache
 from torch import Tensor
 
 from sd_lightning.data.bad_samples import BadSamples
@@ -22,6 +21,7 @@ from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.data.store.store import Generation, LatentStore
 from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import Location, open_location
 
 SIDE = 8

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from archives import ORIENTATION, encoded, image_rows, sample, write_parquet, write_tar
-from sd_lightning.data.source import BadSample, Source, SourceSubset, as_source
+from sd_lightning.data.source import BadSample, Source, as_source
+from sd_lightning.data.subset import SourceSubset
 from sd_lightning.data.sources import image_files
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, Pictures, SubjectAndClass

@@ -157,7 +157,7 @@ NUMBERS = [
     ("train trainer.gradient_clip_val=-1", "gradient_clip_val=-1", "expected a norm of at least 0", "null for no"),
     ("train trainer.limit_val_batches=-1", "trainer: ", "limit_val_batches", "has to be in", "change"),
     ("train data.num_workers=-1", "data.num_workers=-1", "expected 0 or more", "write data.num_workers=4"),
-    ("train data.batch_size=-8", "data.batch_size=-8", "cannot be split", "write data.batch_size=1"),
+    ("train data.batch_size=-8", "data.batch_size=-8", "cannot be split", "write data.batch_size=1 or more"),
     ("train data.max_bad_fraction=2", "max_bad_fraction=2", "expected a fraction", "data.max_bad_fraction=0.01"),
     ("train data.resolution=30", "data.resolution=30", "multiple of 8", "write data.resolution=32"),
     ("train +sampling.height=30", "sampling got height=30", "expected a multiple of 8", "height=24"),
@@ -196,7 +196,7 @@ CONSTRUCTORS = [
     ("generate run=run prompts=[a] device=hpu", "device=hpu", "not there", "write device=cpu"),
 ]
 COMBINATIONS = [
-    ("train data.batch_size=65 trainer.accumulate_grad_batches=2", "batch_size=65", "2 equal parts", "=64 or 66"),
+    ("train data.batch_size=3 trainer.accumulate_grad_batches=4", "batch_size=3", "4 parts", "=4 or more"),
     (
         "train strategy=ddp trainer.devices=2 data.batch_size=65",
         *("data.batch_size=65", "2 process(es)", "write data.batch_size=64 or 66"),

@@ -94,7 +94,7 @@ def predict_memory(cfg: DictConfig, strategy: Strategy, parts: Parts) -> Forecas
     ema, samples = cfg.callbacks.get("ema"), cfg.callbacks.get("samples")
     num_samples = 0 if samples is None else len(samples.prompts or ()) or 2 * samples.columns
     training = memory_forecast.Training(
-        batch_size=cfg.data.batch_size // (world_size * cfg.trainer.accumulate_grad_batches),
+        batch_size=-(-cfg.data.batch_size // (world_size * cfg.trainer.accumulate_grad_batches)),
         resolution=cfg.data.resolution,
         train_text_encoder=cfg.module.train_text_encoder,
         lora=parts.lora,

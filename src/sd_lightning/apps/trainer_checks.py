@@ -52,9 +52,9 @@ def check_trainer(cfg: DictConfig) -> None:
             f"strategy=single is one process, but trainer.devices={trainer.devices} trainer.num_nodes="
             f"{trainer.num_nodes} ask for {processes}; add strategy=ddp"
         )
-    from sd_lightning.data.sampler import micro_batch_size
+    from sd_lightning.data.sampler import check_division
 
-    micro_batch_size(cfg.data.batch_size, processes, trainer.accumulate_grad_batches)
+    check_division(cfg.data.batch_size, processes, trainer.accumulate_grad_batches)
 
 
 def refuse(setting: str, value: Any, expected: str, remedy: str) -> None:

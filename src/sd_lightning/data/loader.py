@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, Dataset
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.order import UNVERSIONED
 from sd_lightning.data.sampler import GlobalBatchSampler, Key
 
 T = TypeVar("T")
@@ -144,12 +145,14 @@ class EpochLoader(WholeBatchLoader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch and the number of its global batches already yielded."""
+        """Return the position: the epoch, the number of its global batches already yielded, and its order's version."""
         sampler = self.batch_sampler
         epoch, given = self._given
         done = given // sampler.accumulate if epoch == sampler.epoch else 0
-        return {"epoch": sampler.epoch, "batches_done": max(done, sampler.batches_done)}
+        done = max(done, sampler.batches_done)
+        return {"epoch": sampler.epoch, "batches_done": done, "order_version": sampler.order_version}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue at a position that ``state_dict`` returned, at any world size."""
-        self.batch_sampler.resume(state["epoch"], state["batches_done"])
+        version = state.get("order_version", UNVERSIONED)
+        self.batch_sampler.resume(state["epoch"], state["batches_done"], order_version=version)

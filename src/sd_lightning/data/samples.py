@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset
 from sd_lightning._errors import UsageError
 from sd_lightning.data.latent_table import LatentTable
 from sd_lightning.data.loader import Batch
-from sd_lightning.data.sampler import Key
+from sd_lightning.data.sampler import Key, split_keys
 from sd_lightning.data.source import BadSample, Source, as_source
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, read_placed, to_model_range
 from sd_lightning.diffusion import randomness
@@ -87,7 +88,7 @@ class CaptionedImages(Dataset[Batch]):
       the same ids
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
-    - ``loss_weight`` (B,) float32 if the source has ``loss_weights``
+    - ``loss_weight`` (B,) float32 if the source has ``loss_weights``, or the global batch is divided unevenly
     - ``captions`` list of B strings
     - ``bad`` list of ``(index, reason)``
     """
@@ -136,12 +137,12 @@ class CaptionedImages(Dataset[Batch]):
         """Build one batch.
 
         Args:
-            keys: ``(epoch, index)`` of each sample.
+            keys: ``(epoch, index)`` of each sample, or ``(epoch, index, loss weight)``.
 
         Returns:
             The batch (see the class), or only ``bad`` if more than ``max_bad`` samples are bad.
         """
-        epoch, index = torch.tensor(keys, dtype=torch.int64).unbind(1)
+        epoch, index, loss_weight = split_keys(keys)
         bad: dict[int, str] = {}
         if self.latents is not None:
             used = self.latents.substitute[index].tolist()
@@ -161,7 +162,10 @@ class CaptionedImages(Dataset[Batch]):
             "bad": list(bad.items()),
         }
         if self.source.loss_weights is not None:
-            batch["loss_weight"] = self.source.loss_weights[used]
+            weights = self.source.loss_weights[used]
+            loss_weight = weights if loss_weight is None else loss_weight * weights
+        if loss_weight is not None:
+            batch["loss_weight"] = loss_weight
         if self.wrong_captions and self.has_wrong_captions:
             batch["wrong_input_ids"] = self.tokenize([self._wrong_caption(i) for i in used])
         return batch
@@ -176,7 +180,7 @@ class CaptionedImages(Dataset[Batch]):
     def _wrong_caption(self, index: int) -> str:
         """Return the first caption of the next sample whose first caption has other token ids."""
         right = self._first_ids(index)
-        for i in (*range(index + 1, len(self)), *range(index)):
+        for i in chain(range(index + 1, len(self)), range(index)):
             ids = self._first_ids(i)
             if ids is not None and right is not None and not torch.equal(ids, right):
                 return self.source.captions(i)[0]
@@ -218,7 +222,7 @@ class CaptionedImages(Dataset[Batch]):
     ) -> tuple[Placed, int] | None:
         """Return the first readable image from ``index`` on, placed, and its index; None if too many are bad."""
         resolution, max_pixels = self.options.resolution, self.options.max_image_pixels
-        for i in (*range(index, len(self)), *range(index)):
+        for i in chain(range(index, len(self)), range(index)):
             try:
                 return read_placed(self.source, i, resolution, max_pixels=max_pixels, crop=crop, flip=flip), i
             except BadSample as reason:

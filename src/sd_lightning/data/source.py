@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.order import Locality
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -43,6 +45,8 @@ class Source(ABC):
     """(N,) float32, loss weight of each sample; None for equal weights."""
     together: int = 1
     """Consecutive samples kept together when shuffled; divides the number of samples."""
+    locality: Locality | None = None
+    """How far samples that lie together are spread in an epoch; None spreads them over all of it."""
     fingerprint: str | None = None
     """Fingerprint that comes with the data and replaces hashes of images, as in a Hugging Face dataset."""
     rows: Tensor | None = None
@@ -126,10 +130,20 @@ def as_source(source: Source) -> Source:
     return source if isinstance(source, Source) else _Undeclared(source)
 
 
+class Indices(Protocol):
+    """Indices of some samples, such as a list or a range."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, place: int, /) -> int:
+        """Return the index of one sample."""
+
+
 class SourceSubset(Source):
     """Source of some samples of another source."""
 
-    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+    def __init__(self, source: Source, indices: Indices) -> None:
         """Choose the samples of ``source`` at ``indices``."""
         self.source = as_source(source)
         self.indices = indices
@@ -150,6 +164,35 @@ class SourceSubset(Source):
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         return self.source.evidence(self.indices[index], thorough=thorough)
+
+
+@dataclass(frozen=True)
+class EvenlySpaced:
+    """``num`` indices spread evenly over ``range(total)``."""
+
+    total: int
+    num: int
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, place: int) -> int:
+        return place * self.total // self.num
+
+
+@dataclass(frozen=True)
+class AllBut:
+    """The indices of ``range(total)`` that are not among ``num`` evenly spaced ones."""
+
+    total: int
+    num: int
+
+    def __len__(self) -> int:
+        return self.total - self.num
+
+    def __getitem__(self, place: int) -> int:
+        # place * (total - num) // num of these indices are below the evenly spaced one at that place.
+        return place + 1 + ((place + 1) * self.num - 1) // len(self)
 
 
 def hold_out(source: Source, num_val_samples: int | None) -> tuple[Source, Source | None]:
@@ -174,6 +217,4 @@ def hold_out(source: Source, num_val_samples: int | None) -> tuple[Source, Sourc
         )
     if num == 0:
         return source, None
-    held_out = [i * total // num for i in range(num)]
-    rest = sorted(set(range(total)) - set(held_out))
-    return SourceSubset(source, rest), SourceSubset(source, held_out)
+    return SourceSubset(source, AllBut(total, num)), SourceSubset(source, EvenlySpaced(total, num))

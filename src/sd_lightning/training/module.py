@@ -105,7 +105,7 @@ class SDLightningModule(pl.LightningModule):
         self._optimizer_factory = optimizer
         self._scheduler_factory = lr_scheduler
         self.last_loss: Tensor | None = None
-        """Loss of the last training step on this rank, detached."""
+        """Loss of the last training step on this rank, the mean over its accumulated batches so far; detached."""
         latent_diffusion.use_scheduler(self.objective.scheduler_overrides(latent_diffusion.scheduler_config))
         self.add_module(latent_diffusion.family.denoiser, latent_diffusion.denoiser)
         text_encoders = latent_diffusion.text_encoders if has_text else {}
@@ -186,7 +186,10 @@ class SDLightningModule(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the mean loss of a batch with ``latents`` (B, C, h, w) and conditioning or token ids."""
         loss = self.training_loss(batch)
-        self.last_loss = loss.detach()
+        mean, before = loss.detach(), batch_idx % self.trainer.accumulate_grad_batches
+        if before and self.last_loss is not None:
+            mean = self.last_loss + (mean - self.last_loss) / (before + 1)
+        self.last_loss = mean
         if is_logging_step(self.trainer):
             count = len(batch["latents"])
             self.log("train/loss", self.last_loss, batch_size=count, sync_dist=self.trainer.world_size > 1)

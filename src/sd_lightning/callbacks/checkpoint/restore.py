@@ -19,6 +19,7 @@ from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition
 from sd_lightning.callbacks.ema import ema_of
 from sd_lightning.data.contract import ComparableData, CountedData, ResumableData
 from sd_lightning.data.fingerprint import Change
+from sd_lightning.data.order import check_version
 from sd_lightning.state.optimizer_change import keep_states
 from sd_lightning.state.shards import SavedParameter, TrainingState
 from sd_lightning.storage import checkpoint
@@ -61,7 +62,7 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
         path: The checkpoint.
 
     Raises:
-        UsageError: The checkpoint has another model, batch size, seed or adapters.
+        UsageError: The checkpoint has another model, batch size, seed or adapters, or an unknown order.
     """
     # The data would not continue where they stopped.
     for name, ours, key in (("data.batch_size", batch_size, "batch_size"), ("seed", module.seed, "seed")):
@@ -71,6 +72,7 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
                 f"resume: {name}={ours}, but the checkpoint's run used {name}={theirs}; resume with that value, "
                 "or start a new run from its weights with init_from="
             )
+    check_version(RunPosition(**saved["position"]).order_version)
     trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
     shapes = {name: whole_shape(p) for name, p in module.named_parameters() if p.requires_grad}
     trainer_state.check_same_model(saved["parameters"], shapes, path)
@@ -234,7 +236,7 @@ def _load_callbacks(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> N
 def restore_position(trainer: pl.Trainer, position: RunPosition) -> None:
     """Set Lightning's loop counters and the sampler, for this run's world size and accumulation."""
     data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
-    data.resume(position.epoch, position.steps_in_epoch)
+    data.resume(position.epoch, position.steps_in_epoch, order_version=position.order_version)
     batches = position.steps_in_epoch * trainer.accumulate_grad_batches
     total = position.optimizer_steps * trainer.accumulate_grad_batches
     # Lightning counts an epoch as started in its middle, but not at its beginning.

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.scheduler_state import scale_rates, scale_scheduler, scheduler_state
 from sd_lightning.data.contract import ResumableData
+from sd_lightning.data.order import ORDER_VERSION, UNVERSIONED
 from sd_lightning.state.shards import OptimizerGroups
 from sd_lightning.storage import checkpoint, typed_json
 from sd_lightning.strategies import training_state
@@ -39,6 +40,8 @@ class RunPosition:
     """Global batch size."""
     samples_per_epoch: int
     seed: int
+    order_version: int = UNVERSIONED
+    """Version of the order of ``epoch``."""
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> RunPosition:
@@ -59,6 +62,7 @@ class RunPosition:
             batch_size=data.batch_size,
             samples_per_epoch=sampler.samples_per_epoch,
             seed=cast("SDLightningModule", trainer.lightning_module).seed,
+            order_version=sampler.order_version if done else ORDER_VERSION,
         )
 
 

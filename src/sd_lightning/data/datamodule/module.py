@@ -15,6 +15,7 @@ from sd_lightning.data.contract import TrainedModule
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
 from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loader import Batch, EpochLoader, LoaderOptions, WholeBatchLoader
+from sd_lightning.data.order import ORDER_VERSION, BatchOrder, EpochBatches
 from sd_lightning.data.sampler import GlobalBatchSampler, validation_batches
 from sd_lightning.data.samples import CaptionedImages, ImageOptions, tell_of_long_captions
 from sd_lightning.data.source import BadSample, Source, as_source
@@ -76,7 +77,7 @@ class SDDataModule(LightningDataModule):
         self.no_caption_gap: str | None = "nothing was validated"
         self._told_of_long_captions = False
         self._latents: dict[int, tuple[object, LatentTable]] = {}
-        self._position: tuple[int, int] | None = None
+        self._position: dict[str, int] | None = None
         self._fingerprint: Fingerprint | None = None
         self._check_options(max_bad_fraction)
         self._sources = [source for source in (self.source_train, self.source_val) if source is not None]
@@ -104,13 +105,12 @@ class SDDataModule(LightningDataModule):
             )
 
     def check_batches(self, world_size: int, accumulate: int) -> None:
-        """Check that the training set fills a global batch, and that the batch divides among the processes.
+        """Check that the training set fills a global batch, and that the batch has a sample for every process.
 
         Raises:
-            UsageError: The batch is too large or cannot be divided evenly.
+            UsageError: The batch is too large or too small.
         """
-        size = self.num_train_samples
-        GlobalBatchSampler(size, batch_size=self.batch_size, world_size=world_size, accumulate=accumulate, seed=0)
+        GlobalBatchSampler(self._order(seed=0), world_size=world_size, accumulate=accumulate)
 
     @property
     def num_train_samples(self) -> int:
@@ -127,36 +127,40 @@ class SDDataModule(LightningDataModule):
         """Return the change of the training set since the ``saved`` fingerprint; None if unchanged."""
         return change(saved, self.fingerprint(), self.source_train)
 
-    def resume(self, epoch: int, batches_done: int) -> None:
+    def resume(self, epoch: int, batches_done: int, *, order_version: int = ORDER_VERSION) -> None:
         """Continue ``epoch`` after its first ``batches_done`` global batches; call before the first batch.
 
         Args:
             epoch: Epoch to continue.
             batches_done: Optimizer steps already taken in it.
+            order_version: Version of the order in which they were taken.
 
         Raises:
-            UsageError: The epoch does not have that many batches.
+            UsageError: The epoch does not have that many batches, or the version is unknown.
         """
-        self._position = (epoch, batches_done)
+        self._position = {"epoch": epoch, "batches_done": batches_done, "order_version": order_version}
         if self.train_sampler is not None:
-            self.train_sampler.resume(epoch, batches_done)
+            self.train_sampler.resume(**self._position)
+
+    def _order(self, *, seed: int, shuffle: bool = True) -> BatchOrder:
+        """Return the order of the training samples."""
+        source = self.source_train
+        size, together = self.batch_size, source.together
+        return EpochBatches(len(source), size, seed, shuffle=shuffle, together=together, locality=source.locality)
 
     def train_dataloader(self) -> EpochLoader:
         """Return the loader over this rank's shard of every global batch."""
         trainer = self._attached()
         world_size, rank = self._data_parallel()
+        shuffle = not trainer.overfit_batches  # type: ignore[attr-defined]
         self.train_sampler = GlobalBatchSampler(
-            len(self.source_train),
-            batch_size=self.batch_size,
+            self._order(seed=self._module().seed, shuffle=shuffle),
             world_size=world_size,
             rank=rank,
             accumulate=trainer.accumulate_grad_batches,
-            seed=self._module().seed,
-            shuffle=not trainer.overfit_batches,  # type: ignore[attr-defined]
-            together=self.source_train.together,
         )
         if self._position is not None:
-            self.train_sampler.resume(*self._position)
+            self.train_sampler.resume(**self._position)
         if not self._told_of_long_captions and trainer.is_global_zero:
             self._told_of_long_captions = True
             tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)

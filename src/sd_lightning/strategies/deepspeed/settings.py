@@ -188,6 +188,7 @@ class DeepSpeedSettings:
         accumulate, batch_size = trainer.accumulate_grad_batches, global_batch_size(trainer)
         micro = self.get("train_micro_batch_size_per_gpu", 1)
         if batch_size is not None:
+            # Only the engine's own timers and logs read it, so ranks may have a sample more.
             micro = max(1, batch_size // (trainer.world_size * accumulate))
         config = precedence.engine_config(
             self.config,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.shapes import Shape, bucket_shapes
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 
 BUCKET_FIELDS = ("enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps")
-"""Fields of ``ImageOptions`` about aspect-ratio buckets."""
+"""Fields of ``ImageOptions`` of aspect-ratio buckets."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +92,18 @@ class ImageOptions:
             raise UsageError(
                 f"data.enable_bucket=true: the square of data.resolution={side} is the only bucket with sides from "
                 f"data.min_bucket_reso={self.min_bucket_reso} to data.max_bucket_reso={self.max_bucket_reso} in steps "
-                f"of data.bucket_reso_steps={step}; {self._wider()}, or data.enable_bucket=false"
+                f"of data.bucket_reso_steps={step}; write {self._wider()}"
             )
 
     def _wider(self) -> str:
-        """Return settings with which there is more than the square."""
-        step = next((s for s in (self.bucket_reso_steps, 8) if self.resolution >= 2 * s), None)
-        if step is None or self.resolution % step:
-            return "write data.resolution=512"
+        """Return settings with which there is more than the square, or no buckets."""
+        step = self.bucket_reso_steps if self.resolution > self.bucket_reso_steps else 8
+        if self.resolution == step:
+            return "data.enable_bucket=false"
         changed = "" if step == self.bucket_reso_steps else f" data.bucket_reso_steps={step}"
-        return f"write data.min_bucket_reso={step} data.max_bucket_reso={2 * self.resolution}{changed}"
+        return f"data.min_bucket_reso={step} data.max_bucket_reso={2 * self.resolution}{changed}"
 
-    @cached_property
+    @property
     def shapes(self) -> list[Shape]:
         """Shapes of the training images, from tall to wide: the square alone without buckets."""
         if not self.enable_bucket:

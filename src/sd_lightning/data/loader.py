@@ -39,6 +39,12 @@ class LoaderOptions:
     val_batch_size: int | None = None
     """Validation samples per process and batch; ``None`` takes the global batch size."""
 
+    drop_last: bool | None = None
+    """Leave incomplete last global batches out; ``None`` does so without aspect-ratio buckets.
+
+    Otherwise they are trained on with their mean loss. Each bucket has one.
+    """
+
     def __post_init__(self) -> None:
         if self.num_workers < 0:
             raise UsageError(f"data.num_workers={self.num_workers}: expected 0 or more; write data.num_workers=4")

@@ -24,7 +24,9 @@ UNVERSIONED = 1
 Positions = Callable[[np.ndarray], np.ndarray]
 """(N,) int64 positions in an epoch -> (N,) int64 of what stands there."""
 _BLOCKS, _WINDOWS, _LAST_WINDOW, _ROTATION = range(1, 5)
-"""Streams of the permutations of an epoch with a locality; stream 0 is that of all samples."""
+"""Streams of the permutations of an order with a locality; stream 0 is that of all samples."""
+_STREAMS = 8
+"""Streams of each order of an epoch."""
 
 
 class BatchOrder(Protocol):
@@ -45,6 +47,9 @@ class BatchOrder(Protocol):
     @property
     def samples_per_epoch(self) -> int:
         """Samples in the global batches of an epoch."""
+
+    def described(self) -> list[str]:
+        """Return lines about the batches for people; none if they are what everyone expects."""
 
     def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
         """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64.
@@ -76,7 +81,7 @@ class Locality:
 class EpochBatches:
     """Global batch ``g`` is the positions ``[g * batch_size, (g + 1) * batch_size)`` of one order of all samples.
 
-    An incomplete last batch is dropped: other samples in each epoch.
+    By default an incomplete last batch is dropped: other samples in each epoch.
     """
 
     num_samples: int
@@ -87,18 +92,25 @@ class EpochBatches:
     together: int = 1
     """Consecutive samples that stay together; divides ``num_samples``."""
     locality: Locality | None = None
+    drop_last: bool = True
 
     @property
     def batches_per_epoch(self) -> int:
-        return self.num_samples // self.batch_size
+        return num_batches(self.num_samples, self.batch_size, drop_last=self.drop_last)
 
     @property
     def samples_per_epoch(self) -> int:
-        return self.batches_per_epoch * self.batch_size
+        return min(self.num_samples, self.batches_per_epoch * self.batch_size)
+
+    def described(self) -> list[str]:
+        rest = self.num_samples % self.batch_size
+        if self.drop_last or not rest:
+            return []
+        return [f"the last of {self.batches_per_epoch} batches of an epoch has {rest} of {self.batch_size} samples"]
 
     def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
-        size, at = self.batch_size, self._positions(epoch, version)
-        return lambda number: at(np.arange(number * size, (number + 1) * size))
+        size, end, at = self.batch_size, self.num_samples, self._positions(epoch, version)
+        return lambda number: at(np.arange(number * size, min((number + 1) * size, end)))
 
     def _positions(self, epoch: int, version: int) -> Positions:
         if not self.shuffle:
@@ -113,6 +125,11 @@ class EpochBatches:
         ).at
 
 
+def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Return the number of batches of samples, with or without an incomplete last one."""
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
+
+
 class EpochOrder:
     """The order of all samples in one epoch."""
 
@@ -124,6 +141,7 @@ class EpochOrder:
         epoch: int,
         together: int = 1,
         locality: Locality | None = None,
+        stream: int = 0,
         version: int = ORDER_VERSION,
     ) -> None:
         """Choose the order.
@@ -134,6 +152,7 @@ class EpochOrder:
             epoch: Index of the pass over the data.
             together: Consecutive samples that stay together; divides ``num_samples``.
             locality: How far samples are spread; over the whole epoch if None.
+            stream: Number that tells apart the orders of one epoch, such as those of its buckets.
             version: Version of the order; the first knew no locality, and took memory for every sample.
 
         Raises:
@@ -145,9 +164,12 @@ class EpochOrder:
         if version == 1:
             self._groups = randomness.permutation(seed, epoch, num_groups).numpy().__getitem__
         elif locality is None:
-            self._groups = KeyedPermutation(num_groups, seed=seed, epoch=epoch)
+            self._groups = KeyedPermutation(num_groups, seed=seed, epoch=epoch, stream=stream * _STREAMS)
         else:
-            self._groups = _Windows(num_groups, locality, seed=seed, epoch=epoch, together=together)
+            block = -(-locality.block // together)
+            self._groups = _Windows(
+                num_groups, block, locality.window, seed=seed, epoch=epoch, first_stream=stream * _STREAMS
+            )
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at ``positions`` of the epoch.
@@ -171,15 +193,15 @@ class _Windows:
     the data in each epoch, joins the last window.
     """
 
-    def __init__(self, length: int, locality: Locality, *, seed: int, epoch: int, together: int) -> None:
+    def __init__(self, length: int, block: int, window: int, *, seed: int, epoch: int, first_stream: int) -> None:
         def permutation(of: int, stream: int) -> KeyedPermutation:
-            return KeyedPermutation(of, seed=seed, epoch=epoch, stream=stream)
+            return KeyedPermutation(of, seed=seed, epoch=epoch, stream=first_stream + stream)
 
         self._length = length
-        self._block = -(-locality.block // together)
-        self._window = self._block * locality.window
-        self._num_blocks = length // self._block
-        self._num_before_last = max(0, -(-self._num_blocks // locality.window) - 1) * self._window
+        self._block = block
+        self._window = block * window
+        self._num_blocks = length // block
+        self._num_before_last = max(0, -(-self._num_blocks // window) - 1) * self._window
         self._rotation = permutation(length, _ROTATION)(np.zeros(1, np.int64))
         self._blocks = permutation(self._num_blocks, _BLOCKS)
         self._within = permutation(self._window, _WINDOWS)

@@ -184,7 +184,7 @@ class _Interleaved:
         return bucket, int(before[bucket])
 
 
-def validation_batches(
+def bucket_validation_batches(
     buckets: Sequence[Bucket], batch_size: int, world_size: int = 1, rank: int = 0
 ) -> list[list[Key]]:
     """Return this rank's batches of validation keys (epoch 0), each of one bucket.

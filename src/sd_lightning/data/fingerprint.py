@@ -40,8 +40,8 @@ def fingerprint(source: Source, *, order: str = "") -> Fingerprint:
         order: Settings that the order of the epochs depends on, besides seed and batch size.
 
     Returns:
-        ``order``; ``num_samples``; one digest each of all identities, images and captions, in order; ``own``, the source's own
-        fingerprint or None; and ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples.
+        ``order``; ``num_samples``; one digest each of all identities, images and captions, in order; ``own``, the
+        source's own fingerprint or None; and ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples.
     """
     samples = _hashes(source)
     digests = {

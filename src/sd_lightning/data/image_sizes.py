@@ -68,9 +68,7 @@ def find_buckets(source: Source, options: ImageOptions) -> tuple[tuple[Bucket, .
     return listed(assigned, shapes), bad
 
 
-def _assign(
-    source: Source, indices: range, shapes: Sequence[Shape], max_pixels: int
-) -> tuple[np.ndarray, list[Bad]]:
+def _assign(source: Source, indices: range, shapes: Sequence[Shape], max_pixels: int) -> tuple[np.ndarray, list[Bad]]:
     """Return the number of each image's shape (N,) int16, -1 for none, and why some have none."""
     assigned = np.full(len(indices), -1, dtype=np.int16)
     bad: list[Bad] = []

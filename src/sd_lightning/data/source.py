@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.buckets import Bucket
 from sd_lightning.data.order import Locality
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Source(ABC):
     """How far samples that lie together are spread in an epoch; None spreads them over all of it."""
     fingerprint: str | None = None
     """Fingerprint that comes with the data and replaces hashes of images, as in a Hugging Face dataset."""
+    buckets: Sequence[Bucket] | None = None
+    """Aspect-ratio buckets that come with the data, as in a latent store; None if images are cropped to any shape."""
     rows: Tensor | None = None
     """(N,) int64, index in ``distinct`` of each sample's image, where samples share images."""
 
@@ -67,6 +70,11 @@ class Source(ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """Return a name by which a person finds the sample, e.g. its path."""
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Return (height, width) of an upright image, without decoding it where possible; raise ``BadSample``."""
+        width, height = self.image(index).size
+        return height, width
 
     @property
     def distinct(self) -> Source:
@@ -155,6 +163,9 @@ class SourceSubset(Source):
 
     def image(self, index: int) -> Image.Image:
         return self.source.image(self.indices[index])
+
+    def size(self, index: int) -> tuple[int, int]:
+        return self.source.size(self.indices[index])
 
     def captions(self, index: int) -> Sequence[str]:
         return self.source.captions(self.indices[index])

@@ -82,9 +82,7 @@ class Batching:
         buckets, size = self.buckets(source), self._batch_size
         drop_last = not buckets if self._drop_last is None else self._drop_last
         if buckets:
-            return BucketOrder(
-                buckets, size, seed, shuffle=shuffle, drop_last=drop_last, locality=source.locality
-            )
+            return BucketOrder(buckets, size, seed, shuffle=shuffle, drop_last=drop_last, locality=source.locality)
         return EpochBatches(
             len(source),
             size,

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_type_hints
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule.module import SDDataModule
-from sd_lightning.data.loader import LoaderOptions
 from sd_lightning.data.image_options import BUCKET_FIELDS, ImageOptions
+from sd_lightning.data.loader import LoaderOptions
 from sd_lightning.data.source import Source, SourceSubset, hold_out
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos

@@ -184,3 +184,36 @@ def test_hold_out_none_or_too_many() -> None:
     assert hold_out(source, 0) == (source, None)
     with pytest.raises(UsageError, match="data.num_val_samples=360: expected 0 to 359"):
         hold_out(source, 360)
+
+
+@pytest.mark.parametrize(("total", "num"), [(2, 1), (10, 3), (10, 9), (97, 4), (360, 64), (1437, 64), (1000, 999)])
+def test_hold_out_takes_every_total_th_of_num_and_trains_on_the_rest(total: int, num: int) -> None:
+    class Numbers:
+        def __len__(self) -> int:
+            return total
+
+    train, val = hold_out(Numbers(), num)  # type: ignore[arg-type]
+    assert isinstance(train, SourceSubset) and isinstance(val, SourceSubset)
+    held_out = [i * total // num for i in range(num)]
+    assert [val.indices[i] for i in range(len(val))] == held_out
+    assert [train.indices[i] for i in range(len(train))] == sorted(set(range(total)) - set(held_out))
+
+
+def test_hold_out_of_two_billion_samples_lists_none() -> None:
+    class Many:
+        def __len__(self) -> int:
+            return 2 * 10**9
+
+    train, val = hold_out(Many(), 10**6)  # type: ignore[arg-type]
+    assert isinstance(train, SourceSubset) and isinstance(val, SourceSubset)
+    assert (len(train), train.indices[0], train.indices[1999]) == (2 * 10**9 - 10**6, 1, 2001)
+    assert (len(val), val.indices[10**6 - 1]) == (10**6, 2 * 10**9 - 2000)
+
+
+def test_the_weight_of_an_uneven_batch_multiplies_that_of_a_sample() -> None:
+    source = SourceSubset(Digits("train"), range(4))
+    data = CaptionedImages(source, lengths, options=ImageOptions(32), seed=0)
+    assert "loss_weight" not in data.__getitems__([(0, 1), (0, 0)])
+    assert data.__getitems__([(0, 1, 0.75), (0, 0, 0.75)])["loss_weight"].tolist() == [0.75, 0.75]
+    source.loss_weights = torch.tensor([1.0, 3.0, 1.0, 1.0])
+    assert data.__getitems__([(0, 1, 0.75), (0, 0, 0.75)])["loss_weight"].tolist() == [2.25, 0.75]

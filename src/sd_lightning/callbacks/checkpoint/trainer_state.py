@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from sd_lightning.models.adapters.lora import Lora
     from sd_lightning.training.module import SDLightningModule
 
-FORMAT = 1
+FORMAT = 2
+"""Version of ``trainer.json``. The first recorded no version of the order of samples."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,9 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
         saved: dict[str, Any] = typed_json.loads((path / "trainer.json").read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a checkpoint that can be resumed ({error}); give runs/<name>") from error
-    if saved.get("format") != FORMAT:
-        raise UsageError(f"{path}: checkpoint format {saved.get('format')}; expected {FORMAT}; update sd-lightning")
+    given = saved.get("format")
+    if given not in (1, FORMAT):
+        raise UsageError(f"{path}: checkpoint format {given}; expected 1 or {FORMAT}; update sd-lightning")
     return saved
 
 

@@ -152,16 +152,21 @@ class BucketOrder:
         lines = []
         for bucket, num in zip(self.buckets, self.batches_per_bucket):
             rest = len(bucket) % self.batch_size
-            what = "left out" if self.drop_last else "in the last batch"
-            last = f" ({rest} images {what})" if rest else ""
-            height, width = bucket.shape
-            lines.append(f"bucket {height} x {width} (height x width): {len(bucket)} images, {num} batches{last}")
+            last = f", {_counted(rest, 'image')} {'left out' if self.drop_last else 'in the last'}" if rest else ""
+            counts = f"{_counted(len(bucket), 'image')}, {_counted(num, 'batch')}{last}"
+            lines.append(f"bucket {bucket.shape[0]} x {bucket.shape[1]} (height x width): {counts}")
         lost = self.num_samples - self.samples_per_epoch
         lines.append(
-            f"{len(self.buckets)} aspect-ratio buckets: {self.num_samples} images, {self.batches_per_epoch} batches of "
-            f"{self.batch_size} in an epoch; incomplete batches lose {lost} images"
+            f"{len(self.buckets)} aspect-ratio buckets: {_counted(self.num_samples, 'image')}, "
+            f"{_counted(self.batches_per_epoch, 'batch')} of {self.batch_size} in an epoch; incomplete batches lose "
+            f"{_counted(lost, 'image')}"
         )
         return lines
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 class _Interleaved:

@@ -18,7 +18,7 @@ from shaped_data import IN_BUCKETS, TINY, paint
 BUCKETS = " ".join(f"data.{name}={str(value).lower()}" for name, value in TINY.items())
 COMMAND = (
     "data=images data.train_data_dir=pictures data.num_val_samples=5 data.resolution=32 data.batch_size=4 "
-    f"data.num_workers=0 callbacks.samples=null logger=csv trainer.log_every_n_steps=1 {BUCKETS}"
+    f"data.num_workers=0 callbacks.samples=null logger=csv lr_scheduler=none trainer.log_every_n_steps=1 {BUCKETS}"
 )
 VALIDATING = {"limit_val_batches": 1.0}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data import image_sizes
 from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.image_sizes import find_buckets
 from sd_lightning.data.loader import LoaderOptions
@@ -30,6 +31,36 @@ def test_images_are_assigned_from_their_sizes_and_misfits_named() -> None:
     few = ImageOptions(32, max_image_pixels=3000, **TINY)
     names = {index for index, (height, width) in enumerate(SIZES) if height * width > 3000}
     assert {index for index, _ in find_buckets(as_source(Shapes()), few)[1]} == names
+
+
+def test_the_ranks_share_the_reading_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: dict[int, Any] = {}
+
+    def find(rank: int) -> tuple[list[tuple[Any, list[int]]], Any]:
+        def gather(out: list[Any], own: Any) -> None:
+            parts[rank] = own
+            out[:] = [parts.get(other, own) for other in range(3)]
+
+        monkeypatch.setattr(image_sizes.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(image_sizes.dist, "all_gather_object", gather)
+        found, bad = find_buckets(as_source(Shapes(headless=(2, 26))), OPTIONS)
+        return [(bucket.shape, bucket.at(np.arange(len(bucket))).tolist()) for bucket in found], bad
+
+    alone = find(0)
+    monkeypatch.setattr(image_sizes.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(image_sizes.dist, "get_world_size", lambda: 3)
+    for rank in range(3):
+        find(rank)
+    assert [find(rank) for rank in range(3)] == [alone] * 3
+    assert sum(len(numbers) for own in parts.values() for numbers, _ in own) == NUM
+
+
+def test_whatever_goes_wrong_with_a_header_is_a_bad_sample() -> None:
+    class Fragile(Shapes):
+        def size(self, index: int) -> tuple[int, int]:
+            return super().size(index) if index else (1, 1 // index)
+
+    assert find_buckets(as_source(Fragile()), OPTIONS)[1][0][1].startswith("ZeroDivisionError: ")
 
 
 def test_images_of_which_none_fits_a_bucket_are_refused() -> None:

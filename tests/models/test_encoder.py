@@ -325,4 +325,6 @@ def test_images_of_any_shape_are_encoded_as_diffusers_does(family: str) -> None:
     expected = (theirs.mean + theirs.std * noise) * model.vae.config.scaling_factor
     assert ours["latents"].shape == (2, 4, 6, 10) and torch.allclose(ours["latents"], expected, atol=1e-6)
     if family == "sdxl":  # StableDiffusionXLPipeline adds original size, crop and target size in this order
-        assert ours["conditioning"]["added_cond_kwargs"]["time_ids"].tolist() == [[40.0, 90.0, 0.0, 7.0, 24.0, 40.0]] * 2
+        assert (
+            ours["conditioning"]["added_cond_kwargs"]["time_ids"].tolist() == [[40.0, 90.0, 0.0, 7.0, 24.0, 40.0]] * 2
+        )

@@ -15,7 +15,7 @@ from sd_lightning.data.buckets import Bucket, listed
 from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.shapes import Shape, nearest_shapes
 from sd_lightning.data.source import Bad, BadSample, Source
-from sd_lightning.data.transform import check_size, resized
+from sd_lightning.data.transform import any_error_is_a_bad_sample, check_size, resized
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ def _assign(source: Source, indices: range, shapes: Sequence[Shape], max_pixels:
     bad: list[Bad] = []
     for place, index in enumerate(indices):
         try:
-            height, width = source.size(index)
+            with any_error_is_a_bad_sample():
+                height, width = source.size(index)
             check_size((width, height), max_pixels)
             number = int(nearest_shapes(np.array([[height, width]]), shapes)[0])
             resized((width, height), shapes[number], max_pixels)

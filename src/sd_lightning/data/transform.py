@@ -6,6 +6,8 @@ An image's number of pixels is checked before they are allocated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +107,17 @@ def resized(size: tuple[int, int], shape: Shape, max_pixels: int) -> tuple[int, 
     return width, height
 
 
+@contextmanager
+def any_error_is_a_bad_sample() -> Iterator[None]:
+    """Turn every error but ``UsageError`` and ``MemoryError`` into ``BadSample``."""
+    try:
+        yield
+    except (BadSample, UsageError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadSample(f"{type(error).__name__}: {error}") from error
+
+
 def read_placed(
     source: Source,
     index: int,
@@ -119,13 +132,9 @@ def read_placed(
     Raises:
         BadSample: It cannot be read or placed, whatever the error, except ``UsageError`` and ``MemoryError``.
     """
-    try:
+    with any_error_is_a_bad_sample():
         source.captions(index)
         return place(source.image(index), shape, max_pixels=max_pixels, crop=crop, flip=flip)
-    except (BadSample, UsageError, MemoryError):
-        raise
-    except Exception as error:
-        raise BadSample(f"{type(error).__name__}: {error}") from error
 
 
 def place(

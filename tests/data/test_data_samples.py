@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.image_options import ImageOptions
+from sd_lightning.data.order import Locality
 from sd_lightning.data.samples import CaptionedImages
 from sd_lightning.data.source import SourceSubset, as_source, hold_out
 from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
@@ -204,7 +205,10 @@ def test_hold_out_of_two_billion_samples_lists_none() -> None:
         def __len__(self) -> int:
             return 2 * 10**9
 
+        locality = Locality(1024, 64)
+
     train, val = hold_out(Many(), 10**6)  # type: ignore[arg-type]
+    assert train.locality == Locality(1024, 64)
     assert isinstance(train, SourceSubset) and isinstance(val, SourceSubset)
     assert (len(train), train.indices[0], train.indices[1999]) == (2 * 10**9 - 10**6, 1, 2001)
     assert (len(val), val.indices[10**6 - 1]) == (10**6, 2 * 10**9 - 2000)

@@ -198,8 +198,8 @@ CONSTRUCTORS = [
 COMBINATIONS = [
     ("train data.batch_size=3 trainer.accumulate_grad_batches=4", "batch_size=3", "4 parts", "=4 or more"),
     (
-        "train strategy=ddp trainer.devices=2 data.batch_size=65",
-        *("data.batch_size=65", "2 process(es)", "write data.batch_size=64 or 66"),
+        "train strategy=ddp trainer.devices=2 data.batch_size=1",
+        *("data.batch_size=1", "2 process(es)", "write data.batch_size=2 or more"),
     ),
     ("train strategy=ddp trainer.devices=4096", "trainer.devices=4096", "CPU core(s)", "write trainer.devices="),
     (
@@ -533,11 +533,11 @@ REMEDIES = {
     "generate run=run prompts=[a] device=meta": "generate run=run prompts=[a] device=cpu",
     "generate run=run prompts=[a] device=hpu": "generate run=run prompts=[a] device=auto",
     # combinations
-    "train data.batch_size=65 trainer.accumulate_grad_batches=2": (
-        "train data.batch_size=64 trainer.accumulate_grad_batches=2"
+    "train data.batch_size=3 trainer.accumulate_grad_batches=4": (
+        "train data.batch_size=4 trainer.accumulate_grad_batches=4"
     ),
-    "train strategy=ddp trainer.devices=2 data.batch_size=65": (
-        "train strategy=ddp trainer.devices=2 data.batch_size=64"
+    "train strategy=ddp trainer.devices=2 data.batch_size=1": (
+        "train strategy=ddp trainer.devices=2 data.batch_size=2"
     ),
     "train strategy=ddp trainer.devices=4096": f"train strategy=ddp trainer.devices={os.cpu_count()}",
     "train data.batch_size=5000": "train data.batch_size=1437",

@@ -62,6 +62,7 @@ LAZY = {
     "diffusers",
     "matplotlib",
     "peft",
+    "pyarrow",
     "ray",
     "sklearn",
     "torchao",

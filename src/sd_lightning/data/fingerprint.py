@@ -104,15 +104,20 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
 def file_evidence(path: str, *, thorough: bool) -> str:
     """Return a hash of a file's size and three pieces if ``thorough``, else its size and date; "" if unreadable."""
     try:
-        if not thorough:
-            status = os.stat(path)
-            return f"{status.st_size} {status.st_mtime_ns}"
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return part_evidence(path, 0, status.st_size) if thorough else f"{status.st_size} {status.st_mtime_ns}"
+
+
+def part_evidence(path: str, begin: int, size: int) -> str:
+    """Return a hash of the size and three pieces of a part of a file, which begins at ``begin``; "" if unreadable."""
+    try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
             found = blake2b(f"{size} ".encode())
-            for begin in (0, size // 2, max(size - _PIECE, 0)):
-                file.seek(begin)
-                found.update(file.read(_PIECE))
+            for offset in (0, size // 2, max(size - _PIECE, 0)):
+                file.seek(begin + offset)
+                found.update(file.read(min(_PIECE, size - offset)))
             return found.hexdigest()
     except OSError:
         return ""

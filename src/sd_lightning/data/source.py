@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from PIL import Image
+
 from sd_lightning._errors import UsageError
 from sd_lightning.data.buckets import Bucket
 from sd_lightning.data.order import Locality
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor
 
 Bad = tuple[int, str]
@@ -71,10 +72,40 @@ class Source(ABC):
     def name(self, index: int) -> str:
         """Return a name by which a person finds the sample, e.g. its path."""
 
+    def key(self, index: int) -> str:
+        """Return the identity of a sample, which stays the same when others are added or removed.
+
+        E.g. its path within the folder, with "/". No two samples of ``distinct`` have the same key.
+        """
+        return self.name(index)
+
+    def content(self, index: int) -> bytes:
+        """Return the bytes that decide what an image shows, to be hashed: the encoded file, or the raw pixels.
+
+        Raises:
+            BadSample: They cannot be read. Whether they can be decoded is not checked.
+        """
+        image = self.image(index)
+        return f"{image.mode} {image.width} {image.height}\n".encode() + image.tobytes()
+
+    def decode(self, content: bytes) -> Image.Image:
+        """Decode what :meth:`content` returned; the result equals :meth:`image`.
+
+        Raises:
+            BadSample: The image is broken.
+        """
+        header, _, pixels = content.partition(b"\n")
+        mode, width, height = header.decode().split()
+        return Image.frombytes(mode, (int(width), int(height)), pixels)
+
     def size(self, index: int) -> tuple[int, int]:
-        """Return (height, width) of an upright image, without decoding it where possible; raise ``BadSample``."""
-        width, height = self.image(index).size
-        return height, width
+        """Return (height, width) of the upright image in pixels; encoded images are not decoded for it.
+
+        Raises:
+            BadSample: The image has no header that can be read, no pixels, or too many.
+        """
+        image = self.image(index)
+        return image.height, image.width
 
     @property
     def distinct(self) -> Source:
@@ -96,7 +127,7 @@ class Source(ABC):
         Returns:
             Texts for its identity, image and captions; "" for a part that is not checked.
         """
-        return self.name(index), "", self.caption_evidence(index) if thorough else ""
+        return self.key(index), "", self.caption_evidence(index) if thorough else ""
 
     def caption_evidence(self, index: int) -> str:
         """Return a sample's captions as one string, "" if they cannot be read."""
@@ -165,14 +196,23 @@ class SourceSubset(Source):
     def image(self, index: int) -> Image.Image:
         return self.source.image(self.indices[index])
 
-    def size(self, index: int) -> tuple[int, int]:
-        return self.source.size(self.indices[index])
-
     def captions(self, index: int) -> Sequence[str]:
         return self.source.captions(self.indices[index])
 
     def name(self, index: int) -> str:
         return self.source.name(self.indices[index])
+
+    def key(self, index: int) -> str:
+        return self.source.key(self.indices[index])
+
+    def content(self, index: int) -> bytes:
+        return self.source.content(self.indices[index])
+
+    def decode(self, content: bytes) -> Image.Image:
+        return self.source.decode(content)
+
+    def size(self, index: int) -> tuple[int, int]:
+        return self.source.size(self.indices[index])
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         return self.source.evidence(self.indices[index], thorough=thorough)

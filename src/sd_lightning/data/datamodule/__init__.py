@@ -1,6 +1,21 @@
 """``SDDataModule`` and its builder functions, the ``_target_`` of ``conf/data/*.yaml``."""
 
-from sd_lightning.data.datamodule.builders import digits_data, dreambooth_data, huggingface_data, image_folder_data
+from sd_lightning.data.datamodule.builders import (
+    digits_data,
+    dreambooth_data,
+    huggingface_data,
+    image_folder_data,
+    parquet_data,
+    webdataset_data,
+)
 from sd_lightning.data.datamodule.module import SDDataModule
 
-__all__ = ["SDDataModule", "digits_data", "dreambooth_data", "huggingface_data", "image_folder_data"]
+__all__ = [
+    "SDDataModule",
+    "digits_data",
+    "dreambooth_data",
+    "huggingface_data",
+    "image_folder_data",
+    "parquet_data",
+    "webdataset_data",
+]

@@ -21,6 +21,8 @@ from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.sources.parquet import ParquetImages
+from sd_lightning.data.sources.webdataset import WebDatasetTars
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +41,22 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Columns of a Hugging Face dataset."""
+    """Columns of a table of images."""
 
     image_column: str = "image"
     """Images, or paths of images."""
     caption_column: str = "text"
     """Captions, each a string or a list of strings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsAndSizes(Columns):
+    """Columns of Parquet files."""
+
+    width_column: str | None = None
+    """Widths of the upright images; None to read them from the images."""
+    height_column: str | None = None
+    """Heights of the upright images."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +175,7 @@ def image_folder_data(
     def read(folder: str) -> Source:
         return ImageFolder(folder, caption_column=caption_column, max_image_pixels=images.max_image_pixels)
 
-    train, val = read(train_data_dir), None if val_data_dir is None else read(val_data_dir)
-    if val is None:
-        train, val = hold_out(train, num_val_samples)
+    train, val = _train_and_val(read, train_data_dir, val_data_dir, num_val_samples)
     return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
 
 
@@ -187,9 +197,47 @@ def huggingface_data(
         pixels = images.max_image_pixels
         return HuggingFaceImages(dataset_name, split=part, max_image_pixels=pixels, **vars(columns))
 
-    train, val = read(split), None if val_split is None else read(val_split)
-    if val is None:
-        train, val = hold_out(train, num_val_samples)
+    train, val = _train_and_val(read, split, val_split, num_val_samples)
+    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+
+
+@_flat(**_OF_MANY_IMAGES)
+def webdataset_data(
+    train_data_dir: str,
+    val_data_dir: str | None = None,
+    *,
+    num_val_samples: int | None = None,
+    caption_key: str | None = None,
+    batches: Batches,
+    images: ImageOptions,
+    loader: LoaderOptions,
+) -> SDDataModule:
+    """Build the datamodule of ``WebDatasetTars``; ``num_val_samples`` as in :func:`image_folder_data`."""
+
+    def read(tars: str) -> Source:
+        return WebDatasetTars(tars, caption_key=caption_key, max_image_pixels=images.max_image_pixels)
+
+    train, val = _train_and_val(read, train_data_dir, val_data_dir, num_val_samples)
+    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+
+
+@_flat(columns=ColumnsAndSizes(), **_OF_MANY_IMAGES)
+def parquet_data(
+    train_data_dir: str,
+    val_data_dir: str | None = None,
+    *,
+    num_val_samples: int | None = None,
+    columns: ColumnsAndSizes,
+    batches: Batches,
+    images: ImageOptions,
+    loader: LoaderOptions,
+) -> SDDataModule:
+    """Build the datamodule of ``ParquetImages``; ``num_val_samples`` as in :func:`image_folder_data`."""
+
+    def read(folder: str) -> Source:
+        return ParquetImages(folder, max_image_pixels=images.max_image_pixels, **vars(columns))
+
+    train, val = _train_and_val(read, train_data_dir, val_data_dir, num_val_samples)
     return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
 
 
@@ -218,3 +266,12 @@ def dreambooth_data(
         max_image_pixels=images.max_image_pixels,
     )
     return SDDataModule(source, images=images, loader=loader, **vars(batches))
+
+
+def _train_and_val(
+    read: Callable[[str], Source], train: str, val: str | None, num_val_samples: int | None
+) -> tuple[Source, Source | None]:
+    """Read what to train on, and what to validate on; without the latter, hold out a part of the former."""
+    if val is None:
+        return hold_out(read(train), num_val_samples)
+    return read(train), read(val)

@@ -1,1 +1,1 @@
-"""Sources of captioned images: a folder, a Hugging Face dataset, DreamBooth's photos, the embedded digits."""
+"""Sources of captioned images: folders, tars, Parquet files, Hugging Face datasets, DreamBooth's photos, digits."""

@@ -94,7 +94,7 @@ class Digits(Source):
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         """Include the pixels: another release of scikit-learn may have other digits."""
-        return self.name(index), self._images[index].tobytes().hex(), "\n".join(self.captions(index))
+        return self.key(index), self._images[index].tobytes().hex(), "\n".join(self.captions(index))
 
 
 class DigitJudge:

@@ -11,18 +11,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample, Source, SourceSubset
-from sd_lightning.data.sources.image_files import SUFFIXES, decode, read_captions
+from sd_lightning.data.sources.encoded import EncodedImages
+from sd_lightning.data.sources.image_files import SUFFIXES, decode, open_file, read_captions
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, resized
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 _KOHYA = re.compile(r"(\d+)_(.+)")
 _LEAST_PHOTOS = 2
@@ -40,7 +38,7 @@ class Picture:
     caption: str
 
 
-class Pictures(Source):
+class Pictures(EncodedImages):
     """Source of image files with one caption each; files are not checked before they are decoded."""
 
     def __init__(self, pictures: Sequence[Picture], *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
@@ -50,8 +48,8 @@ class Pictures(Source):
     def __len__(self) -> int:
         return len(self.pictures)
 
-    def image(self, index: int) -> Image.Image:
-        return decode(self.pictures[index].path, max_pixels=self.max_image_pixels)
+    def open(self, index: int) -> BinaryIO:
+        return open_file(self.pictures[index].path)
 
     def captions(self, index: int) -> list[str]:
         return [self.pictures[index].caption]
@@ -59,12 +57,20 @@ class Pictures(Source):
     def name(self, index: int) -> str:
         return self.pictures[index].path
 
+    def key(self, index: int) -> str:
+        """Return a picture's file name with its folder, as photos and class pictures may have the same names."""
+        path = Path(self.pictures[index].path)
+        return f"{path.parent.name}/{path.name}"
+
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         """Identify a picture by its file name, and by its kohya folder if it has one."""
-        picture = self.pictures[index]
-        path = Path(picture.path)
-        name = f"{path.parent.name}/{path.name}" if _KOHYA.fullmatch(path.parent.name) else path.name
-        return name, file_evidence(picture.path, thorough=thorough), picture.caption
+        picture, key = self.pictures[index], self.key(index)
+        folder, _, name = key.rpartition("/")
+        return (
+            key if _KOHYA.fullmatch(folder) else name,
+            file_evidence(picture.path, thorough=thorough),
+            picture.caption,
+        )
 
 
 class SubjectAndClass(SourceSubset):

@@ -6,23 +6,24 @@ import difflib
 import io
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
-from sd_lightning.data.source import BadSample, Source
-from sd_lightning.data.sources.image_files import clean_captions, decode
+from sd_lightning.data.source import BadSample
+from sd_lightning.data.sources.columns import check_column, choose
+from sd_lightning.data.sources.encoded import EncodedImages
+from sd_lightning.data.sources.image_files import clean_captions, open_file
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from PIL import Image
 
 _LOOKED_AT = 20
 """Number of rows checked to decide whether a text column holds image paths."""
 
 
-class HuggingFaceImages(Source):
+class HuggingFaceImages(EncodedImages):
     """A split of a Hugging Face dataset with an image and a caption column.
 
     Attributes:
@@ -56,17 +57,12 @@ class HuggingFaceImages(Source):
         self.max_image_pixels = max_image_pixels
         table = _open_dataset(self._name, split)
         for option, column in (("image_column", image_column), ("caption_column", caption_column)):
-            if column not in table.column_names:
-                near = next(iter(difflib.get_close_matches(column, table.column_names, n=1)), "<one of them>")
-                raise UsageError(
-                    f"data.{option}={column}: the dataset {self._name} has the columns "
-                    f"{', '.join(table.column_names)}; write data.{option}={near}"
-                )
+            check_column(option, column, table.column_names, f"the dataset {self._name}")
         texts = [name for name, feature in table.features.items() if _is_text(feature)]
         if caption_column not in texts:
             raise UsageError(
                 f"data.caption_column={caption_column}: the column of {self._name} is not text "
-                f"({table.features[caption_column]}); {_choose('caption_column', texts)}"
+                f"({table.features[caption_column]}); {choose('caption_column', texts)}"
             )
         self.fingerprint = table._fingerprint
         self._images = self._open_images(table)
@@ -80,7 +76,7 @@ class HuggingFaceImages(Source):
             texts.remove(caption_column)
             raise UsageError(
                 f"data.caption_column={caption_column}: not one of the {len(table)} rows of {self._name} has a caption "
-                f"in it; {_choose('caption_column', texts)}"
+                f"in it; {choose('caption_column', texts)}"
             )
 
     def _open_images(self, table: Dataset) -> Dataset:
@@ -101,19 +97,18 @@ class HuggingFaceImages(Source):
             columns = [name for name, each in table.features.items() if isinstance(each, datasets.Image)]
             raise UsageError(
                 f"data.image_column={column}: the column of {self._name} is not images ({feature}); "
-                f"{_choose('image_column', columns)}"
+                f"{choose('image_column', columns)}"
             )
         return images
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def image(self, index: int) -> Image.Image:
+    def open(self, index: int) -> BinaryIO:
         entry = self._images[self._rows[index]][self._image_column]
         if not entry or not (entry.get("bytes") or entry.get("path")):
             raise BadSample("it has no image")
-        file = io.BytesIO(entry["bytes"]) if entry.get("bytes") else entry["path"]
-        return decode(file, max_pixels=self.max_image_pixels)
+        return io.BytesIO(entry["bytes"]) if entry.get("bytes") else open_file(entry["path"])
 
     def captions(self, index: int) -> list[str]:
         return clean_captions(self._captions[self._rows[index]][self._caption_column])
@@ -121,21 +116,15 @@ class HuggingFaceImages(Source):
     def name(self, index: int) -> str:
         return f"{self._name}/{self._split}/{self._rows[index]}"
 
-    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        """Identify a row by its number; the dataset's own fingerprint stands for the images."""
-        return str(self._rows[index]), "", self.caption_evidence(index) if thorough else ""
+    def key(self, index: int) -> str:
+        """Return the number of the row."""
+        return str(self._rows[index])
 
 
 def _is_text(feature: Any) -> bool:
     """Return whether a column of a Hugging Face dataset holds strings, or lists of strings."""
     inner = getattr(feature, "feature", feature)  # only the features of lists have one
     return getattr(inner, "dtype", None) in ("string", "large_string", "string_view")  # some features have no dtype
-
-
-def _choose(option: str, columns: list[str]) -> str:
-    if not columns:
-        return "it has none; choose another dataset"
-    return f"write data.{option}={columns[0]}" + (f", or {', '.join(columns[1:])}" if len(columns) > 1 else "")
 
 
 def is_saved_dataset(name: str) -> bool:

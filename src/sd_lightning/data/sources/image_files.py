@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from PIL import Image
+from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size, to_rgb
 
+_SIDEWAYS = frozenset({5, 6, 7, 8})
+"""EXIF orientations that exchange width and height."""
+_PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 MAX_CAPTION_BYTES = 2**20
 """Largest caption file, or line of ``metadata.jsonl``; captions are only some words."""
 
 
-def decode(file: str | io.BytesIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+def decode(file: str | BinaryIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """Decode an image completely.
 
     Args:
@@ -30,16 +37,47 @@ def decode(file: str | io.BytesIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Ima
         An upright RGB image.
 
     Raises:
-        BadSample: It is too large, or cannot be decoded. PIL's format plug-ins raise many types (OSError, SyntaxError,
-            ValueError, struct.error, ...), so every exception but MemoryError counts.
+        BadSample: It is too large, or cannot be decoded.
+    """
+    with _opened(file, max_pixels) as image:
+        image.load()
+        return to_rgb(image)
+
+
+def read_size(file: BinaryIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
+    """Return (height, width) of an upright image, from its header.
+
+    Args:
+        file: The image; it has to be seekable.
+        max_pixels: Limit on its pixels.
+
+    Raises:
+        BadSample: It is too large, or has no header that can be read.
+    """
+    with _opened(file, max_pixels) as image:
+        if isinstance(image, PngImageFile) and _has_late_metadata(file):
+            image.load()
+        # Not `image.getexif()`, which decodes every PNG without an orientation to look behind its pixels.
+        orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+        # PIL has already turned the size of a TIFF whose own tag says so.
+        is_turned = isinstance(image, TiffImageFile) and ExifTags.Base.Orientation in image.tag_v2
+        width, height = image.size
+        return (width, height) if orientation in _SIDEWAYS and not is_turned else (height, width)
+
+
+@contextmanager
+def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
+    """Open an image and check its size; raise ``BadSample`` if that, or what is done with it, fails.
+
+    PIL's format plug-ins raise many types (OSError, SyntaxError, ValueError, struct.error, ...), so every exception but
+    MemoryError counts.
     """
     # PIL's plug-ins check PIL's own limit before they allocate.
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
     try:
         with Image.open(file) as image:
             check_size(image.size, max_pixels)
-            image.load()
-            return to_rgb(image)
+            yield image
     except (BadSample, MemoryError):
         raise
     except Image.DecompressionBombError as error:
@@ -55,6 +93,38 @@ def decode(file: str | io.BytesIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Ima
         Image.MAX_IMAGE_PIXELS = before
 
 
+def _has_late_metadata(file: BinaryIO) -> bool:
+    """Return whether a PNG has metadata behind its pixels, where an orientation may be."""
+    position, file_position, behind_pixels = 8, file.tell(), False
+    try:
+        while len(header := _read_at(file, position, 8)) == 8:
+            length, kind = int.from_bytes(header[:4], "big"), header[4:]
+            if behind_pixels and kind in _PNG_METADATA:
+                return True
+            behind_pixels |= kind == b"IDAT"
+            position += length + 12
+        return False
+    finally:
+        file.seek(file_position)
+
+
+def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
+    file.seek(position)
+    return file.read(count)
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        BadSample: It cannot be opened.
+    """
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise BadSample(f"cannot read the file {path} ({error.strerror})") from error
+
+
 def read_captions(path: str | Path) -> list[str]:
     """Return the captions of a UTF-8 text file, one per line, with or without a byte-order mark.
 
@@ -67,7 +137,7 @@ def read_captions(path: str | Path) -> list[str]:
     except OSError as error:
         raise BadSample(f"cannot read the file {path} ({error.strerror})") from error
     if len(data) > MAX_CAPTION_BYTES:
-        raise BadSample(_too_long(path))
+        raise BadSample(too_long(path))
     return clean_captions(utf8(data, path).splitlines())
 
 
@@ -111,12 +181,13 @@ def file_problem(path: str, *, max_bytes: float = float("inf")) -> str | None:
         return f"{path} is not a file"
     if not status.st_size:
         return f"the file {path} is empty"
-    return _too_long(path) if status.st_size > max_bytes else None
+    return too_long(path) if status.st_size > max_bytes else None
 
 
 def _values(value: object) -> list[object] | tuple[object, ...]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _too_long(path: str | Path) -> str:
+def too_long(path: str | Path) -> str:
+    """Return what is wrong with a file that is longer than captions are."""
     return f"the file {path} is longer than captions are ({MAX_CAPTION_BYTES} bytes)"

@@ -10,35 +10,34 @@ import itertools
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
-from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.source import BadSample
+from sd_lightning.data.sources.encoded import EncodedImages
 from sd_lightning.data.sources.image_files import (
     MAX_CAPTION_BYTES,
     SUFFIXES,
     caption_problem,
     clean_captions,
-    decode,
     file_problem,
+    open_file,
     read_captions,
     utf8,
 )
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 from sd_lightning.storage.run_folder import is_run
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 log = logging.getLogger(__name__)
 
 METADATA = "metadata.jsonl"
 
 
-class ImageFolder(Source):
+class ImageFolder(EncodedImages):
     """Images in a folder, captioned by ``metadata.jsonl`` or by a ``.txt`` file beside each image.
 
     Every line of ``metadata.jsonl`` is an object with ``file_name`` (relative to the folder) and the
@@ -67,6 +66,7 @@ class ImageFolder(Source):
         self.caption_column = caption_column
         self.dropped: dict[str, str] = {}
         self._paths: list[str] = []
+        self._repeats: dict[int, int] = {}
         self._captions: list[list[str]] | None = None
         if not self.root.is_dir():
             raise UsageError(
@@ -88,8 +88,8 @@ class ImageFolder(Source):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, index: int) -> Image.Image:
-        return decode(self._paths[index], max_pixels=self.max_image_pixels)
+    def open(self, index: int) -> BinaryIO:
+        return open_file(self._paths[index])
 
     def captions(self, index: int) -> list[str]:
         if self._captions is not None:
@@ -103,17 +103,25 @@ class ImageFolder(Source):
     def name(self, index: int) -> str:
         return self._paths[index]
 
+    def key(self, index: int) -> str:
+        """Return the path within the folder; with its count if ``metadata.jsonl`` names the file again."""
+        return self._relative(index) + (f"#{self._repeats[index]}" if index in self._repeats else "")
+
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         path = self._paths[index]
         if self._captions is None and not thorough:
             captions = file_evidence(_sidecar(path), thorough=False)
         else:
             captions = self.caption_evidence(index)
-        return path.removeprefix(f"{self.root}{os.sep}"), file_evidence(path, thorough=thorough), captions
+        return self._relative(index), file_evidence(path, thorough=thorough), captions
+
+    def _relative(self, index: int) -> str:
+        return self._paths[index].removeprefix(f"{self.root}{os.sep}").replace(os.sep, "/")
 
     def _read_metadata(self) -> list[list[str]]:
         """Collect the image paths of the metadata file, and return their captions."""
         found: list[list[str]] = []
+        seen: Counter[str] = Counter()
         for number, row in self._rows():
             file_name = row.get("file_name")
             if not isinstance(file_name, str) or not file_name:
@@ -127,6 +135,9 @@ class ImageFolder(Source):
             if problem:
                 self.dropped[path] = problem
             else:
+                seen[path] += 1
+                if seen[path] > 1:
+                    self._repeats[len(self._paths)] = seen[path]
                 self._paths.append(path)
                 found.append(captions)
         return found

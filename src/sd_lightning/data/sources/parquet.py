@@ -1,0 +1,245 @@
+"""Captioned images from Parquet files, which hold the encoded images or their paths."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.fingerprint import file_evidence
+from sd_lightning.data.source import BadSample
+from sd_lightning.data.sources.columns import check_column, choose
+from sd_lightning.data.sources.encoded import EncodedImages
+from sd_lightning.data.sources.image_files import caption_problem, clean_captions, open_file, read_size
+from sd_lightning.data.sources.parquet_files import (
+    RowGroups,
+    first_rows,
+    holds_images,
+    holds_integers,
+    holds_strings,
+    holds_texts,
+    num_bytes,
+    read_footer,
+)
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import FileMetaData
+
+MAX_GROUP_GIB = 1.0
+"""Largest row group of images: reading one of them decodes all."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_LOOKED_AT = 20
+"""Number of rows checked to decide whether a column holds images."""
+
+
+class ParquetImages(EncodedImages):
+    """Images and captions in the rows of ``.parquet`` files.
+
+    Reading an image decodes its row group, and a few of them are kept (``parquet_files.RowGroups``): row groups of some hundred
+    images suit best. Rows without a caption are bad samples, found when they are read.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        image_column: str = "image",
+        caption_column: str = "text",
+        width_column: str | None = None,
+        height_column: str | None = None,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
+    ) -> None:
+        """Read the footers of all files, and check the columns.
+
+        Args:
+            root: A folder of files, or one file.
+            image_column: Column of encoded images (binary, or ``{bytes, path}`` as Hugging Face writes them), or of
+                paths, absolute or relative to the folder.
+            caption_column: Column of captions, each a string or a list of strings.
+            width_column: Column of the widths of the upright images in pixels; None to read the images' headers.
+            height_column: Column of their heights.
+            max_image_pixels: Limit on an image's pixels.
+
+        Raises:
+            UsageError: ``pyarrow`` is not installed; there are no such files or columns, or a column holds something
+                else; a row group is too large.
+        """
+        if (width_column is None) != (height_column is None):
+            raise UsageError(
+                f"ParquetImages got data.width_column={width_column} and data.height_column={height_column}; expected "
+                "both or none; write both"
+            )
+        self.max_image_pixels = max_image_pixels
+        self._image, self._caption, self._width, self._height = (
+            image_column,
+            caption_column,
+            width_column,
+            height_column,
+        )
+        self._groups = RowGroups()
+        self._paths = _find_files(Path(root))
+        self._folder = str(root) if os.path.isdir(root) else os.path.dirname(root)
+        self._keys = [os.path.relpath(path, self._folder or ".").replace(os.sep, "/") for path in self._paths]
+        self._names_files = False
+        self._table, self.fingerprint = self._read_footers()  # by row group: file, number in it, first row, rows
+        self._ends = self._table[:, 3].cumsum()
+        if not len(self):
+            raise UsageError(
+                f"ParquetImages: {str(root)!r} has no rows; expected captioned images; write "
+                "data.train_data_dir=<folder> with another one"
+            )
+        self._check_first_rows()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def open(self, index: int) -> BinaryIO:
+        return self._open(self._value(index, self._image))
+
+    def size(self, index: int) -> tuple[int, int]:
+        if self._width is None or self._height is None:
+            return super().size(index)
+        width, height = self._value(index, self._width), self._value(index, self._height)
+        if width is None or height is None:
+            return super().size(index)
+        check_size((width, height), self.max_image_pixels)
+        return height, width
+
+    def captions(self, index: int) -> list[str]:
+        value = self._value(index, self._caption)
+        captions = clean_captions(value)
+        if not captions:
+            raise BadSample(caption_problem(value))
+        return captions
+
+    def name(self, index: int) -> str:
+        file, _, begin, row = self._place(index)
+        return f"{self._paths[file]}/{begin + row}"
+
+    def key(self, index: int) -> str:
+        """Return the file's path within the folder, and the number of the row in it."""
+        file, _, begin, row = self._place(index)
+        return f"{self._keys[file]}/{begin + row}"
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        """Leave out images in the Parquet files: their footers (``fingerprint``) stand for them."""
+        image = ""
+        if self._names_files:
+            path = self._value(index, self._image)
+            image = file_evidence(os.path.join(self._folder, path or ""), thorough=thorough)
+        return self.key(index), image, self.caption_evidence(index) if thorough else ""
+
+    def _read_footers(self) -> tuple[np.ndarray, str]:
+        """Check all files; return the table of row groups, and a hash of the footers: another image changes one."""
+        table: list[tuple[int, int, int, int]] = []
+        found = blake2b(digest_size=16)
+        for file, path in enumerate(self._paths):
+            metadata, footer = read_footer(path)
+            self._check_file(path, metadata)
+            found.update(blake2b(self._keys[file].encode(errors="surrogatepass")).digest() + blake2b(footer).digest())
+            row = 0
+            for group in range(metadata.num_row_groups):
+                count = metadata.row_group(group).num_rows
+                table.append((file, group, row, count))
+                row += count
+        return np.array(table, dtype=np.int64).reshape(-1, 4), found.hexdigest()
+
+    def _place(self, index: int) -> tuple[int, int, int, int]:
+        """Return file, row group in it, its first row, and the sample's row in the row group."""
+        at = int(np.searchsorted(self._ends, index, side="right"))
+        file, group, begin, count = self._table[at].tolist()
+        return file, group, begin, index - int(self._ends[at]) + count
+
+    def _value(self, index: int, column: str) -> Any:
+        file, group, _, row = self._place(index)
+        return self._groups.value(self._paths[file], group, column, row)
+
+    def _open(self, value: Any) -> BinaryIO:
+        """Open the image that a value of the image column holds or names."""
+        content, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, value)
+        if isinstance(content, bytes) and content:
+            return io.BytesIO(content)
+        if not isinstance(path, str) or not path:
+            raise BadSample("it has no image")
+        if _URL.match(path):
+            raise BadSample(f"its image is at {path}; download the images, and write their paths into the column")
+        return open_file(os.path.join(self._folder, path))
+
+    def _check_file(self, path: str, metadata: FileMetaData) -> None:
+        """Raise if a file lacks a column, a column is of the wrong type, or a row group is too large."""
+        schema = metadata.schema.to_arrow_schema()
+        checks = [
+            ("image_column", self._image, holds_images, "encoded images, or paths"),
+            ("caption_column", self._caption, holds_texts, "strings, or lists of strings"),
+            ("width_column", self._width, holds_integers, "whole numbers"),
+            ("height_column", self._height, holds_integers, "whole numbers"),
+        ]
+        for option, column, fits, expected in checks:
+            if column is None:
+                continue
+            check_column(option, column, schema.names, path)
+            if not fits(schema.field(column).type):
+                raise UsageError(
+                    f"data.{option}={column}: the column of {path} is {schema.field(column).type}; expected {expected}; "
+                    f"{choose(option, [field.name for field in schema if fits(field.type)])}"
+                )
+        self._names_files = holds_strings(schema.field(self._image).type)
+        for group in range(metadata.num_row_groups):
+            gib = num_bytes(metadata, group, self._image) / 2**30
+            if gib > MAX_GROUP_GIB:
+                raise UsageError(
+                    f"ParquetImages got {path}, whose row group {group} has {metadata.row_group(group).num_rows} images "
+                    f"of {gib:.1f} GiB; expected at most {MAX_GROUP_GIB} GiB, as reading an image decodes its row group; "
+                    "write the file again with row_group_size=100"
+                )
+
+    def _check_first_rows(self) -> None:
+        """Raise if none of the first rows has an image, or its size is not that in the columns of sizes."""
+        path = self._paths[self._place(0)[0]]
+        columns = [self._image, *([self._width, self._height] if self._width and self._height else [])]
+        reason = ""
+        for row, (value, *stated) in enumerate(first_rows(path, columns, _LOOKED_AT)):
+            try:
+                with self._open(value) as file:
+                    height, width = read_size(file, max_pixels=self.max_image_pixels)
+            except BadSample as error:
+                reason = reason or str(error)
+                continue
+            if stated and None not in stated and stated != [width, height]:
+                raise UsageError(
+                    f"data.width_column={self._width} data.height_column={self._height}: row {row} of {path} says "
+                    f"{stated[0]} x {stated[1]}, but its upright image has {width} x {height} pixels; leave both out, "
+                    "and the sizes are read from the images"
+                )
+            return
+        raise UsageError(
+            f"data.image_column={self._image}: none of the first rows of {path} has an image that can be read (the "
+            f"first: {reason}); expected encoded images, or paths from {self._folder or '.'}; mend them, or write "
+            "data.image_column=<another>"
+        )
+
+
+def _find_files(root: Path) -> list[str]:
+    """Return the Parquet files of a folder in order, or the one file."""
+    if root.is_file():
+        return [str(root)]
+    found = [
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(root, followlinks=True)
+        for name in names
+        if name.endswith(".parquet") and not name.startswith(".")
+    ]
+    if not found:
+        given = "holds no .parquet file" if root.is_dir() else "does not exist"
+        raise UsageError(
+            f"ParquetImages: {str(root)!r} {given}; expected a folder of .parquet files, or one file; write "
+            "data.train_data_dir=<folder>"
+        )
+    return sorted(found)

@@ -1,0 +1,284 @@
+"""Captioned images from tar files in webdataset's convention, read at random and without that package."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+import os
+import tarfile
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sd_lightning._errors import UsageError
+from sd_lightning.data.fingerprint import part_evidence
+from sd_lightning.data.source import BadSample
+from sd_lightning.data.sources.encoded import EncodedImages
+from sd_lightning.data.sources.image_files import (
+    MAX_CAPTION_BYTES,
+    SUFFIXES,
+    caption_problem,
+    clean_captions,
+    too_long,
+    utf8,
+)
+from sd_lightning.data.sources.tar_members import TarMember, expand_braces, read_headers, refuse_compressed
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS
+
+_LOOKED_AT = 20
+"""Number of samples checked to decide whether a key holds captions."""
+_COLUMNS = 6
+
+
+@dataclass(slots=True)
+class _Files:
+    """The files of one sample in a tar."""
+
+    image: tarfile.TarInfo | None = None
+    caption: tarfile.TarInfo | None = None
+    other: tarfile.TarInfo | None = None
+    """A ``.json`` file that is not read."""
+    problem: str | None = None
+
+
+class WebDatasetTars(EncodedImages):
+    """Images and captions in ``.tar`` files.
+
+    The files of a sample have the same path up to the first dot of the file name: ``00017.jpg`` and ``00017.txt``. Of
+    several images of a sample, the first in the tar is used. Captions are the lines of the ``.txt`` file, or stand in
+    the ``.json`` file: a string or a list of strings.
+
+    Opening reads the headers of all tars, and nothing is written beside them. A sample takes about 60 bytes of memory
+    and the length of its name.
+
+    Attributes:
+        dropped: Name -> reason of unusable samples, and of tars that end too early.
+    """
+
+    def __init__(
+        self, root: str | Path, *, caption_key: str | None = None, max_image_pixels: int = MAX_IMAGE_PIXELS
+    ) -> None:
+        """Read the headers of all tars.
+
+        Args:
+            root: A folder of tars, one tar, or a pattern with braces: ``tars/{000..099}.tar``, ``{a,b}.tar``.
+            caption_key: Key of the caption in the ``.json`` files; None for ``.txt`` files.
+            max_image_pixels: Limit on an image's pixels.
+
+        Raises:
+            UsageError: There are no such tars, one is compressed or cannot be read, no sample is usable, or there are
+                no captions under the key.
+        """
+        self.max_image_pixels = max_image_pixels
+        self.caption_key = caption_key
+        self.dropped: dict[str, str] = {}
+        self._caption_suffix = "txt" if caption_key is None else "json"
+        folder, self._tars = _find_tars(str(root))
+        self._keys = [os.path.relpath(path, folder).replace(os.sep, "/") for path in self._tars]
+        # Arrays, not objects: data sets have tens of millions of samples.
+        self._table = array("q")  # by sample: tar, begin, size and date of the image, begin and size of the caption
+        self._names, self._ends = bytearray(), array("q", [0])  # the images' names, one behind the other
+        for number, path in enumerate(self._tars):
+            self._add(number, path)
+        if not len(self):
+            name, reason = next(iter(self.dropped.items()), ("", ""))
+            why = f"{len(self.dropped)} unusable, the first is {name}: {reason}" if self.dropped else "no images"
+            raise UsageError(
+                f"WebDatasetTars: {str(root)!r} holds no usable captioned image ({why}); give tars with images "
+                f"({', '.join(sorted(SUFFIXES))}), each with a .{self._caption_suffix} file of the same name"
+            )
+        if caption_key is not None:
+            self._check_key(caption_key)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def open(self, index: int) -> BinaryIO:
+        path, begin, size, _, _, _ = self._row(index)
+        return io.BufferedReader(TarMember(path, begin, size))
+
+    def captions(self, index: int) -> list[str]:
+        data = self._caption_file(index)
+        if self.caption_key is None:
+            name = f"{self._row(index)[0]}/{_stem(self._member(index))}.txt"
+            captions = clean_captions(utf8(data, name).splitlines())
+            if not captions:
+                raise BadSample(f"the caption file {name} is empty")
+            return captions
+        value = _parsed(data).get(self.caption_key)
+        captions = clean_captions(value)
+        if not captions:
+            raise BadSample(caption_problem(value))
+        return captions
+
+    def name(self, index: int) -> str:
+        return f"{self._row(index)[0]}/{self._member(index)}"
+
+    def key(self, index: int) -> str:
+        """Return the tar's path within the folder, and the sample's in the tar."""
+        return f"{self._keys[self._table[index * _COLUMNS]]}/{_stem(self._member(index))}"
+
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        path, begin, size, date, _, caption_size = self._row(index)
+        if thorough:
+            return self.key(index), part_evidence(path, begin, size), self.caption_evidence(index)
+        return self.key(index), f"{size} {date}", str(caption_size)
+
+    def _row(self, index: int) -> tuple[str, int, int, int, int, int]:
+        """Return path of the tar; begin, size and date of the image; begin and size of the caption."""
+        tar, *rest = self._table[index * _COLUMNS : (index + 1) * _COLUMNS]
+        begin, size, date, caption_begin, caption_size = rest
+        return self._tars[tar], begin, size, date, caption_begin, caption_size
+
+    def _member(self, index: int) -> str:
+        return self._names[self._ends[index] : self._ends[index + 1]].decode(errors="surrogateescape")
+
+    def _caption_file(self, index: int) -> bytes:
+        path, _, _, _, begin, size = self._row(index)
+        with TarMember(path, begin, size) as file:
+            return file.readall()
+
+    def _add(self, number: int, path: str) -> None:
+        """Add the samples of a tar to the table, and what is unusable to ``dropped``."""
+        members, problem = read_headers(path)
+        if problem:
+            self.dropped[path] = problem
+        num_bytes = os.path.getsize(path)
+        before, samples = len(self), _grouped(members, self._caption_suffix)
+        for stem, files in samples.items():
+            image, caption = files.image, files.caption
+            problem = self._problem(files, stem, num_bytes)
+            if problem or image is None or caption is None:
+                self.dropped[f"{path}/{stem}"] = str(problem)
+                continue
+            self._table.extend((number, image.offset_data, image.size, int(image.mtime)))
+            self._table.extend((caption.offset_data, caption.size))
+            self._names += _clean(image.name).encode(errors="surrogateescape")
+            self._ends.append(len(self._names))
+        if not before and len(self) == before:
+            self._refuse_other_captions(path, samples.values())
+
+    def _problem(self, files: _Files, stem: str, num_bytes: int) -> str | None:
+        """Return what is wrong with a sample of a tar that is ``num_bytes`` long; None if nothing is."""
+        caption = f"{stem}.{self._caption_suffix}"
+        if files.problem:
+            return files.problem
+        if files.image is None:
+            return f"it has no image {stem}.jpg, or of another kind"
+        if files.caption is None:
+            return f"it has no caption file {caption}"
+        for file in (files.image, files.caption):
+            if file.offset_data + file.size > num_bytes:
+                return f"the tar ends within its file {file.name}"
+            if not file.size:
+                return f"its file {file.name} is empty"
+        return too_long(caption) if files.caption.size > MAX_CAPTION_BYTES else None
+
+    def _refuse_other_captions(self, path: str, samples: Iterable[_Files]) -> None:
+        """Raise if the first tar with images has no ``.txt`` files, but ``.json`` files: before reading all others."""
+        files = next((each for each in samples if each.image and each.other and not each.caption), None)
+        if files is None or files.other is None:
+            return
+        with suppress(BadSample), TarMember(path, files.other.offset_data, files.other.size) as file:
+            keys = [key for key, value in _parsed(file.readall()).items() if clean_captions(value)]
+            key = next(iter(difflib.get_close_matches("caption", keys, n=1)), next(iter(keys), "<key of the caption>"))
+            raise UsageError(
+                f"WebDatasetTars: {path} has no .txt file beside its images, but {files.other.name} with text under "
+                f"{', '.join(keys) or 'no key'}; write data.caption_key={key}"
+            )
+
+    def _check_key(self, key: str) -> None:
+        """Raise if none of the first samples has a text under ``caption_key``."""
+        texts: dict[str, None] = {}
+        for index in range(min(_LOOKED_AT, len(self))):
+            with suppress(BadSample):
+                found = _parsed(self._caption_file(index))
+                texts |= dict.fromkeys(name for name, value in found.items() if clean_captions(value))
+        if key not in texts:
+            near = next(iter(difflib.get_close_matches(key, texts, n=1)), next(iter(texts), "<key of the caption>"))
+            raise UsageError(
+                f"WebDatasetTars got data.caption_key={key}; the .json files have text under "
+                f"{', '.join(texts) or 'no key'}; write data.caption_key={near}"
+            )
+
+
+def _grouped(members: Iterable[tarfile.TarInfo], caption_suffix: str) -> dict[str, _Files]:
+    """Return the images and captions of a tar by sample."""
+    samples: dict[str, _Files] = {}
+    for member in members:
+        stem = _stem(_clean(member.name))
+        suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
+        role = "image" if f".{suffix}" in SUFFIXES else {caption_suffix: "caption", "json": "other"}.get(suffix)
+        if role is None or not stem or stem.endswith("/"):  # a hidden file
+            continue
+        files = samples.setdefault(stem, _Files())
+        known = getattr(files, role)
+        if known is None:
+            setattr(files, role, member)
+        elif known.name == member.name:
+            files.problem = f"the tar has two files {member.name}"
+    return {stem: files for stem, files in samples.items() if files.image or files.caption}
+
+
+def _clean(name: str) -> str:
+    """Return a member's name without the ``./`` of ``tar -cf x.tar .``."""
+    return name.removeprefix("./")
+
+
+def _stem(name: str) -> str:
+    """Return a path up to the first dot of its file name."""
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + file.partition(".")[0]
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Parse a ``.json`` file.
+
+    Raises:
+        BadSample: It holds no JSON object.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadSample(f"its .json file is no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise BadSample("its .json file is no JSON object")
+    return value
+
+
+def _find_tars(root: str) -> tuple[str, list[str]]:
+    """Return the folder that keys are relative to, and the paths of the tars in order."""
+    if os.path.isdir(root):
+        found = sorted(_below(root))
+        packed = next((path for path in found if not path.endswith(".tar")), None)
+        if packed is not None:
+            refuse_compressed(packed, packed.rpartition(".")[2])
+        if not found:
+            raise UsageError(
+                f"WebDatasetTars: {root!r} holds no .tar file; expected tars of images; write data.train_data_dir=<folder>"
+            )
+        return root, found
+    paths = [root] if os.path.exists(root) else expand_braces(root)
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        of = f", nor {len(missing) - 1} others of {len(paths)}" if len(missing) > 1 else ""
+        raise UsageError(
+            f"WebDatasetTars: there is no file {missing[0]!r}{of}; expected a folder of tars, one tar, or a pattern "
+            "such as tars/{000..099}.tar; write data.train_data_dir=<folder>"
+        )
+    return os.path.dirname(root.partition("{")[0]) or ".", paths
+
+
+def _below(root: str) -> Iterator[str]:
+    """Yield all tars below a folder, also compressed ones."""
+    for folder, _, names in os.walk(root, followlinks=True):
+        for name in names:
+            is_packed = any(
+                name.lower().endswith(end) for end in (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+            )
+            if not name.startswith(".") and (name.endswith(".tar") or is_packed):
+                yield os.path.join(folder, name)

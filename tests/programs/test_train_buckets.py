@@ -46,6 +46,30 @@ def test_the_program_trains_validates_and_resumes_in_buckets_and_refuses_others(
     assert small_training.same(one, other)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ("data.max_image_pixels=1024", "none of the 22 images fits a bucket (pictures/"),
+        (
+            "data.drop_last=true data.batch_size=20",
+            "none of the 4 aspect-ratio buckets has that many images, the largest",
+        ),
+        ("data.min_bucket_reso=64", "expected 1 to data.resolution=32, the side of the square bucket; write data.min_"),
+        (
+            "data.cache_latents=true data.center_crop=true",
+            "write data.cache_latents=false, or data.enable_bucket=false",
+        ),
+    ],
+)
+def test_buckets_that_cannot_be_filled_are_refused(
+    call_main: Callable[..., tuple[int, str]], tmp_path: Path, changes: str, told: str
+) -> None:
+    paint(tmp_path / "pictures")
+    code, error = call_main(train, *COMMAND.split(), *changes.split(), "output_dir=run", "trainer.max_steps=1")
+    assert code == 2 and told in error.splitlines()[-1]
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
 class Losses(Callback):
     """The loss of each optimizer step, and the shapes of the latents."""
 

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
+from archives import image_rows, sample, write_parquet, write_tar
 from composing import Compose, registered
 from places import CONF
 from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps, loading
@@ -32,7 +33,12 @@ from sd_lightning.training.speed import Speed
 
 PROGRAMS = {file.stem for file in CONF.glob("*.yaml")}
 OPTIONS = sorted(str(file.relative_to(CONF).with_suffix("")) for file in CONF.glob("*/**/*.yaml"))
-NEEDS = {"data/huggingface": "datasets", "logger/wandb": "wandb", "strategy/deepspeed": "deepspeed"}
+NEEDS = {
+    "data/huggingface": "datasets",
+    "data/parquet": "pyarrow",
+    "logger/wandb": "wandb",
+    "strategy/deepspeed": "deepspeed",
+}
 """Packages of extras, by the options that need them."""
 
 
@@ -165,6 +171,12 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
         rows = {"image": [digits.image(i) for i in range(20)], "text": [digits.captions(i)[0] for i in range(20)]}
         Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"))
         return [f"data.dataset_name={tmp_path / 'saved'}"]
+    if option == "data/webdataset":
+        write_tar(tmp_path / "a.tar", {k: v for i in range(20) for k, v in sample(f"{i}", i).items()})
+        return [f"data.train_data_dir={tmp_path}"]
+    if option == "data/parquet":
+        write_parquet(tmp_path / "a.parquet", image_rows(20))
+        return [f"data.train_data_dir={tmp_path}"]
     if option.endswith("_nvme"):
         return [f"strategy.nvme_path={tmp_path}"]
     return []

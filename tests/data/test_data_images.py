@@ -407,7 +407,7 @@ def test_a_column_of_numbers_or_of_words_that_name_no_file_is_refused_before_the
             HuggingFaceImages(tmp_path / "saved", **given)
 
 
-@pytest.mark.parametrize("name", ["digits", "images", "huggingface", "dreambooth"])
+@pytest.mark.parametrize("name", ["digits", "images", "webdataset", "parquet", "huggingface", "dreambooth"])
 def test_yaml_keys_are_the_builders_arguments_with_their_defaults(name: str, repo: Path) -> None:
     import inspect
 

@@ -676,6 +676,10 @@ WITHOUT_PACKAGE = [
         *("data=huggingface", "'datasets' is not installed", "pip install 'sd-lightning[datasets]'"),
     ),
     (
+        *("pyarrow", "train data=parquet data.train_data_dir=few"),
+        *("data=parquet", "'pyarrow' is not installed", "pip install 'sd-lightning[parquet]'"),
+    ),
+    (
         *("deepspeed", "train strategy=deepspeed_zero2"),
         *("'deepspeed' is not installed", "pip install 'sd-lightning[deepspeed]'"),
     ),

@@ -18,7 +18,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample, Source, SourceSubset
-from sd_lightning.data.sources.encoded import EncodedImages
+from sd_lightning.data.sources.encoded import EncodedImages, repeats
 from sd_lightning.data.sources.image_files import SUFFIXES, decode, open_file, read_captions
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, resized
 
@@ -44,6 +44,7 @@ class Pictures(EncodedImages):
     def __init__(self, pictures: Sequence[Picture], *, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
         self.pictures = list(pictures)
         self.max_image_pixels = max_image_pixels
+        self._repeats = repeats(map(self._in_folder, range(len(self.pictures))))
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -58,19 +59,19 @@ class Pictures(EncodedImages):
         return self.pictures[index].path
 
     def key(self, index: int) -> str:
-        """Return a picture's file name with its folder, as photos and class pictures may have the same names."""
-        path = Path(self.pictures[index].path)
-        return f"{path.parent.name}/{path.name}"
+        """Return a picture's file name with its folder: photos and class pictures may have the same names."""
+        return self._in_folder(index) + self._repeats.get(index, "")
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         """Identify a picture by its file name, and by its kohya folder if it has one."""
-        picture, key = self.pictures[index], self.key(index)
-        folder, _, name = key.rpartition("/")
-        return (
-            key if _KOHYA.fullmatch(folder) else name,
-            file_evidence(picture.path, thorough=thorough),
-            picture.caption,
-        )
+        picture, name = self.pictures[index], self._in_folder(index)
+        folder, _, file = name.rpartition("/")
+        identity = name if _KOHYA.fullmatch(folder) else file
+        return identity, file_evidence(picture.path, thorough=thorough), picture.caption
+
+    def _in_folder(self, index: int) -> str:
+        path = Path(self.pictures[index].path)
+        return f"{path.parent.name}/{path.name}"
 
 
 class SubjectAndClass(SourceSubset):

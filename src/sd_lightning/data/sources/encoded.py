@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable
 from typing import BinaryIO
 
 from PIL import Image
@@ -11,6 +13,17 @@ from PIL import Image
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.sources.image_files import decode, read_size
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
+
+
+def repeats(names: Iterable[str]) -> dict[int, str]:
+    """Return what tells repeated names apart: "#2" for the position where a name comes the second time."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for position, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            found[position] = f"#{seen[name]}"
+    return found
 
 
 class EncodedImages(Source):

@@ -97,7 +97,7 @@ def _has_late_metadata(file: BinaryIO) -> bool:
     """Return whether a PNG has metadata behind its pixels, where an orientation may be."""
     position, file_position, behind_pixels = 8, file.tell(), False
     try:
-        while len(header := _read_at(file, position, 8)) == 8:
+        while len(header := _read_at(file, position, 8)) == 8 and header[4:] != b"IEND":
             length, kind = int.from_bytes(header[:4], "big"), header[4:]
             if behind_pixels and kind in _PNG_METADATA:
                 return True

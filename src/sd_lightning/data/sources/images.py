@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +17,7 @@ from typing import BinaryIO
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample
-from sd_lightning.data.sources.encoded import EncodedImages
+from sd_lightning.data.sources.encoded import EncodedImages, repeats
 from sd_lightning.data.sources.image_files import (
     MAX_CAPTION_BYTES,
     SUFFIXES,
@@ -66,7 +65,6 @@ class ImageFolder(EncodedImages):
         self.caption_column = caption_column
         self.dropped: dict[str, str] = {}
         self._paths: list[str] = []
-        self._repeats: dict[int, int] = {}
         self._captions: list[list[str]] | None = None
         if not self.root.is_dir():
             raise UsageError(
@@ -77,6 +75,7 @@ class ImageFolder(EncodedImages):
             self._captions = self._read_metadata()
         else:
             self._find_sidecars()
+        self._repeats = {} if self._captions is None else repeats(self._paths)
         if not self._paths:
             name, reason = next(iter(self.dropped.items()), ("", ""))
             why = f"{len(self.dropped)} unusable, the first is {name}: {reason}" if self.dropped else "it is empty"
@@ -105,7 +104,7 @@ class ImageFolder(EncodedImages):
 
     def key(self, index: int) -> str:
         """Return the path within the folder; with its count if ``metadata.jsonl`` names the file again."""
-        return self._relative(index) + (f"#{self._repeats[index]}" if index in self._repeats else "")
+        return self._relative(index) + self._repeats.get(index, "")
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         path = self._paths[index]
@@ -121,7 +120,6 @@ class ImageFolder(EncodedImages):
     def _read_metadata(self) -> list[list[str]]:
         """Collect the image paths of the metadata file, and return their captions."""
         found: list[list[str]] = []
-        seen: Counter[str] = Counter()
         for number, row in self._rows():
             file_name = row.get("file_name")
             if not isinstance(file_name, str) or not file_name:
@@ -135,9 +133,6 @@ class ImageFolder(EncodedImages):
             if problem:
                 self.dropped[path] = problem
             else:
-                seen[path] += 1
-                if seen[path] > 1:
-                    self._repeats[len(self._paths)] = seen[path]
                 self._paths.append(path)
                 found.append(captions)
         return found

@@ -25,6 +25,7 @@ from sd_lightning.data.sources.parquet_files import (
     holds_strings,
     holds_texts,
     num_bytes,
+    pyarrow_parquet,
     read_footer,
 )
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size
@@ -42,7 +43,7 @@ _LOOKED_AT = 20
 class ParquetImages(EncodedImages):
     """Images and captions in the rows of ``.parquet`` files.
 
-    Reading an image decodes its row group, and a few of them are kept (``parquet_files.RowGroups``): row groups of some hundred
+    Reading an image decodes its row group, and a few of them are kept (``RowGroups``): row groups of some hundred
     images suit best. Rows without a caption are bad samples, found when they are read.
     """
 
@@ -71,6 +72,7 @@ class ParquetImages(EncodedImages):
             UsageError: ``pyarrow`` is not installed; there are no such files or columns, or a column holds something
                 else; a row group is too large.
         """
+        pyarrow_parquet()  # before anything else is complained about
         if (width_column is None) != (height_column is None):
             raise UsageError(
                 f"ParquetImages got data.width_column={width_column} and data.height_column={height_column}; expected "
@@ -142,7 +144,8 @@ class ParquetImages(EncodedImages):
         found = blake2b(digest_size=16)
         for file, path in enumerate(self._paths):
             metadata, footer = read_footer(path)
-            self._check_file(path, metadata)
+            if metadata.num_rows:  # the columns of an empty file may have no type
+                self._check_file(path, metadata)
             found.update(blake2b(self._keys[file].encode(errors="surrogatepass")).digest() + blake2b(footer).digest())
             row = 0
             for group in range(metadata.num_row_groups):
@@ -187,17 +190,17 @@ class ParquetImages(EncodedImages):
             check_column(option, column, schema.names, path)
             if not fits(schema.field(column).type):
                 raise UsageError(
-                    f"data.{option}={column}: the column of {path} is {schema.field(column).type}; expected {expected}; "
-                    f"{choose(option, [field.name for field in schema if fits(field.type)])}"
+                    f"data.{option}={column}: the column of {path} is {schema.field(column).type}; expected "
+                    f"{expected}; {choose(option, [field.name for field in schema if fits(field.type)])}"
                 )
         self._names_files = holds_strings(schema.field(self._image).type)
         for group in range(metadata.num_row_groups):
             gib = num_bytes(metadata, group, self._image) / 2**30
             if gib > MAX_GROUP_GIB:
                 raise UsageError(
-                    f"ParquetImages got {path}, whose row group {group} has {metadata.row_group(group).num_rows} images "
-                    f"of {gib:.1f} GiB; expected at most {MAX_GROUP_GIB} GiB, as reading an image decodes its row group; "
-                    "write the file again with row_group_size=100"
+                    f"ParquetImages got {path}, whose row group {group} has {metadata.row_group(group).num_rows} "
+                    f"images of {gib:.1f} GiB; expected at most {MAX_GROUP_GIB} GiB, as reading an image decodes its "
+                    "row group; write the file again with row_group_size=100"
                 )
 
     def _check_first_rows(self) -> None:

@@ -50,7 +50,7 @@ class RowGroups:
             self._kept.move_to_end(key)
             return self._kept[key]
         # Neither open files nor threads are left behind: worker processes are forked.
-        with _parquet().ParquetFile(path, pre_buffer=False) as file:
+        with pyarrow_parquet().ParquetFile(path, pre_buffer=False) as file:
             values = file.read_row_group(group, columns=[column], use_threads=False).column(column)
         self._kept[key] = values
         while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > CACHE_BYTES:
@@ -64,7 +64,7 @@ def read_footer(path: str) -> tuple[FileMetaData, bytes]:
     Raises:
         UsageError: ``pyarrow`` is not installed, or the file cannot be read.
     """
-    parquet = _parquet()
+    parquet = pyarrow_parquet()
     try:
         metadata = parquet.read_metadata(path)
         with open(path, "rb") as file:
@@ -83,7 +83,7 @@ def first_rows(path: str, columns: list[str], count: int) -> list[list[Any]]:
         UsageError: They cannot be read.
     """
     try:
-        with _parquet().ParquetFile(path) as file:
+        with pyarrow_parquet().ParquetFile(path) as file:
             batch = next(file.iter_batches(batch_size=count, columns=columns, use_threads=False))
             return [[row[column] for column in columns] for row in batch.to_pylist()]
     except _UNREADABLE as error:
@@ -127,7 +127,8 @@ def _is_binary(kind: DataType) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
 
 
-def _parquet() -> Any:
+def pyarrow_parquet() -> Any:
+    """Return the module ``pyarrow.parquet``; raise ``UsageError`` if it is not installed."""
     return require("pyarrow.parquet", extra="parquet", who="data=parquet")
 
 

@@ -89,12 +89,14 @@ def _read_headers(file: BinaryIO, path: str) -> tuple[list[tarfile.TarInfo], str
         tar = tarfile.open(fileobj=file, mode="r:")
     except tarfile.ReadError as error:
         raise UsageError(f"WebDatasetTars got {path}, which is no tar ({error}); mend or remove it") from error
+    files = []
     with suppress(tarfile.ReadError):
-        tar.getmembers()
+        for member in tar:
+            if member.isreg() and not member.issparse():
+                files.append(member)
     # tarfile is silent about a damaged header, and about an end without the block of zeros that marks it.
     file.seek(tar.offset)
     is_whole = file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
-    files = [member for member in tar.members if member.isreg() and not member.issparse()]
     problem = f"the tar is cut off or damaged at byte {min(tar.offset, file.tell())}; make or copy it again"
     return files, None if is_whole else problem
 
@@ -102,8 +104,8 @@ def _read_headers(file: BinaryIO, path: str) -> tuple[list[tarfile.TarInfo], str
 def refuse_compressed(path: str, kind: str) -> NoReturn:
     """Raise a ``UsageError`` about a compressed tar."""
     raise UsageError(
-        f"WebDatasetTars got {path}, compressed with {kind}, whose files cannot be read at random; expected plain tars; "
-        "decompress it, or pack its files again with tar -cf"
+        f"WebDatasetTars got {path}, compressed with {kind}, whose files cannot be read at random; expected plain "
+        "tars; decompress it, or pack its files again with tar -cf"
     )
 
 

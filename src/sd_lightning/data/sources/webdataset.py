@@ -212,7 +212,7 @@ def _grouped(members: Iterable[tarfile.TarInfo], caption_suffix: str) -> dict[st
     for member in members:
         stem = _stem(_clean(member.name))
         suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
-        role = "image" if f".{suffix}" in SUFFIXES else {caption_suffix: "caption", "json": "other"}.get(suffix)
+        role = "image" if f".{suffix}" in SUFFIXES else {"json": "other", caption_suffix: "caption"}.get(suffix)
         if role is None or not stem or stem.endswith("/"):  # a hidden file
             continue
         files = samples.setdefault(stem, _Files())
@@ -259,7 +259,8 @@ def _find_tars(root: str) -> tuple[str, list[str]]:
             refuse_compressed(packed, packed.rpartition(".")[2])
         if not found:
             raise UsageError(
-                f"WebDatasetTars: {root!r} holds no .tar file; expected tars of images; write data.train_data_dir=<folder>"
+                f"WebDatasetTars: {root!r} holds no .tar file; expected tars of images; write "
+                "data.train_data_dir=<folder>"
             )
         return root, found
     paths = [root] if os.path.exists(root) else expand_braces(root)

@@ -115,6 +115,24 @@ class ImageOptions:
             step=self.bucket_reso_steps,
         )
 
+    def check_cacheable(self) -> None:
+        """Check that each image can be encoded once, and that all latents have one shape (``data.cache_latents``).
+
+        Raises:
+            UsageError: They change every epoch, or have several shapes.
+        """
+        if self.random_flip or not self.center_crop:
+            random = "data.random_flip=true" if self.random_flip else "data.center_crop=false"
+            raise UsageError(
+                f"data.cache_latents=true encodes each image once, but {random} changes it every epoch; write "
+                "data.center_crop=true data.random_flip=false, or data.cache_latents=false"
+            )
+        if self.enable_bucket:
+            raise UsageError(
+                "data.enable_bucket=true with data.cache_latents=true: the latents in memory all have one shape; write "
+                "data.cache_latents=false, or data.enable_bucket=false"
+            )
+
     def evaluation(self) -> ImageOptions:
         """Return the options for validation, without randomness."""
         return replace(self, center_crop=True, random_flip=False, proportion_empty_prompts=0.0)

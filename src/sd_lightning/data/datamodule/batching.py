@@ -112,17 +112,12 @@ class Batching:
         return f"aspect-ratio buckets with {settings} {drop_last}"
 
 
-def check_buckets(images: ImageOptions, source: Source, *, cache_latents: bool) -> None:
-    """Check that aspect-ratio buckets go together with a source and the caching of latents.
+def check_buckets(images: ImageOptions, source: Source) -> None:
+    """Check that the samples of a source may be in batches of different shapes.
 
     Raises:
-        UsageError: They do not.
+        UsageError: They stay together in groups.
     """
-    if images.enable_bucket and cache_latents:
-        raise UsageError(
-            "data.enable_bucket=true with data.cache_latents=true: the latents in memory all have one shape; write "
-            "data.cache_latents=false, or data.enable_bucket=false"
-        )
     if images.enable_bucket and source.together > 1:
         raise UsageError(
             f"data.enable_bucket=true: samples stay together in groups of {source.together}, such as a photo and a "

@@ -101,13 +101,9 @@ class SDDataModule(LightningDataModule):
             )
         if self.changed not in ("refuse", "accept"):
             raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
-        if self.cache_latents and (self.images.random_flip or not self.images.center_crop):
-            random = "data.random_flip=true" if self.images.random_flip else "data.center_crop=false"
-            raise UsageError(
-                f"data.cache_latents=true encodes each image once, but {random} changes it every epoch; write "
-                "data.center_crop=true data.random_flip=false, or data.cache_latents=false"
-            )
-        check_buckets(self.images, self.source_train, cache_latents=self.cache_latents)
+        if self.cache_latents:
+            self.images.check_cacheable()
+        check_buckets(self.images, self.source_train)
 
     def check_batches(self, world_size: int, accumulate: int) -> None:
         """Check that the training set fills a global batch, and that the batch has a sample for every process.

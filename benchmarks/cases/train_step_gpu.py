@@ -46,7 +46,7 @@ def _train(
 
     from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule
     from sd_lightning.callbacks import EMA, Throughput
-    from sd_lightning.data.samples import ImageOptions
+    from sd_lightning.data.image_options import ImageOptions
     from sd_lightning.data.sources.digits import Digits
     from sd_lightning.data.subset import SourceSubset
     from sd_lightning.training.speed import Speed

@@ -87,11 +87,11 @@ def _found(before: dict[str, Any], source: Source) -> Change | None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_has_become_of_a_folder_is_told(tmp_path: Path, name: str) -> None:
-    act, told, moves, is_resized = CHANGES[name]
+    act, told, moves, reorders = CHANGES[name]
     folder = _folder(tmp_path / "photos")
     before = fingerprint(ImageFolder(folder))
     act(folder)
-    expected = None if told is None else Change(told.format(folder), moves, is_resized)
+    expected = None if told is None else Change(told.format(folder), moves, reorders)
     assert _found(before, ImageFolder(folder)) == expected
 
 
@@ -184,7 +184,7 @@ def test_a_data_set_of_hugging_face_brings_its_own_fingerprint(tmp_path: Path) -
     captioned = _found(before, saved("three", range(4), "b"))
     assert captioned is not None and captioned.told.startswith("4 with other captions (") and not captioned.moves
     added = _found(before, saved("four", range(5)))
-    assert added is not None and added.told.startswith("1 added (") and added.moves and added.is_resized
+    assert added is not None and added.told.startswith("1 added (") and added.moves and added.reorders
 
 
 def test_digits_and_sources_of_ones_own_are_compared_by_what_they_tell() -> None:

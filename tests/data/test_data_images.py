@@ -19,8 +19,9 @@ from PIL import Image
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.samples import _suggested_prompts
 from sd_lightning.data.datamodule import huggingface_data, image_folder_data
+from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import encode_source
-from sd_lightning.data.samples import CaptionedImages, ImageOptions
+from sd_lightning.data.samples import CaptionedImages
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.image_files import decode
@@ -147,13 +148,14 @@ def test_images_too_large_or_too_long_are_bad_samples_before_memory_is_taken(tmp
     assert sorted(batch["bad"]) == blocks.bad
     reasons = {Path(folder.name(index)).name: reason for index, reason in blocks.bad}
     limit = "more than data.max_image_pixels=128000000 allows"
-    size = f"{15000 * resolution} x {resolution} at data.resolution={resolution}"
+    square = f"{resolution} x {resolution}"
+    size = f"{15000 * resolution} x {resolution} to cover {square}"
     write = f"write data.max_image_pixels={15000 * resolution**2}"
     assert reasons.pop("zero.png").startswith("cannot decode the image: ")
     assert reasons == {
         "long.png": f"the image of 30000 x 2 pixels would become {size}, {limit}; crop it, or {write}",
-        "tall.gif": f"the image of 2 x 30000 pixels would become {resolution} x {15000 * resolution} at "
-        f"data.resolution={resolution}, {limit}; crop it, or {write}",
+        "tall.gif": f"the image of 2 x 30000 pixels would become {resolution} x {15000 * resolution} to "
+        f"cover {square}, {limit}; crop it, or {write}",
         "large.png": f"the image has 15000 x 10000 pixels, {limit}; make it smaller, or write "
         "data.max_image_pixels=150000000",
         "bomb.png": f"the image has 3600000000 pixels, {limit}; make it smaller",

@@ -10,8 +10,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.order import Locality
-from sd_lightning.data.samples import CaptionedImages, ImageOptions
+from sd_lightning.data.image_options import ImageOptions
+from sd_lightning.data.samples import CaptionedImages
 from sd_lightning.data.source import as_source
 from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
 from sd_lightning.data.subset import SourceSubset, hold_out
@@ -29,7 +29,7 @@ def lengths(captions: list[str]) -> dict[str, Tensor]:
 
 def test_centre_crop_is_resize_of_the_shorter_side_and_the_middle_square() -> None:
     image = noise(40, 90)
-    placed = place(image, 16)
+    placed = place(image, (16, 16))
     resized = np.asarray(image.resize((36, 16), Image.Resampling.LANCZOS))
     assert np.abs(placed.pixels.astype(int) - resized[:, 10:26]).max() <= 2  # reducing_gap is not exact
     assert (placed.original_size, placed.crop_top_left) == ((40, 90), (0, 10))
@@ -37,20 +37,20 @@ def test_centre_crop_is_resize_of_the_shorter_side_and_the_middle_square() -> No
 
 def test_crop_fractions_reach_every_position_and_flip_comes_first() -> None:
     image = noise(16, 19)
-    positions = {place(image, 16, crop=(0.5, u)).crop_top_left for u in np.linspace(0, 0.9999, 50)}
+    positions = {place(image, (16, 16), crop=(0.5, u)).crop_top_left for u in np.linspace(0, 0.9999, 50)}
     assert positions == {(0, left) for left in range(4)}
-    flipped = place(image, 16, crop=(0.0, 0.0), flip=True)
+    flipped = place(image, (16, 16), crop=(0.0, 0.0), flip=True)
     assert np.array_equal(flipped.pixels, np.asarray(ImageOps.mirror(image))[:, :16])
 
 
 def test_square_of_the_right_size_keeps_its_bits() -> None:
     image = noise(24, 24)
-    assert np.array_equal(place(image, 24, crop=(0.9, 0.9)).pixels, np.asarray(image))
+    assert np.array_equal(place(image, (24, 24), crop=(0.9, 0.9)).pixels, np.asarray(image))
 
 
 def test_small_and_extreme_images_still_fill_the_square() -> None:
     for height, width in ((1, 1), (3, 700), (700, 3), (15, 17)):
-        assert place(noise(height, width), 16).pixels.shape == (16, 16, 3)
+        assert place(noise(height, width), (16, 16)).pixels.shape == (16, 16, 3)
 
 
 def test_transparent_parts_become_white() -> None:
@@ -205,10 +205,7 @@ def test_hold_out_of_two_billion_samples_lists_none() -> None:
         def __len__(self) -> int:
             return 2 * 10**9
 
-        locality = Locality(1024, 64)
-
     train, val = hold_out(Many(), 10**6)  # type: ignore[arg-type]
-    assert train.locality == Locality(1024, 64)
     assert isinstance(train, SourceSubset) and isinstance(val, SourceSubset)
     assert (len(train), train.indices[0], train.indices[1999]) == (2 * 10**9 - 10**6, 1, 2001)
     assert (len(val), val.indices[10**6 - 1]) == (10**6, 2 * 10**9 - 2000)

@@ -14,8 +14,8 @@ from PIL import Image
 from sd_lightning._errors import UsageError
 from sd_lightning.data import workers
 from sd_lightning.data.datamodule import SDDataModule, digits_data
+from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.loader import LoaderOptions
-from sd_lightning.data.samples import ImageOptions
 from sd_lightning.data.workers import BatchCost, Loaders, choose, cores_per_process, measure, settle
 from square_data import NUM, Recorder, Squares, datamodule, trainer
 

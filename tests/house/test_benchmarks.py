@@ -548,7 +548,7 @@ def test_the_stand_in_prepares_images_as_our_own_transform_does(tools: tuple[Mod
             stand_in.Normalize([0.5], [0.5]),
         ]
     )
-    expected = to_model_range(torch.from_numpy(place(image, 16).pixels.copy())[None])[0]
+    expected = to_model_range(torch.from_numpy(place(image, (16, 16)).pixels.copy())[None])[0]
     assert torch.allclose(prepare(image), expected, atol=1e-6)
     small = image.resize((16, 16))
     assert stand_in.Resize(16)(small) is small

@@ -13,8 +13,10 @@ from torch import Tensor
 
 import small_training
 from sd_lightning import LatentDiffusion, SDLightningModule
+from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.diffusion.randomness import Purpose, normal
 from sd_lightning.models.encoder import LatentEncoder
+from shaped_data import picture
 from small_models import SMALL_SDXL
 
 ARCHITECTURES = {"sd": "tiny", "sdxl": SMALL_SDXL}
@@ -302,3 +304,27 @@ def test_a_run_with_offloaded_encoders_trains_alike() -> None:
         module.sample("a handwritten two", num_inference_steps=1)
         assert trainer.global_step == 3
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_images_of_any_shape_are_encoded_as_diffusers_does(family: str) -> None:
+    model = LatentDiffusion.build(ARCHITECTURES[family])
+    images = picture(9), picture(10)  # 40 x 90, in the bucket of 24 x 40
+    pixels = [to_model_range(torch.from_numpy(place(image, (24, 40)).pixels.copy())[None]) for image in images]
+    sizes = {"original_size": [40, 90], "crop_top_left": [0, 7], "target_size": [24, 40]}
+    batch = {
+        "pixel_values": torch.cat(pixels),
+        "epoch": torch.tensor([0, 1]),
+        "index": torch.tensor([5, 6]),
+        **{name: torch.tensor([size, size]) for name, size in sizes.items()},
+    }
+    ours = LatentEncoder(model)(with_tokens(model, batch), seed=3)
+    with torch.no_grad():
+        theirs = model.vae.encode(torch.cat(pixels)).latent_dist
+    noise = normal(3, batch["epoch"], batch["index"], Purpose.VAE_SAMPLE, (4, 6, 10))
+    expected = (theirs.mean + theirs.std * noise) * model.vae.config.scaling_factor
+    assert ours["latents"].shape == (2, 4, 6, 10) and torch.allclose(ours["latents"], expected, atol=1e-6)
+    if family == "sdxl":  # StableDiffusionXLPipeline adds original size, crop and target size in this order
+        assert (
+            ours["conditioning"]["added_cond_kwargs"]["time_ids"].tolist() == [[40.0, 90.0, 0.0, 7.0, 24.0, 40.0]] * 2
+        )

@@ -38,7 +38,7 @@ def test_the_tokenizer_is_the_shipped_one_and_the_vae_learns_to_be(
     shapes = [{name: tensor.shape for name, tensor in vae.state_dict().items()} for vae in (made, shipped)]
     assert shapes[0] == shapes[1]
     digits = Digits("train")
-    pixels = [torch.from_numpy(place(digits.image(i), 32).pixels.copy()) for i in range(256)]
+    pixels = [torch.from_numpy(place(digits.image(i), (32, 32)).pixels.copy()) for i in range(256)]
     images = to_model_range(torch.stack(pixels))
     for vae, share in ((made, 0.2), (shipped, 0.02)):
         with torch.no_grad():

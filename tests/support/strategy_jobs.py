@@ -21,7 +21,7 @@ import lightning_jobs
 from sd_lightning import SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
-from sd_lightning.data.datamodule import dreambooth_data
+from sd_lightning.data.datamodule import dreambooth_data, image_folder_data
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.generation import SamplingOptions, generate
@@ -205,6 +205,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             callbacks.append(NonFiniteLossGuard(2))
             pl_module.__class__ = type("BadLoss", (BadLoss,), {"bad_at": job["bad_at"]})
         datamodule = dreambooth_data(**job["dreambooth"]) if job.get("dreambooth") else data()
+        if job.get("images"):
+            datamodule = image_folder_data(**job["images"])
         trainer = trainer_of(job["steps"], *callbacks, **options, **job.get("trainer", {}))
         trainer.fit(pl_module, datamodule, ckpt_path=job.get("ckpt_path"))
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

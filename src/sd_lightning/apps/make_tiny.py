@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
     corpus += ["a handwritten sks digit", "sks", "glyph", "symbol", "a handwritten glyph"]
     tokenizer = make_tokenizer(corpus, max_length=architecture("tiny").length_of("text_encoder"))
     tokenizer.save_pretrained(folder / "tokenizer")
-    pixels = [torch.from_numpy(place(source.image(i), 32).pixels.copy()) for i in range(len(source))]
+    pixels = [torch.from_numpy(place(source.image(i), (32, 32)).pixels.copy()) for i in range(len(source))]
     vae = train_vae(to_model_range(torch.stack(pixels)))
     vae.save_pretrained(folder / "vae")
 

@@ -144,7 +144,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     samples = callback_of(trainer, SampleGrid)
     if samples is not None:
         samples.options.check(module.latent_diffusion)
-    batches = datamodule.num_train_samples // datamodule.batch_size * trainer.accumulate_grad_batches
+    batches = datamodule.most_batches_per_epoch * trainer.accumulate_grad_batches
     interval = trainer.val_check_interval
     if trainer.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > batches:
         raise UsageError(

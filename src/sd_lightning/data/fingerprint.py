@@ -32,23 +32,29 @@ _NAMED = 3
 _ASPECTS = ("identities", "images", "captions")
 
 
-def fingerprint(source: Source) -> Fingerprint:
+def fingerprint(source: Source, *, order: str = "") -> Fingerprint:
     """Return the fingerprint of a source, for a checkpoint.
 
+    Args:
+        source: The training set.
+        order: Settings that the order of the epochs depends on, besides seed and batch size.
+
     Returns:
-        ``num_samples``; one digest each of all identities, images and captions, in order; ``own``, the source's own
-        fingerprint or None; and ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples.
+        ``order``; ``num_samples``; one digest each of all identities, images and captions, in order; ``own``, the
+        source's own fingerprint or None; and ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples.
     """
     source = as_source(source)
     if source.digests is not None and len(source) > COUNTED:
-        return {"num_samples": len(source), **source.digests, "own": source.fingerprint, "samples": None}
+        own, num = source.fingerprint, len(source)
+        return {"order": order, "num_samples": num, **source.digests, "own": own, "samples": None}
     samples = _hashes(source)
     digests = {
         aspect: blake2b(samples[:, i].contiguous().numpy().tobytes(), digest_size=16).hexdigest()
         for i, aspect in enumerate(_ASPECTS)
     }
     few = len(samples) <= COUNTED
-    return {"num_samples": len(samples), **digests, "own": source.fingerprint, "samples": samples if few else None}
+    own, num = source.fingerprint, len(samples)
+    return {"order": order, "num_samples": num, **digests, "own": own, "samples": samples if few else None}
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,8 @@ class Change:
     """Description for a message."""
     moves: bool
     """Whether the samples' identities or their order have changed, so that positions in an epoch differ."""
-    is_resized: bool
-    """Whether the number of samples has changed, and with it the order of every epoch."""
+    reorders: bool
+    """Whether the order of every epoch has changed, as with another number of samples or other buckets."""
 
 
 def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Change | None:
@@ -75,7 +81,8 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
     # Above THOROUGH samples, images and captions are hashed from other evidence.
     is_comparable = (saved["num_samples"] <= THOROUGH) == (ours["num_samples"] <= THOROUGH)
     others = [aspect for aspect in ("images", "captions") if is_comparable and saved[aspect] != ours[aspect]]
-    if not moves and not others and saved["own"] == ours["own"]:
+    saved_order, order = saved.get("order", ""), ours["order"]
+    if not moves and not others and saved["own"] == ours["own"] and saved_order == order:
         return None
     told = []
     if saved["samples"] is not None and ours["samples"] is not None:
@@ -90,7 +97,12 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
         told = [f"other {aspect}" for aspect in others]
     if saved["own"] != ours["own"]:
         told.append("another fingerprint of the data set, whose images may be others")
-    return Change(", ".join(told), moves, saved["num_samples"] != ours["num_samples"])
+    if saved_order != order:
+        told.append(f"{order or 'no aspect-ratio buckets'} instead of {saved_order or 'none'}")
+    # Another image may be in another bucket, which changes the order of all batches.
+    is_sorted_anew = saved_order != order or (order != "" and (moves or "images" in others))
+    reorders = is_sorted_anew or saved["num_samples"] != ours["num_samples"]
+    return Change(", ".join(told), moves or is_sorted_anew, reorders)
 
 
 def file_evidence(path: str, *, thorough: bool) -> str:

@@ -70,13 +70,13 @@ class _Blocks(Dataset[Batch]):
     """Dataset of blocks of pixels; unreadable images are left out and listed as ``bad``."""
 
     def __init__(self, source: Source, resolution: int, max_pixels: int) -> None:
-        self.source, self.resolution, self.max_pixels = source, resolution, max_pixels
+        self.source, self.shape, self.max_pixels = source, (resolution, resolution), max_pixels
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         good, placed, bad = [], [], []
         for i in indices:
             try:
-                placed.append(read_placed(self.source, i, self.resolution, max_pixels=self.max_pixels))
+                placed.append(read_placed(self.source, i, self.shape, max_pixels=self.max_pixels))
                 good.append(i)
             except BadSample as reason:
                 bad.append((i, str(reason)))

@@ -41,6 +41,12 @@ class LoaderOptions:
     val_batch_size: int | None = None
     """Validation samples per process and batch; ``None`` takes the global batch size."""
 
+    drop_last: bool | None = None
+    """Leave incomplete last global batches out; ``None`` does so without aspect-ratio buckets.
+
+    Otherwise they are trained on with their mean loss. Each bucket has one.
+    """
+
     def __post_init__(self) -> None:
         if self.num_workers != "auto" and not (isinstance(self.num_workers, int) and self.num_workers >= 0):
             raise UsageError(

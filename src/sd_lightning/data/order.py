@@ -25,7 +25,9 @@ UNVERSIONED = 1
 Positions = Callable[[np.ndarray], np.ndarray]
 """(N,) int64 positions in an epoch -> (N,) int64 of what stands there."""
 _FILES, _FIRST_WINDOW = 1, 2
-"""Streams of the permutations of an epoch with a locality; stream 0 is that of all samples."""
+"""Streams of the permutations of an order with a locality; stream 0 is that of all samples."""
+_STREAMS = 8
+"""Streams of each order of an epoch; windows are numbered above them."""
 
 
 class BatchOrder(Protocol):
@@ -46,6 +48,9 @@ class BatchOrder(Protocol):
     @property
     def samples_per_epoch(self) -> int:
         """Samples in the global batches of an epoch."""
+
+    def described(self) -> list[str]:
+        """Return lines about the batches for people; none if they are what everyone expects."""
 
     def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
         """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64.
@@ -74,7 +79,7 @@ class Locality:
 class EpochBatches:
     """Global batch ``g`` is the positions ``[g * batch_size, (g + 1) * batch_size)`` of one order of all samples.
 
-    An incomplete last batch is dropped: other samples in each epoch.
+    By default an incomplete last batch is dropped: other samples in each epoch.
     """
 
     num_samples: int
@@ -85,18 +90,25 @@ class EpochBatches:
     together: int = 1
     """Consecutive samples that stay together; divides ``num_samples``."""
     locality: Locality | None = None
+    drop_last: bool = True
 
     @property
     def batches_per_epoch(self) -> int:
-        return self.num_samples // self.batch_size
+        return num_batches(self.num_samples, self.batch_size, drop_last=self.drop_last)
 
     @property
     def samples_per_epoch(self) -> int:
-        return self.batches_per_epoch * self.batch_size
+        return min(self.num_samples, self.batches_per_epoch * self.batch_size)
+
+    def described(self) -> list[str]:
+        rest = self.num_samples % self.batch_size
+        if self.drop_last or not rest:
+            return []
+        return [f"the last of {self.batches_per_epoch} batches of an epoch has {rest} of {self.batch_size} samples"]
 
     def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
-        size, at = self.batch_size, self._positions(epoch, version)
-        return lambda number: at(np.arange(number * size, (number + 1) * size))
+        size, end, at = self.batch_size, self.num_samples, self._positions(epoch, version)
+        return lambda number: at(np.arange(number * size, min((number + 1) * size, end)))
 
     def _positions(self, epoch: int, version: int) -> Positions:
         if not self.shuffle:
@@ -111,6 +123,11 @@ class EpochBatches:
         ).at
 
 
+def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Return the number of batches of samples, with or without an incomplete last one."""
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
+
+
 class EpochOrder:
     """The order of all samples in one epoch."""
 
@@ -122,6 +139,7 @@ class EpochOrder:
         epoch: int,
         together: int = 1,
         locality: Locality | None = None,
+        stream: int = 0,
         version: int = ORDER_VERSION,
     ) -> None:
         """Choose the order.
@@ -132,6 +150,7 @@ class EpochOrder:
             epoch: Index of the pass over the data.
             together: Consecutive samples that stay together; divides ``num_samples``.
             locality: How far samples are spread; over the whole epoch if None.
+            stream: Number that tells apart the orders of one epoch, such as those of its buckets.
             version: Version of the order; the first knew no locality, and took memory for every sample.
 
         Raises:
@@ -143,10 +162,10 @@ class EpochOrder:
         if version == 1:
             self._groups = randomness.permutation(seed, epoch, num_groups).numpy().__getitem__
         elif locality is None:
-            self._groups = KeyedPermutation(num_groups, seed=seed, epoch=epoch)
+            self._groups = KeyedPermutation(num_groups, seed=seed, epoch=epoch, stream=stream * _STREAMS)
         else:
             assert together == 1, "stores hold no samples that stay together"
-            self._groups = _Windows(locality, seed=seed, epoch=epoch)
+            self._groups = _Windows(locality, seed=seed, epoch=epoch, first_stream=stream * _STREAMS)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at ``positions`` of the epoch.
@@ -169,10 +188,10 @@ class _Windows:
     Memory is needed for every file, none for samples.
     """
 
-    def __init__(self, locality: Locality, *, seed: int, epoch: int) -> None:
-        num_files = len(locality.ends)
-        self._seed, self._epoch = seed, epoch
-        self._files = KeyedPermutation(num_files, seed=seed, epoch=epoch, stream=_FILES)(np.arange(num_files))
+    def __init__(self, locality: Locality, *, seed: int, epoch: int, first_stream: int) -> None:
+        self._keys = {"seed": seed, "epoch": epoch}
+        self._first_stream, num_files = first_stream, len(locality.ends)
+        self._files = KeyedPermutation(num_files, **self._keys, stream=first_stream + _FILES)(np.arange(num_files))
         self._begins = np.concatenate([[0], locality.ends[:-1]])[self._files]
         sizes = np.diff(locality.ends, prepend=0)[self._files]
         self._starts = np.concatenate([[0], sizes.cumsum()])
@@ -183,7 +202,8 @@ class _Windows:
 
     def _permutation(self, window: int) -> KeyedPermutation:
         length = int(self._windows[window + 1] - self._windows[window])
-        return KeyedPermutation(length, seed=self._seed, epoch=self._epoch, stream=_FIRST_WINDOW + window)
+        stream = self._first_stream + _FIRST_WINDOW + (window << 32)
+        return KeyedPermutation(length, **self._keys, stream=stream)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         windows = self._windows.searchsorted(positions, side="right") - 1

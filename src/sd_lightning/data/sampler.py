@@ -7,7 +7,7 @@ accumulation ``A``.
 
 Where ``P`` does not divide ``B``, parts differ by one sample. The loss of each sample is weighted by ``n * P / B``,
 ``n`` being the size of its part, so that the mean over ranks and accumulated batches of their mean losses is the mean
-over the global batch.
+over the global batch. A part without a sample, of an incomplete global batch, takes one of another part, of weight 0.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             for part in range(self.rank, parts, self.world_size):
                 mine = indices[part * size // parts : (part + 1) * size // parts]
                 weight = () if size % parts == 0 else (len(mine) * parts / size,)
-                yield [(epoch, index, *weight) for index in mine]
+                # Every rank makes the same calls: where an incomplete batch leaves it no sample, with one of weight 0.
+                yield [(epoch, index, *weight) for index in mine or indices[:1]]
 
 
 def validation_batches(num_samples: int, batch_size: int, world_size: int = 1, rank: int = 0) -> list[list[Key]]:

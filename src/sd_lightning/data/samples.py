@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -19,11 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sd_lightning._errors import UsageError
+from sd_lightning.data.buckets import Bucket, shape_of
+from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.loader import Batch
 from sd_lightning.data.sampler import Key, split_keys
+from sd_lightning.data.shapes import Shape
 from sd_lightning.data.source import BadSample, Source, StoredLatents, as_source
-from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, read_placed, to_model_range
+from sd_lightning.data.transform import Placed, read_placed, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 
@@ -33,47 +34,6 @@ _LOOKED_AT = 1000
 """Number of samples whose captions are checked for truncation."""
 Tokenize = Callable[[list[str]], dict[str, Tensor]]
 """Captions -> token ids (B, L) int64, by text encoder."""
-
-
-@dataclass(frozen=True)
-class ImageOptions:
-    """How images and captions are prepared; names as in diffusers' training scripts.
-
-    Raises:
-        UsageError: A value is out of range.
-    """
-
-    resolution: int = 512
-    """Side of the square training images, in pixels."""
-    center_crop: bool = False
-    """Crop the centre of non-square images instead of a random position."""
-    random_flip: bool = False
-    """Mirror half of the images."""
-    proportion_empty_prompts: float = 0.0
-    """Fraction of captions replaced by "" so that the model learns the unconditional prediction."""
-    max_image_pixels: int = MAX_IMAGE_PIXELS
-    """Limit on an image's pixels, before and after resizing; larger ones are bad samples."""
-
-    def __post_init__(self) -> None:
-        if self.resolution < 8 or self.resolution % 8:
-            raise UsageError(
-                f"data.resolution={self.resolution}: expected a positive multiple of 8, which the VAE can divide; "
-                f"write data.resolution={max(8, round(self.resolution / 8) * 8)}"
-            )
-        if not 0 <= self.proportion_empty_prompts <= 1:
-            raise UsageError(
-                f"data.proportion_empty_prompts={self.proportion_empty_prompts}: expected a fraction in [0, 1]; "
-                "write data.proportion_empty_prompts=0.1"
-            )
-        if self.max_image_pixels < self.resolution**2:
-            raise UsageError(
-                f"data.max_image_pixels={self.max_image_pixels}: expected at least the {self.resolution**2} pixels of "
-                f"data.resolution={self.resolution}; write data.max_image_pixels={MAX_IMAGE_PIXELS}"
-            )
-
-    def evaluation(self) -> ImageOptions:
-        """Return the options for validation, without randomness."""
-        return replace(self, center_crop=True, random_flip=False, proportion_empty_prompts=0.0)
 
 
 class CaptionedImages(Dataset[Batch]):
@@ -88,6 +48,7 @@ class CaptionedImages(Dataset[Batch]):
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
     - ``loss_weight`` (B,) float32 if the source has ``loss_weights``, or the global batch is divided unevenly
+    - ``sample_weight`` (B,) float32 in validation with buckets: 0 for samples that only fill up a batch
     - ``captions`` list of B strings, unless their token ids were stored
     - ``bad`` list of ``(index, reason)``
     """
@@ -102,6 +63,7 @@ class CaptionedImages(Dataset[Batch]):
         wrong_captions: bool = False,
         latents: StoredLatents | None = None,
         max_bad: int | None = None,
+        buckets: Sequence[Bucket] = (),
     ) -> None:
         """Combine images, captions and randomness.
 
@@ -115,6 +77,7 @@ class CaptionedImages(Dataset[Batch]):
             latents: Encoded images to return instead of pixels.
             max_bad: Stop replacing samples once more than this many are bad in one batch; such a batch holds only
                 ``bad``.
+            buckets: Shapes of the images; squares without any. All samples of a batch are of one bucket.
         """
         self.source = as_source(source)
         self.tokenize = tokenize
@@ -123,6 +86,7 @@ class CaptionedImages(Dataset[Batch]):
         self.wrong_captions = wrong_captions
         self.latents = latents
         self.max_bad = len(source) if max_bad is None else max_bad
+        self.buckets = buckets
 
     def __len__(self) -> int:
         """Return the number of samples of the source."""
@@ -142,12 +106,15 @@ class CaptionedImages(Dataset[Batch]):
             The batch (see the class), or only ``bad`` if more than ``max_bad`` samples are bad.
         """
         epoch, index, loss_weight = split_keys(keys)
+        shape = (self.options.resolution, self.options.resolution)
+        if self.buckets:
+            shape = shape_of(self.buckets, keys[0][1])
         bad: dict[int, str] = {}
         if self.latents is not None:
             used = self.latents.usable(index)
             images = self.latents.batch(used, epoch=epoch)
         else:
-            found = self._read_images(epoch, index, bad)
+            found = self._read_images(epoch, index, shape, bad)
             if found is None:
                 return {"bad": list(bad.items())}
             images, used = found
@@ -156,14 +123,14 @@ class CaptionedImages(Dataset[Batch]):
             **self._captions(used, which),
             "epoch": epoch,
             "index": index,
-            "target_size": torch.full((len(keys), 2), self.options.resolution),
+            "target_size": torch.tensor([shape] * len(keys)),
             "bad": list(bad.items()),
         }
         if self.source.loss_weights is not None:
             weights = self.source.loss_weights[used]
             loss_weight = weights if loss_weight is None else loss_weight * weights
         if loss_weight is not None:
-            batch["loss_weight"] = loss_weight
+            batch["sample_weight" if self.wrong_captions else "loss_weight"] = loss_weight
         if self.wrong_captions and self.has_wrong_captions:
             batch["wrong_input_ids"] = self.tokenize([self._wrong_caption(i) for i in used])
         return batch
@@ -192,7 +159,7 @@ class CaptionedImages(Dataset[Batch]):
             return None
 
     def _read_images(
-        self, epoch: Tensor, index: Tensor, bad: dict[int, str]
+        self, epoch: Tensor, index: Tensor, shape: Shape, bad: dict[int, str]
     ) -> tuple[dict[str, Tensor], list[int]] | None:
         """Read, crop and flip images; return them with the indices actually read, or None if too many are bad."""
         crops: list[tuple[float, float] | None] = [None] * len(index)
@@ -203,7 +170,7 @@ class CaptionedImages(Dataset[Batch]):
             flips = (randomness.uniform(self.seed, epoch, index, Purpose.FLIP) < 0.5).tolist()
         placed, used = [], []
         for requested, crop, flip in zip(index.tolist(), crops, flips):
-            image = self._readable(requested, crop, flip, bad)
+            image = self._readable(requested, bad, shape, crop, flip)
             if image is None:
                 return None
             placed.append(image[0])
@@ -216,13 +183,13 @@ class CaptionedImages(Dataset[Batch]):
         return images, used
 
     def _readable(
-        self, index: int, crop: tuple[float, float] | None, flip: bool, bad: dict[int, str]
+        self, index: int, bad: dict[int, str], shape: Shape, crop: tuple[float, float] | None, flip: bool
     ) -> tuple[Placed, int] | None:
         """Return the first readable image from ``index`` on, placed, and its index; None if too many are bad."""
-        resolution, max_pixels = self.options.resolution, self.options.max_image_pixels
+        max_pixels = self.options.max_image_pixels
         for i in chain(range(index, len(self)), range(index)):
             try:
-                return read_placed(self.source, i, resolution, max_pixels=max_pixels, crop=crop, flip=flip), i
+                return read_placed(self.source, i, shape, max_pixels=max_pixels, crop=crop, flip=flip), i
             except BadSample as reason:
                 bad[i] = str(reason)
             if len(bad) > self.max_bad:

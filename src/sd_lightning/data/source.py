@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
+from sd_lightning.data.buckets import Bucket
 from sd_lightning.data.order import Locality
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Source(ABC):
     """How far samples that lie together are spread in an epoch; None spreads them over all of it."""
     fingerprint: str | None = None
     """Fingerprint that comes with the data and replaces hashes of images, as in a Hugging Face dataset."""
+    buckets: Sequence[Bucket] | None = None
+    """Aspect-ratio buckets that come with the data, as in a latent store; None if images are cropped to any shape."""
     rows: Tensor | None = None
     """(N,) int64, index in ``distinct`` of each sample's image, where samples share images."""
 

@@ -31,7 +31,6 @@ class SourceSubset(Source):
         self.indices = indices
         self.dropped = self.source.dropped
         self.fingerprint = self.source.fingerprint
-        self.locality = self.source.locality
 
     def __len__(self) -> int:
         return len(self.indices)

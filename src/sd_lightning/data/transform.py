@@ -6,6 +6,8 @@ An image's number of pixels is checked before they are allocated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.shapes import Shape
 from sd_lightning.data.source import BadSample, Source
 
 MAX_IMAGE_PIXELS = 128_000_000
@@ -25,7 +28,7 @@ class Placed:
     """A transformed image and the sizes that SDXL is conditioned on (all in pixels)."""
 
     pixels: np.ndarray
-    """``(resolution, resolution, 3)`` uint8."""
+    """(height, width, 3) uint8, the target shape."""
     original_size: tuple[int, int]
     """(height, width) before resizing."""
     crop_top_left: tuple[int, int]
@@ -76,27 +79,49 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
         )
 
 
-def resized(size: tuple[int, int], resolution: int, max_pixels: int) -> tuple[int, int]:
-    """Return the size, (width, height), after resizing the shorter side to ``resolution``.
+def resized(size: tuple[int, int], shape: Shape, max_pixels: int) -> tuple[int, int]:
+    """Return the size after resizing to the smallest one that covers a shape, with the aspect ratio kept.
+
+    Args:
+        size: (width, height) of the image.
+        shape: (height, width) to cover.
+        max_pixels: Limit on the pixels.
+
+    Returns:
+        (width, height).
 
     Raises:
         BadSample: It has more than ``max_pixels`` (a very long image).
     """
-    shorter = min(size)
-    width, height = (max(resolution, round(side * resolution / shorter)) for side in size)
+    width, height = size
+    if width * shape[0] >= height * shape[1]:
+        width, height = round(width * shape[0] / height), shape[0]
+    else:
+        width, height = shape[1], round(height * shape[1] / width)
     if width * height > max_pixels:
         raise BadSample(
-            f"the image of {size[0]} x {size[1]} pixels would become {width} x {height} at data.resolution="
-            f"{resolution}, more than data.max_image_pixels={max_pixels} allows; crop it, or write "
+            f"the image of {size[0]} x {size[1]} pixels would become {width} x {height} to cover {shape[1]} x "
+            f"{shape[0]}, more than data.max_image_pixels={max_pixels} allows; crop it, or write "
             f"data.max_image_pixels={width * height}"
         )
     return width, height
 
 
+@contextmanager
+def any_error_is_a_bad_sample() -> Iterator[None]:
+    """Turn every error but ``UsageError`` and ``MemoryError`` into ``BadSample``."""
+    try:
+        yield
+    except (BadSample, UsageError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadSample(f"{type(error).__name__}: {error}") from error
+
+
 def read_placed(
     source: Source,
     index: int,
-    resolution: int,
+    shape: Shape,
     *,
     max_pixels: int = MAX_IMAGE_PIXELS,
     crop: tuple[float, float] | None = None,
@@ -107,30 +132,26 @@ def read_placed(
     Raises:
         BadSample: It cannot be read or placed, whatever the error, except ``UsageError`` and ``MemoryError``.
     """
-    try:
+    with any_error_is_a_bad_sample():
         source.captions(index)
-        return place(source.image(index), resolution, max_pixels=max_pixels, crop=crop, flip=flip)
-    except (BadSample, UsageError, MemoryError):
-        raise
-    except Exception as error:
-        raise BadSample(f"{type(error).__name__}: {error}") from error
+        return place(source.image(index), shape, max_pixels=max_pixels, crop=crop, flip=flip)
 
 
 def place(
     image: Image.Image,
-    resolution: int,
+    shape: Shape,
     *,
     max_pixels: int = MAX_IMAGE_PIXELS,
     crop: tuple[float, float] | None = None,
     flip: bool = False,
 ) -> Placed:
-    """Resize the shorter side to ``resolution`` and crop a square (flip first, as in diffusers).
+    """Resize an image so that it just covers a shape, and crop the rest (flip first, as in diffusers).
 
     Args:
         image: RGB image.
-        resolution: Side of the square, in pixels.
+        shape: (height, width) of the result, in pixels.
         max_pixels: Limit on the image's pixels, before and after resizing.
-        crop: Vertical and horizontal position of the square as fractions in [0, 1); ``None`` crops
+        crop: Vertical and horizontal position of the crop as fractions in [0, 1); ``None`` crops
             the centre.
         flip: Mirror left and right.
 
@@ -145,15 +166,15 @@ def place(
     if image.mode != "RGB":
         raise ValueError(f"the image's mode is {image.mode}; expected RGB")
     width, height = image.size
-    new_width, new_height = resized(image.size, resolution, max_pixels)
+    new_width, new_height = resized(image.size, shape, max_pixels)
     if (new_width, new_height) != (width, height):
         image = image.resize((new_width, new_height), Image.Resampling.LANCZOS, reducing_gap=3.0)
     if flip:
         image = ImageOps.mirror(image)
-    room = (new_height - resolution, new_width - resolution)
+    room = (new_height - shape[0], new_width - shape[1])
     top, left = (room[0] // 2, room[1] // 2) if crop is None else tuple(int(c * (r + 1)) for c, r in zip(crop, room))
     if room != (0, 0):
-        image = image.crop((left, top, left + resolution, top + resolution))
+        image = image.crop((left, top, left + shape[1], top + shape[0]))
     return Placed(np.asarray(image), (height, width), (top, left))
 
 

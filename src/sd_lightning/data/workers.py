@@ -25,7 +25,8 @@ from sd_lightning.data.loader import Batch, BatchKeys, LoaderOptions
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from sd_lightning.data.samples import CaptionedImages, ImageOptions
+    from sd_lightning.data.image_options import ImageOptions
+    from sd_lightning.data.samples import CaptionedImages
 
 log = logging.getLogger(__name__)
 

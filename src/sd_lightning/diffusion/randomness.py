@@ -53,6 +53,7 @@ class Purpose(IntEnum):
     INPUT_PERTURBATION = 8
     SHUFFLE = 9
     SAMPLING_LATENTS = 10
+    BUCKETS = 11
 
 
 def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, Array, Array, Array]:

@@ -113,7 +113,7 @@ def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Chang
         raise UsageError(
             f"resume={path}: the training set has changed in the middle of epoch {position.epoch}, whose rest it is to "
             f"give: {change.told}; bring it back as it was, or write data.changed=accept: "
-            f"{then if change.is_resized else 'the epoch goes on with the samples that are there'}"
+            f"{then if change.reorders else 'the epoch goes on with the samples that are there'}"
         )
     return change
 
@@ -141,7 +141,7 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
     if bad and isinstance(datamodule, CountedData):
         datamodule.recall_bad(bad)
     position = RunPosition(**saved["position"])
-    if change is not None and change.is_resized and position.steps_in_epoch:
+    if change is not None and change.reorders and position.steps_in_epoch:
         return replace(position, epoch=position.epoch + 1, steps_in_epoch=0)  # the order of every epoch has changed
     return position
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_type_hints
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule.module import SDDataModule
+from sd_lightning.data.image_options import BUCKET_FIELDS, ImageOptions
 from sd_lightning.data.loader import LoaderOptions
-from sd_lightning.data.samples import ImageOptions
 from sd_lightning.data.source import Source
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
@@ -120,13 +120,13 @@ _OF_MANY_IMAGES: dict[str, Any] = {
 }
 
 
-def _flat(*, without: str = "", **groups: Any) -> Callable[[_Builder], _Builder]:
+def _flat(*, without: Sequence[str] = (), **groups: Any) -> Callable[[_Builder], _Builder]:
     """Replace a builder's dataclass parameters by the fields of these dataclasses.
 
     The signature and the annotations of the result are flat, too: the configuration is checked against them.
 
     Args:
-        without: A field without meaning for this builder; it keeps its default.
+        without: Fields without meaning for this builder; they keep their defaults.
         **groups: Parameter -> instance of its dataclass, with the defaults of this builder.
     """
 
@@ -138,7 +138,7 @@ def _flat(*, without: str = "", **groups: Any) -> Callable[[_Builder], _Builder]
             flat += [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
                 for name, default in vars(group).items()
-                if name != without
+                if name not in without
             ]
         signature = inspect.Signature(flat, return_annotation=SDDataModule)
 
@@ -162,7 +162,7 @@ def _flat(*, without: str = "", **groups: Any) -> Callable[[_Builder], _Builder]
     batches=Batches(64, cache_latents=True),
     images=ImageOptions(32, center_crop=True, proportion_empty_prompts=0.1),
     loader=LoaderOptions(),
-    without="max_image_pixels",
+    without=("max_image_pixels", *BUCKET_FIELDS),
 )
 def digits_data(
     *, num_val_samples: int = 128, batches: Batches, images: ImageOptions, loader: LoaderOptions
@@ -264,7 +264,7 @@ def parquet_data(
     batches=Batches(2, cache_latents=True),
     images=ImageOptions(center_crop=True),
     loader=LoaderOptions(),
-    without="val_batch_size",
+    without=("val_batch_size",),
 )
 def dreambooth_data(
     instance_data_dir: str,

@@ -12,13 +12,15 @@ from lightning.pytorch import LightningDataModule, Trainer
 from sd_lightning._errors import UsageError
 from sd_lightning.data.bad_samples import BadSamples
 from sd_lightning.data.contract import TrainedModule
+from sd_lightning.data.datamodule.batching import Batching, check_buckets
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
+from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loader import Batch, EpochLoader, LoaderOptions, WholeBatchLoader
 from sd_lightning.data.look_ahead import LookAhead
-from sd_lightning.data.order import ORDER_VERSION, BatchOrder, EpochBatches
-from sd_lightning.data.sampler import GlobalBatchSampler, validation_batches
-from sd_lightning.data.samples import CaptionedImages, ImageOptions, tell_of_long_captions
+from sd_lightning.data.order import ORDER_VERSION
+from sd_lightning.data.sampler import GlobalBatchSampler
+from sd_lightning.data.samples import CaptionedImages, tell_of_long_captions
 from sd_lightning.data.source import BadSample, Source, as_source
 from sd_lightning.data.workers import Loaders
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -80,7 +82,7 @@ class SDDataModule(LightningDataModule):
         self.cache_latents = cache_latents
         self.train_sampler: GlobalBatchSampler | None = None
         self.no_caption_gap: str | None = "nothing was validated"
-        self._told_of_long_captions = False
+        self._told_of_data = False
         self._latents: dict[int, tuple[object, LatentTable]] = {}
         self._position: dict[str, int] | None = None
         self._fingerprint: Fingerprint | None = None
@@ -91,6 +93,8 @@ class SDDataModule(LightningDataModule):
         self.bad_samples = self.bad.found
         for source in self._sources:
             self.bad.count(source.dropped)
+        drop_last = self.loader_options.drop_last
+        self._batching = Batching(batch_size, self.images, drop_last=drop_last, bad=self.bad)
 
     def _check_options(self, max_bad_fraction: float) -> None:
         if self.batch_size < 1:
@@ -102,12 +106,9 @@ class SDDataModule(LightningDataModule):
             )
         if self.changed not in ("refuse", "accept"):
             raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
-        if self.cache_latents and (self.images.random_flip or not self.images.center_crop):
-            random = "data.random_flip=true" if self.images.random_flip else "data.center_crop=false"
-            raise UsageError(
-                f"data.cache_latents=true encodes each image once, but {random} changes it every epoch; write "
-                "data.center_crop=true data.random_flip=false, or data.cache_latents=false"
-            )
+        if self.cache_latents:
+            self.images.check_cacheable()
+        check_buckets(self.images, self.source_train)
 
     def check_batches(self, world_size: int, accumulate: int) -> None:
         """Check that the training set fills a global batch, and that the batch has a sample for every process.
@@ -115,7 +116,12 @@ class SDDataModule(LightningDataModule):
         Raises:
             UsageError: The batch is too large or too small.
         """
-        GlobalBatchSampler(self._order(seed=0), world_size=world_size, accumulate=accumulate)
+        self._batching.check(self.source_train, world_size, accumulate)
+
+    @property
+    def most_batches_per_epoch(self) -> int:
+        """The largest possible number of global batches in an epoch, the exact one without buckets."""
+        return self._batching.most_batches(self.source_train)
 
     def check_model(self, model: LatentDiffusion) -> None:
         """Check that a model can be trained on these data.
@@ -134,7 +140,8 @@ class SDDataModule(LightningDataModule):
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the training set, computed on the first call; see ``data/fingerprint.py``."""
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.source_train)
+            order = self._batching.signature(self.source_train)
+            self._fingerprint = fingerprint(self.source_train, order=order)
         return self._fingerprint
 
     def change_since(self, saved: Mapping[str, Any]) -> Change | None:
@@ -156,27 +163,21 @@ class SDDataModule(LightningDataModule):
         if self.train_sampler is not None:
             self.train_sampler.resume(**self._position)
 
-    def _order(self, *, seed: int, shuffle: bool = True) -> BatchOrder:
-        """Return the order of the training samples."""
-        source = self.source_train
-        size, together = self.batch_size, source.together
-        return EpochBatches(len(source), size, seed, shuffle=shuffle, together=together, locality=source.locality)
-
     def train_dataloader(self) -> EpochLoader:
         """Return the loader over this rank's shard of every global batch."""
         trainer = self._attached()
         world_size, rank = self._data_parallel()
         shuffle = not trainer.overfit_batches  # type: ignore[attr-defined]
+        order = self._batching.order(self.source_train, seed=self._module().seed, shuffle=shuffle)
         self.train_sampler = GlobalBatchSampler(
-            self._order(seed=self._module().seed, shuffle=shuffle),
-            world_size=world_size,
-            rank=rank,
-            accumulate=trainer.accumulate_grad_batches,
+            order, world_size=world_size, rank=rank, accumulate=trainer.accumulate_grad_batches
         )
         if self._position is not None:
             self.train_sampler.resume(**self._position)
-        if not self._told_of_long_captions and trainer.is_global_zero:
-            self._told_of_long_captions = True
+        if not self._told_of_data and trainer.is_global_zero:
+            self._told_of_data = True
+            for line in order.described():
+                log.info("data: %s", line)
             tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
         dataset = self._dataset(self.source_train, self.images)
         loader = self._loaders.build(dataset, self.train_sampler, trainer)
@@ -188,7 +189,8 @@ class SDDataModule(LightningDataModule):
     def val_dataloader(self) -> WholeBatchLoader | list[Batch]:
         """Return the loader over this rank's shard of the held-out images, in order and without randomness.
 
-        All shards are equally large, as sharded networks need: with W processes, N % W samples are dropped.
+        All ranks get equally many batches, as sharded networks need. With W processes, N % W samples are dropped; with
+        buckets none.
         """
         if self.source_val is None:
             # The user chose no validation; Lightning would ask whether that was intended.
@@ -198,7 +200,7 @@ class SDDataModule(LightningDataModule):
         dataset = self._dataset(self.source_val, self.images.evaluation(), wrong_captions=True)
         self._check_caption_gap(dataset)
         size = self.loader_options.val_batch_size or self.batch_size
-        batches = validation_batches(len(self.source_val), size, *self._data_parallel())
+        batches = self._batching.validation(self.source_val, size, *self._data_parallel())
         return WholeBatchLoader(self._loaders.build(dataset, batches, self._attached()))
 
     def test_dataloader(self) -> WholeBatchLoader | list[Batch]:
@@ -261,6 +263,7 @@ class SDDataModule(LightningDataModule):
             wrong_captions=wrong_captions,
             latents=self._latent_table(source) if self.cache_latents else source.latents,
             max_bad=self.bad.limit,
+            buckets=self._batching.buckets(source),
         )
 
     def _check_caption_gap(self, dataset: CaptionedImages) -> None:

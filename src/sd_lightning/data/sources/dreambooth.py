@@ -204,7 +204,7 @@ def check_readable(photos: Sequence[Picture], *, resolution: int, max_pixels: in
     bad = {}
     for path in dict.fromkeys(photo.path for photo in photos):
         try:
-            resized(decode(path, max_pixels=max_pixels).size, resolution, max_pixels)
+            resized(decode(path, max_pixels=max_pixels).size, (resolution, resolution), max_pixels)
         except BadSample as reason:
             bad[path] = str(reason)
     if bad:

@@ -174,7 +174,7 @@ class ShardEncoder:
             crop = (top, left)
         # Variants take turns, so that of two one is mirrored.
         flip = self.recipe.flip and (variant + int(image[-1])) % 2 == 1
-        return place(picture, self.recipe.resolution, max_pixels=self.max_pixels, crop=crop, flip=flip)
+        return place(picture, (self.recipe.resolution,) * 2, max_pixels=self.max_pixels, crop=crop, flip=flip)
 
     def _encode(self, images: np.ndarray, placed: list[Placed]) -> Tensor:
         """Return the latents (N * variants, C, h, w) of some images, in the type that is stored."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.shapes import nearest_shapes
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, already_encoded
 from sd_lightning.data.store.files import SampleFile, name_of
@@ -38,6 +39,17 @@ SAMPLES_PER_FILE = 2**13
 _READ_AT_ONCE = 256
 Run = Callable[[Sequence[EncodeTask]], Iterable[Encoded]]
 """Encodes latent files, in any order."""
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A sample that can be read."""
+
+    index: int
+    size: tuple[int, int]
+    """(height, width) of the image in pixels, if its shape depends on it."""
+    row: tuple[str, str, bytes, list[str]]
+    """Identity, name, hash of the image, captions."""
 
 
 @dataclass
@@ -101,21 +113,26 @@ class StoreJob:
     def _update_split(self, split: str, source: Source, before: Generation) -> list[SampleEntry]:
         known = _Known(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
         added: list[SampleEntry] = []
-        for indices, rows in self._looked_at(source):
-            is_kept = known.keep(rows)
-            self.counts.kept += int(is_kept.sum())
-            new = np.flatnonzero(~is_kept)
-            if len(new):
-                added += self._add(split, source, indices[new], rows.take(new))
-        return known.entries(self._write, self.counts) + added
+        for portion in self._looked_at(source):
+            for indices, rows in portion:
+                is_kept = known.keep(rows)
+                self.counts.kept += int(is_kept.sum())
+                new = np.flatnonzero(~is_kept)
+                if len(new):
+                    added += self._add(split, source, indices[new], rows.take(new))
+        # Those of one shape lie together: they are a bucket.
+        return sorted(known.entries(self._write, self.counts) + added, key=lambda entry: entry.shape)
 
-    def _looked_at(self, source: Source) -> Iterator[tuple[np.ndarray, SampleRows]]:
-        """Yield the readable samples of each portion: their indices, and their rows."""
+    def _looked_at(self, source: Source) -> Iterator[list[tuple[np.ndarray, SampleRows]]]:
+        """Yield the readable samples of each portion: of every shape, their indices and their rows."""
+        shapes = self.store.recipe.shapes
 
-        def look(index: int) -> tuple[str, str, bytes, list[str]] | str:
+        def look(index: int) -> _Looked | str:
             try:
                 content = blake2b(source.content(index), digest_size=HASH_BYTES).digest()
-                return source.key(index), source.name(index), content, list(source.captions(index))
+                size = source.size(index) if shapes else (1, 1)
+                row = source.key(index), source.name(index), content, list(source.captions(index))
+                return _Looked(index, size, row)
             except BadSample as reason:
                 return str(reason)
 
@@ -123,18 +140,30 @@ class StoreJob:
         with ThreadPoolExecutor(self.num_threads, "look") as pool:
             for begin in range(0, total, self.portion):
                 end = min(begin + self.portion, total)
-                indices, found = [], []
+                found: list[_Looked] = []
                 for at in range(begin, end, _READ_AT_ONCE):
                     some = range(at, min(at + _READ_AT_ONCE, end))
                     for index, sample in zip(some, pool.map(look, some)):
                         if isinstance(sample, str):
                             self.bad.count({source.name(index): sample})
                         else:
-                            indices.append(index)
                             found.append(sample)
                     self.counts.samples += len(some)
                     self.looked_at(self.counts.samples)
-                yield np.array(indices, np.int64), SampleRows.of(found, self.tokenizing.fingerprint)
+                yield self._by_shape(found)
+
+    def _by_shape(self, found: Sequence[_Looked]) -> list[tuple[np.ndarray, SampleRows]]:
+        if not found:
+            return []
+        shape_of = np.zeros(len(found), np.int64)
+        if self.store.recipe.shapes:
+            shape_of = nearest_shapes(np.array([each.size for each in found]), self.store.recipe.shapes)
+        parts = []
+        for shape in np.unique(shape_of).tolist():
+            here = [found[i] for i in np.flatnonzero(shape_of == shape).tolist()]
+            rows = SampleRows.of([each.row for each in here], self.tokenizing.fingerprint, shape=shape)
+            parts.append((np.array([each.index for each in here], np.int64), rows))
+        return parts
 
     def _add(self, split: str, source: Source, indices: np.ndarray, rows: SampleRows) -> list[SampleEntry]:
         """Encode the images of new samples where no table knows them, and write the samples."""
@@ -144,7 +173,7 @@ class StoreJob:
         if len(unknown):
             _, first = np.unique(rows.images[unknown], axis=0, return_index=True)
             first = unknown[np.sort(first)]
-            reasons = self._encode(split, indices[first], rows.images[first])
+            reasons = self._encode(split, indices[first], rows.images[first], rows.shape)
         shards, where = self._places(rows.images)
         is_bad = where[:, 0] < 0
         for number in np.flatnonzero(is_bad).tolist():
@@ -154,11 +183,11 @@ class StoreJob:
         self.counts.added += len(good)
         return self._write(rows.take(good), shards, where[good])
 
-    def _encode(self, split: str, indices: np.ndarray, images: np.ndarray) -> dict[str, str]:
+    def _encode(self, split: str, indices: np.ndarray, images: np.ndarray, shape: int) -> dict[str, str]:
         """Encode images and write their table; return the reasons of those that cannot be used."""
-        step = self.images_per_file
+        step, pixels = self.images_per_file, self.store.recipe.all_shapes[shape]
         cuts = range(0, len(images), step)
-        tasks = [EncodeTask(split, indices[i : i + step], images[i : i + step]) for i in cuts]
+        tasks = [EncodeTask(split, indices[i : i + step], images[i : i + step], pixels) for i in cuts]
         names = [task.name(self.store.recipe) for task in tasks]
         is_there = [name in self._latents for name in names]
         results = {
@@ -217,7 +246,7 @@ class StoreJob:
             self.counts.bytes_written += len(data)
             texts = ["\n".join(each).encode(errors="surrogatepass") for each in part.captions]
             digests = name_of(part.keys.tobytes()), name_of(part.images.tobytes()), name_of(*texts)
-            entries.append(SampleEntry(name, len(part), len(data), *digests))
+            entries.append(SampleEntry(name, len(part), len(data), part.shape, *digests))
         return entries
 
 

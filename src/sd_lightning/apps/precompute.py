@@ -138,7 +138,7 @@ def encode(
         encoder.to(torch.device("cpu"))
     runner = Workers(shard, workers)
     try:
-        with store.locked(), tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
+        with store.locked(), progress, tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
             store.create()
             job = StoreJob(
                 store,

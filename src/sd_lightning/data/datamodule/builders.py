@@ -1,7 +1,7 @@
 """Functions that build an ``SDDataModule`` from plain values: the ``_target_`` of ``conf/data/*.yaml``.
 
-Callers pass flat keyword arguments (``data.batch_size=64``); ``flat`` groups them into the dataclasses that the functions
-take (``ImageOptions``, ``LoaderOptions``, ...).
+Callers pass flat keyword arguments (``data.batch_size=64``); ``flat`` groups them into the dataclasses that the
+functions take (``ImageOptions``, ``LoaderOptions``, ...).
 """
 
 from __future__ import annotations

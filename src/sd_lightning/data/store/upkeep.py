@@ -130,8 +130,11 @@ class Pruning:
             if entry.name not in kept
         ]
         old_tables = [path_of(TABLES, name) for name in tables if name != table]
+        # A pruning that was killed may have written some of them, which nobody referred to until now.
+        used = {path_of(SAMPLES, name) for name in kept} | {path_of(LATENTS, new) for new, *_ in moved.values()}
         for path in (*old_tables, *self.unused.files, *replaced, *(path_of(LATENTS, name) for name in moved)):
-            self.store.folder.delete(path)
+            if path not in used:
+                self.store.folder.delete(path)
 
     def _compact(self) -> dict[str, tuple[str, int, np.ndarray, np.ndarray]]:
         """Write the used rows of every partly used file to a file of its own.

@@ -1,7 +1,6 @@
 """Latent stores in an object store: what they hold is what a local one holds, whatever fails on the way."""
 
 import json
-import logging
 import os
 import threading
 import time

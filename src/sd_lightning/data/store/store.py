@@ -104,7 +104,7 @@ class LatentStore:
 
     def generation(self) -> Generation:
         """Return the newest generation; number 0 with no samples if there is none."""
-        names = [entry.name for entry in self.folder.entries(f"{GENERATIONS}/")]
+        names = [entry.name for entry in self.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
         if not names:
             return Generation()
         newest = max(names)
@@ -207,7 +207,7 @@ def path_of(kind: str, name: str) -> str:
 
 def recipes(root: Location) -> list[Recipe]:
     """Return the recipes of a store, sorted by fingerprint."""
-    names = [entry.name for entry in root.entries(f"{_RECIPES}/")]
+    names = [entry.name for entry in root.entries(f"{_RECIPES}/") if entry.name.endswith(".json")]
     return [Recipe.from_json(root.read(name), where=f"{root.url}/{name}") for name in names]
 
 

@@ -90,4 +90,3 @@ def test_a_bucket_that_cannot_be_used_is_told_before_the_model_is_loaded(
     s3.deny("ExpiredToken", "400 Bad Request")
     for error in refusals("s3://bucket/latents"):
         assert "the credentials have expired" in error
-    assert not list((tmp_path / "outputs").rglob("*")) if (tmp_path / "outputs").exists() else True

@@ -81,8 +81,8 @@ class Pruning:
             return unused
         named = {entry.name for entries in self.generation.splits.values() for entry in entries}
         newest = f"{GENERATIONS}/{self.generation.number:08}.json"
-        present = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
-        older = [entry for entry in present if entry.name != newest]
+        numbered = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
+        older = [entry for entry in numbered if entry.name != newest]
         unused.files += [entry.name for entry in older]
         unused.freed += sum(entry.size for entry in older)
         for kind, present, wanted in (

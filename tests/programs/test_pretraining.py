@@ -46,7 +46,9 @@ def run(call_main: Call, phase: str, *arguments: str) -> None:
 def stores(call_main: Call) -> None:
     """Stores of both phases, `latents-16` and `latents-32`, in the folder where the programs run."""
     for size in ("16", "32"):
-        code, out = call_main(precompute, "data=digits", f"data.resolution={size}", f"store=latents-{size}", "workers=1")
+        code, out = call_main(
+            precompute, "data=digits", f"data.resolution={size}", f"store=latents-{size}", "workers=1"
+        )
         assert code == 0, out
 
 

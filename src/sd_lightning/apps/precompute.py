@@ -21,6 +21,7 @@ from sd_lightning.apps.preflight import LOAD_MODEL, check_model
 from sd_lightning.apps.stage_progress import StageProgress, shares
 from sd_lightning.apps.store_upkeep import prune, verify
 from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.samples import tell_of_long_captions
 from sd_lightning.data.source import Source
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.job import StoreJob
@@ -136,9 +137,10 @@ def encode(
     bad = datamodule.bad
     if workers > 1 and device.type == "cuda":
         encoder.to(torch.device("cpu"))
+    tell_of_long_captions(sources["train"], model.truncated)
     runner = Workers(shard, workers)
     try:
-        with store.locked(), tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
+        with store.locked(), progress, tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
             store.create()
             job = StoreJob(
                 store,

@@ -90,10 +90,8 @@ def test_precompute_and_a_plain_loop_encode_the_same_photos(tools: tuple[ModuleT
     case.plain_loop(tmp_path / "photos", build("tiny").vae.eval(), tmp_path / "plain")
     case.job(tmp_path / "photos", tmp_path / "store", workers=1)
     (plain,), (ours,) = (tmp_path / "plain").iterdir(), (tmp_path / "store").rglob("latents/*.safetensors")
-    theirs, rows = (load_file(path)["latents"].float().flatten(1) for path in (plain, ours))
-    distance, nearest = torch.cdist(theirs, rows).min(dim=1)
-    assert sorted(nearest.tolist()) == [0, 1, 2], "each photo is another row: a store is sorted by hash"
-    assert float(distance.max()) < 1e-2 * float(theirs.norm(dim=1).min())
+    theirs, rows = (load_file(path)["latents"].float() for path in (plain, ours))
+    assert torch.allclose(rows, theirs, atol=1e-2)
     assert case.Recorded.last.images == 3 and case.Recorded.last.seconds["encode"] > 0
 
 

@@ -84,7 +84,9 @@ def write_store(folder: Path, latents: np.ndarray, ids: np.ndarray) -> StoreRead
     for begin in range(0, len(latents), FILE_ROWS):
         end = min(begin + FILE_ROWS, len(latents))
         rows = SampleRows.of(
-            [(f"{i}", f"{i}.png", i.to_bytes(16, "big"), [f"the caption of image {i}"]) for i in range(begin, end)], "-"
+            [(f"{i}", f"{i}.png", i.to_bytes(16, "big"), [f"the caption of image {i}"]) for i in range(begin, end)],
+            "-",
+            shape=0,
         )
         tensors = {
             "latents": torch.from_numpy(latents[begin:end]),
@@ -96,7 +98,7 @@ def write_store(folder: Path, latents: np.ndarray, ids: np.ndarray) -> StoreRead
         place = np.stack([np.zeros(end - begin, np.int64), np.arange(end - begin)], axis=1)
         samples = rows.to_bytes([(f"{begin}", len(data))], place, {"text_encoder": torch.from_numpy(ids[begin:end])})
         store.put(SAMPLES, name_of(samples), samples)
-        entries.append(SampleEntry(name_of(samples), end - begin, len(samples), "", "", ""))
+        entries.append(SampleEntry(name_of(samples), end - begin, len(samples), 0, "", "", ""))
     store.commit(Generation(1, {"train": entries}))
     return StoreReader(store, store.generation(), "train", FileCache(folder / "cache", 10**9))
 

@@ -401,6 +401,8 @@ def test_a_long_wait_for_data_is_shown_with_its_remedy(
         assert lines[5][2:4] == ["3.23 img/s", shown]
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(("read_ms", "is_slow"), [(15, True), (0, False)])
 def test_a_slow_data_set_shows_a_wait_and_a_fast_one_does_not(
     read_ms: int, is_slow: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -11,11 +11,13 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.sources.latents import stored_images
 from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
 from sd_lightning.data.store.recipe import Recipe, vae_hash
 from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
+from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.storage.location import open_location
 from small_store import (
     MeanEncoder,
@@ -131,6 +133,50 @@ def _moments(photos, tmp_path):
     return reader(tmp_path / "moments").latents(np.arange(23)).latents
 
 
+class TestBuckets:
+    SHAPES = ((16, 8), (8, 8), (8, 16))
+
+    def test_images_get_the_nearest_shape_and_files_hold_one(self, tmp_path):
+        from PIL import Image
+
+        photos = tmp_path / "photos"
+        sizes = [(8, 8), (9, 17), (30, 16), (16, 33), (64, 60), (20, 40), (8, 9)]
+        for i, size in enumerate(sizes * 3):
+            write_picture(photos, f"{i:02}", colour=i)
+            pixels = np.random.default_rng(i).integers(0, 256, (*size, 3), np.uint8)
+            Image.fromarray(pixels).save(photos / f"{i:02}.png")
+        of = recipe(shapes=self.SHAPES)
+        update(tmp_path / "store", ImageFolder(photos), of=of, images_per_file=2, portion=8)
+        store = reader(tmp_path / "store", of=of)
+        source = stored_images(store.store, store)
+        assert sum(map(len, source.buckets)) == 21 and [b.shape for b in source.buckets] == [*self.SHAPES]
+        for bucket in source.buckets:
+            index = np.array(bucket.members)
+            stored = store.latents(index)
+            assert stored.latents.shape[1:] == (6, bucket.shape[0] // 4, bucket.shape[1] // 4)
+            for i, latents, given in zip(index.tolist(), stored.latents, stored.sizes.tolist()):
+                picture = Image.open(store.name(i))
+                placed = place(picture, bucket.shape)
+                pixels = to_model_range(torch.from_numpy(placed.pixels.copy())[None])
+                assert torch.equal(MeanEncoder().encode_moments(pixels)[0], latents)
+                assert given == [picture.height, picture.width, *placed.crop_top_left]
+                ratios = [abs(np.log(picture.width / picture.height * h / w)) for h, w in self.SHAPES]
+                assert self.SHAPES[int(np.argmin(ratios))] == bucket.shape
+        with pytest.raises(AssertionError, match="several shapes"):
+            store.latents(np.arange(21))
+
+    def test_a_changed_shape_moves_the_sample_to_its_bucket_and_the_rest_stays(self, photos, tmp_path):
+        from PIL import Image
+
+        of = recipe(shapes=self.SHAPES)
+        update(tmp_path / "store", ImageFolder(photos), of=of)
+        Image.new("RGB", (32, 16), "red").save(photos / "004.png")
+        ran = update(tmp_path / "store", ImageFolder(photos), of=of)
+        assert ran.counts.encoded == 1 and ran.counts.kept == 22
+        buckets = {b.shape: len(b) for b in stored_images(None, reader(tmp_path / "store", of=of)).buckets}
+        assert buckets == {(8, 8): 22, (8, 16): 1}
+
+
 class TestNeverStale:
     """Each mutation, then one more job: the store holds what a new store would."""
 
@@ -169,6 +215,7 @@ class TestNeverStale:
             {"vae": "1" * 32},
             {"resolution": 16},
             {"crop": "random"},
+            {"shapes": ((8, 8), (8, 16))},
             {"flip": True},
             {"flip": True, "variants": 2},
             {"latents": "draw"},

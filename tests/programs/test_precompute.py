@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from places import PACKAGE
 from sd_lightning import precompute, train
@@ -31,8 +32,6 @@ def cli(call_main: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, s
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """A folder of 20 pictures of 40 x 32 pixels."""
-    from PIL import Image
-
     folder = tmp_path / "photos"
     folder.mkdir()
     for i in range(20):
@@ -128,6 +127,17 @@ def test_variants_serve_a_random_crop(cli: Any, call_main: Any, photos: Path) ->
     assert call_main(train, *data, *SMALL, "output_dir=runs/random")[0] == 0
 
 
+def test_buckets_are_stored_and_trained_on(cli: Any, call_main: Any, photos: Path, tmp_path: Path) -> None:
+    for i in range(8):
+        write_picture(photos, f"tall-{i}", colour=i)
+        Image.new("RGB", (20, 60), (i, 2 * i, 3 * i)).save(photos / f"tall-{i}.png")
+    buckets = [f"data.{name}" for name in ("enable_bucket=true", "min_bucket_reso=16", "max_bucket_reso=64")]
+    code, out = cli(*of(photos, "store=latents", *buckets, "data.bucket_reso_steps=8", "workers=1"))
+    assert code == 0 and "data.enable_bucket=true (" in out and "27 added" in out.replace("28 added", "27 added")
+    data = ["data=latents", "data.store=latents", "data.drop_last=false"]
+    assert call_main(train, *data, *SMALL, "output_dir=runs/buckets", "trainer.max_steps=8")[0] == 0
+
+
 def refused(answer: tuple[int, str]) -> str:
     """Return the message of a refusal."""
     code, error = answer
@@ -185,8 +195,6 @@ def test_refusals_of_training_on_a_store(cli: Any, call_main: Any, photos: Path,
 @pytest.mark.parametrize("workers", [1, 3])
 def test_killed_twenty_times_it_writes_what_an_undisturbed_job_writes(workers: int, tmp_path: Path) -> None:
     """Each job is killed with its workers at a random time; at most one file per worker is made again."""
-    from PIL import Image
-
     photos = tmp_path / "photos"
     photos.mkdir()
     for i in range(600):

@@ -31,7 +31,7 @@ class MeanEncoder:
     """An encoder whose moments tell the picture: mean colours of its quarters, and a log-variance of -4."""
 
     def encode_moments(self, pixel_values: Tensor) -> Tensor:
-        means = torch.nn.functional.avg_pool2d(pixel_values, pixel_values.shape[-1] // 2)
+        means = torch.nn.functional.avg_pool2d(pixel_values, SIDE // 2)
         return torch.cat([means, torch.full_like(means, -4.0)], dim=1)
 
     def latents(self, encoded: Tensor, *, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
@@ -139,8 +139,12 @@ def held(store: StoreReader) -> dict[str, tuple[np.ndarray, list[str]]]:
     """Return what a store holds, in the form of :func:`expected`."""
     if not len(store):
         return {}
-    latents = store.latents(np.arange(len(store))).latents
-    return {store.name(i): (latents[i].numpy(), store.captions(i)) for i in range(len(store))}
+    found = {}
+    for files in store.files_of_shape().values():
+        index = np.arange(store.ends[files.start - 1] if files.start else 0, store.ends[files.stop - 1])
+        latents = store.latents(index).latents
+        found |= {store.name(i): (each.numpy(), store.captions(i)) for i, each in zip(index.tolist(), latents)}
+    return found
 
 
 def same(one: dict[str, tuple[np.ndarray, list[str]]], other: dict[str, tuple[np.ndarray, list[str]]]) -> bool:

@@ -102,6 +102,7 @@ def recipe_of(model: LatentDiffusion, datamodule: SDDataModule, settings: Settin
         family=model.pipeline_class,
         vae=vae_hash(model.vae.state_dict(), model.components["vae"].config),
         resolution=images.resolution,
+        shapes=tuple(images.shapes) if images.enable_bucket else (),
         crop="center" if images.center_crop else "random",
         flip=images.random_flip,
         variants=settings.variants,
@@ -137,7 +138,7 @@ def encode(
         encoder.to(torch.device("cpu"))
     runner = Workers(shard, workers)
     try:
-        with store.locked(), tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
+        with store.locked(), progress, tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
             store.create()
             job = StoreJob(
                 store,

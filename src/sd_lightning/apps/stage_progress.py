@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from sd_lightning.callbacks.progress import clock_time
 from sd_lightning.data.store.encoding import STAGES, Encoded, EncodeTask
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _EVERY = 5.0
 """Seconds between two lines."""
 
 
 class StageProgress:
-    """Prints a line every few seconds.
+    """In a terminal a bar; in a file or a pipe a line every few seconds.
+
+    Use it as a context manager.
 
     Attributes:
         seconds: Seconds of all workers by stage, so far.
@@ -29,16 +36,40 @@ class StageProgress:
         self.total = total
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.images = 0
-        self._begin = time.monotonic()
-        self._shown = self._begin
+        self._begin = self._shown = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> StageProgress:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
+
+        console = Console()
+        if console.is_terminal and not console.is_jupyter:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(None, complete_style="cyan", finished_style="green", table_column=Column(ratio=1)),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}", style="dim", markup=False),
+                console=console,
+                expand=True,
+            )
+            self._bar.add_task("reading", total=self.total, text="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
     def looked_at(self, count: int) -> None:
         """Note that ``count`` samples have been read and hashed."""
-        if self._is_due():
-            print(f"looking at {count}/{self.total} images | {clock_time(time.monotonic() - self._begin)}", flush=True)
+        self._show("reading", count, self.total, [clock_time(time.monotonic() - self._begin)])
 
     def watch(self, tasks: Sequence[EncodeTask], results: Iterable[Encoded]) -> Iterator[Encoded]:
-        """Yield the results of some tasks, and print how far they are."""
+        """Yield the results of some tasks, and show how far they are."""
         num, done, begin = sum(len(task.images) for task in tasks), 0, time.monotonic()
         for each in results:
             yield each
@@ -46,18 +77,18 @@ class StageProgress:
             self.images += len(each.images)
             for stage, value in each.seconds.items():
                 self.seconds[stage] += value
-            if self._is_due() or done == num:
-                elapsed = max(time.monotonic() - begin, 1e-9)
-                rate = done / elapsed
-                left = clock_time((num - done) / rate) if done else "?"
-                print(f"encoded {done}/{num} | {rate:.3g} img/s | left {left} | {shares(self.seconds)}", flush=True)
+            rate = done / max(time.monotonic() - begin, 1e-9)
+            left = clock_time((num - done) / rate) if done else "?"
+            self._show("encoding", done, num, [f"{rate:.3g} img/s", f"left {left}", shares(self.seconds)])
 
-    def _is_due(self) -> bool:
+    def _show(self, activity: str, count: int, total: int, texts: Sequence[str]) -> None:
         now = time.monotonic()
-        if now - self._shown < _EVERY:
-            return False
-        self._shown = now
-        return True
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, description=activity, completed=count, total=total, text="  ".join(texts))
+        elif now - self._shown >= _EVERY:
+            self._shown = now
+            print(" | ".join([f"{activity} {count}/{total}", *texts]), flush=True)
 
 
 def shares(seconds: Mapping[str, float]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.source import BadSample, Source
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,21 @@ class BadSamples:
             elif len(self.found) == _NAMED + 1:
                 log.warning("data: more than %d samples are left out; further ones are only counted", _NAMED)
         self.check()
+
+    def still_bad(self, saved: Mapping[str, str], sources: Iterable[Source]) -> dict[str, str]:
+        """Return the bad samples of an earlier start that are still there and bad, without those found by this one."""
+        unknown = saved.keys() - self.found.keys()
+        found: dict[str, str] = {}
+        for source in sources if unknown else ():
+            distinct = source.distinct
+            for index in range(len(distinct)):
+                if distinct.name(index) in unknown:
+                    try:
+                        distinct.captions(index)
+                        distinct.image(index)
+                    except BadSample as reason:
+                        found[distinct.name(index)] = str(reason)
+        return found
 
     def gather(self) -> None:
         """All-gather the bad samples of all ranks; a collective call."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.loader import Batch, as_is
 from sd_lightning.data.source import Bad, BadSample, Source
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, read_placed, to_model_range
+
+if TYPE_CHECKING:
+    from sd_lightning.models.encoder import LatentEncoder
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,31 @@ class LatentTable:
             "original_size": self.original_size[rows],
             "crop_top_left": self.crop_top_left[rows],
         }
+
+
+class LatentTables:
+    """The tables of a run's sources: each is encoded once per encoder, however often loaders are built."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[LatentEncoder, LatentTable]] = {}
+
+    def of(
+        self, source: Source, encoder: LatentEncoder, images: ImageOptions, *, device: torch.device, num_workers: int
+    ) -> LatentTable:
+        """Return the table of a source; the first call is collective, see :func:`encode_source`."""
+        known = self._known.get(id(source))
+        if known is None or known[0] is not encoder:
+            table = encode_source(
+                source.distinct,
+                encoder.encode_moments,
+                resolution=images.resolution,
+                device=device,
+                num_workers=num_workers,
+                max_pixels=images.max_image_pixels,
+            )
+            table = table if source.rows is None else table.of_samples(source.rows)
+            self._known[id(source)] = known = (encoder, table)
+        return known[1]
 
 
 class _Blocks(Dataset[Batch]):

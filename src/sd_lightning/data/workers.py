@@ -95,13 +95,21 @@ class Loaders:
         block_bytes = 2 * 32 * 3 * 4 * images.resolution**2  # torch keeps two blocks of 32 float32 images ready
         return min(_most_workers(block_bytes, processes), len(source) // processes // _IMAGES_PER_WORKER)
 
-    def faster(self, source: Sized, images: ImageOptions) -> str | None:
-        """Return what makes the batches of a source arrive sooner; see ``TunableData``."""
+    def faster(self, source: Sized, images: ImageOptions, *, is_encoded: bool = False) -> str | None:
+        """Return what makes the batches of a source arrive sooner; see ``TunableData``.
+
+        Args:
+            source: The training set.
+            images: Its options.
+            is_encoded: Whether it holds latents.
+        """
         if self._used is None or self._used.num_workers == "auto" or self._in_memory:
             return None
         cores, now = cores_per_process(self._processes), self._used.num_workers
         if now < cores:
             return f"data.num_workers={min(cores, max(_MAX_WORKERS, 2 * now))}"
+        if is_encoded:
+            return None
         latents_bytes = len(source) * images.resolution**2 // 2  # 8 float32 for each 8 x 8 pixels
         is_fixed = images.center_crop and not images.random_flip
         return "data.cache_latents=true" if is_fixed and latents_bytes * self._processes <= _CACHE_BYTES else PRECOMPUTE

@@ -15,13 +15,13 @@ from sd_lightning.data.contract import TrainedModule
 from sd_lightning.data.datamodule.batching import Batching, check_buckets
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
 from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.latent_table import LatentTable, encode_source
+from sd_lightning.data.latent_table import LatentTables
 from sd_lightning.data.loader import Batch, EpochLoader, LoaderOptions, WholeBatchLoader
 from sd_lightning.data.look_ahead import LookAhead
 from sd_lightning.data.order import ORDER_VERSION
 from sd_lightning.data.sampler import GlobalBatchSampler
 from sd_lightning.data.samples import CaptionedImages, tell_of_long_captions
-from sd_lightning.data.source import BadSample, Source, as_source
+from sd_lightning.data.source import Source, StoredLatents, as_source
 from sd_lightning.data.workers import Loaders
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
@@ -83,7 +83,7 @@ class SDDataModule(LightningDataModule):
         self.train_sampler: GlobalBatchSampler | None = None
         self.no_caption_gap: str | None = "nothing was validated"
         self._told_of_data = False
-        self._latents: dict[int, tuple[object, LatentTable]] = {}
+        self._tables = LatentTables()
         self._position: dict[str, int] | None = None
         self._fingerprint: Fingerprint | None = None
         self._check_options(max_bad_fraction)
@@ -209,7 +209,8 @@ class SDDataModule(LightningDataModule):
 
     def faster(self) -> str | None:
         """Return what makes the batches arrive sooner; see ``TunableData``."""
-        return self._loaders.faster(self.source_train.distinct, self.images)
+        is_encoded = self.source_train.latents is not None
+        return self._loaders.faster(self.source_train.distinct, self.images, is_encoded=is_encoded)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Remove the bad samples from a batch and count them (Lightning calls this in the main process)."""
@@ -232,18 +233,7 @@ class SDDataModule(LightningDataModule):
 
     def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
         """Return the bad samples of an earlier start that still exist and are still bad."""
-        unknown = saved.keys() - self.bad_samples.keys()
-        found: dict[str, str] = {}
-        for source in self._sources if unknown else ():
-            distinct = source.distinct
-            for index in range(len(distinct)):
-                if distinct.name(index) in unknown:
-                    try:
-                        distinct.captions(index)
-                        distinct.image(index)
-                    except BadSample as reason:
-                        found[distinct.name(index)] = str(reason)
-        return found
+        return self.bad.still_bad(saved, self._sources)
 
     def recall_bad(self, bad: Mapping[str, str]) -> None:
         """Add bad samples of earlier starts of the run.
@@ -261,7 +251,7 @@ class SDDataModule(LightningDataModule):
             options=images,
             seed=module.seed,
             wrong_captions=wrong_captions,
-            latents=self._latent_table(source) if self.cache_latents else source.latents,
+            latents=self._stored(source),
             max_bad=self.bad.limit,
             buckets=self._batching.buckets(source),
         )
@@ -279,23 +269,16 @@ class SDDataModule(LightningDataModule):
         if self.no_caption_gap not in (None, was) and self._attached().is_global_zero:
             log.warning("data: the caption gap is not measured: %s", self.no_caption_gap)
 
-    def _latent_table(self, source: Source) -> LatentTable:
-        """Return a source's latents, encoded once per encoder however often the loader is built."""
-        encoder = self._module().encoder
-        known = self._latents.get(id(source))
-        if known is None or known[0] is not encoder:
-            table = encode_source(
-                source.distinct,
-                encoder.encode_moments,
-                resolution=self.images.resolution,
-                device=self._attached().strategy.root_device,
-                num_workers=self._loaders.encoding_workers(source.distinct, self.images, self._attached().num_devices),
-                max_pixels=self.images.max_image_pixels,
-            )
-            table = table if source.rows is None else table.of_samples(source.rows)
-            self._latents[id(source)] = known = (encoder, table)
-        self.bad.count({source.name(index): reason for index, reason in known[1].bad})
-        return known[1]
+    def _stored(self, source: Source) -> StoredLatents | None:
+        """Return a source's own latents, or with ``cache_latents`` those encoded once; None for images."""
+        if not self.cache_latents:
+            return source.latents
+        trainer, images = self._attached(), self.images
+        num_workers = self._loaders.encoding_workers(source.distinct, images, trainer.num_devices)
+        device = trainer.strategy.root_device
+        table = self._tables.of(source, self._module().encoder, images, device=device, num_workers=num_workers)
+        self.bad.count({source.name(index): reason for index, reason in table.bad})
+        return table
 
     def _attached(self) -> Trainer:
         """Return the attached trainer; raise ``UsageError`` without one."""

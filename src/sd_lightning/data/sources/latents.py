@@ -9,7 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.buckets import Bucket
 from sd_lightning.data.order import Locality
+from sd_lightning.data.shapes import Shape
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.reader import StoreReader
@@ -38,10 +40,13 @@ class StoredImages(Source):
         self.latents = self
         self._has_token_ids = False
         self.fingerprint = self.recipe.fingerprint
-        if len(reader.entries) > _WINDOW:
-            self.locality = Locality(reader.ends, _WINDOW)
-            if not reader.is_local:
-                self.fetched_ahead = _WINDOW * int(len(reader) / len(reader.entries))
+        buckets = [_bucket(reader, shape, files) for shape, files in reader.files_of_shape().items()]
+        if self.recipe.shapes:
+            self.buckets = buckets
+        else:
+            self.locality = buckets[0].locality
+        if len(reader.entries) > _WINDOW and not reader.is_local:
+            self.fetched_ahead = _WINDOW * int(len(reader) / len(reader.entries))
         self.digests = {
             name: name_of(*(getattr(entry, name).encode() for entry in reader.entries))
             for name in ("identities", "images", "captions")
@@ -105,6 +110,14 @@ class StoredImages(Source):
                 f"its latents mean other pictures; {again}"
             )
         self._has_token_ids = Tokenizing.of(model).fingerprint == self.reader.generation.tokenizers
+
+
+def _bucket(reader: StoreReader, shape: Shape, files: range) -> Bucket:
+    """Return the samples of some sample files as a bucket."""
+    begin = int(reader.ends[files.start - 1]) if files.start else 0
+    ends = reader.ends[files.start : files.stop] - begin
+    locality = Locality(ends, _WINDOW) if len(files) > _WINDOW else None
+    return Bucket(shape, range(begin, begin + int(ends[-1])), locality)
 
 
 def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None) -> Recipe:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.shapes import Shape
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import hashes_of, name_of, serialized
 from sd_lightning.data.store.key_table import HASH_BYTES
@@ -49,6 +50,8 @@ class EncodeTask:
     """(N,) int64: for every image, a sample of the split's source that shows it."""
     images: np.ndarray
     """(N, 16) uint8: the hash of each."""
+    shape: Shape
+    """(height, width) in pixels to which they are brought."""
 
     def name(self, recipe: Recipe) -> str:
         """Return the file's name, a hash of the recipe and the ordered images."""
@@ -137,15 +140,16 @@ class ShardEncoder:
         with ThreadPoolExecutor(self.num_threads, "decode") as pool:
 
             def submit(group: range) -> list[Future[Any]]:
-                return [pool.submit(self._load, source, int(task.indices[i]), task.images[i]) for i in group]
+                return [pool.submit(self._load, source, task, i) for i in group]
 
             waiting = submit(groups[0])
             for group, following in zip(groups, [*groups[1:], range(0)], strict=True):
                 now, waiting = waiting, submit(following)
                 yield group, [future.result() for future in now]
 
-    def _load(self, source: Source, index: int, image: np.ndarray) -> tuple[list[Placed], str | None, dict[str, float]]:
+    def _load(self, source: Source, task: EncodeTask, number: int) -> tuple[list[Placed], str | None, dict[str, float]]:
         """Return an image in every variant, or why it cannot be used, and the seconds of each stage."""
+        index, image = int(task.indices[number]), task.images[number]
         start = read = time.perf_counter()
         try:
             content = source.content(index)
@@ -156,7 +160,7 @@ class ShardEncoder:
                     "precompute again when nobody writes to the data"
                 )
             picture = source.decode(content)
-            placed = [self._placed(picture, image, variant) for variant in range(self.recipe.variants)]
+            placed = [self._placed(picture, image, variant, task.shape) for variant in range(self.recipe.variants)]
             return placed, None, {"read": read - start, "decode": time.perf_counter() - read}
         except (UsageError, MemoryError):
             raise
@@ -165,7 +169,7 @@ class ShardEncoder:
         except Exception as error:  # what PIL's plug-ins raise
             return [], f"{type(error).__name__}: {error}", {"read": read - start}
 
-    def _placed(self, picture: Any, image: np.ndarray, variant: int) -> Placed:
+    def _placed(self, picture: Any, image: np.ndarray, variant: int, shape: Shape) -> Placed:
         """Resize, crop and flip; random numbers belong to the image and the variant."""
         number = torch.tensor([number_of(image)])
         crop = None
@@ -174,7 +178,7 @@ class ShardEncoder:
             crop = (top, left)
         # Variants take turns, so that of two one is mirrored.
         flip = self.recipe.flip and (variant + int(image[-1])) % 2 == 1
-        return place(picture, (self.recipe.resolution,) * 2, max_pixels=self.max_pixels, crop=crop, flip=flip)
+        return place(picture, shape, max_pixels=self.max_pixels, crop=crop, flip=flip)
 
     def _encode(self, images: np.ndarray, placed: list[Placed]) -> Tensor:
         """Return the latents (N * variants, C, h, w) of some images, in the type that is stored."""

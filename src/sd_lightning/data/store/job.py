@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +20,12 @@ import numpy as np
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.shapes import nearest_shapes
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, already_encoded
-from sd_lightning.data.store.files import SampleFile, name_of
+from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.key_table import HASH_BYTES, KeyTable, rows_of, write_table
+from sd_lightning.data.store.known_samples import KnownSamples
 from sd_lightning.data.store.rows import SampleRows, Shard
 from sd_lightning.data.store.store import LATENTS, SAMPLES, TABLES, Generation, LatentStore, SampleEntry
 from sd_lightning.data.store.tokenizing import Tokenizing
@@ -38,6 +39,17 @@ SAMPLES_PER_FILE = 2**13
 _READ_AT_ONCE = 256
 Run = Callable[[Sequence[EncodeTask]], Iterable[Encoded]]
 """Encodes latent files, in any order."""
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A sample that can be read."""
+
+    index: int
+    size: tuple[int, int]
+    """(height, width) of the image in pixels, if its shape depends on it."""
+    row: tuple[str, str, bytes, list[str]]
+    """Identity, name, hash of the image, captions."""
 
 
 @dataclass
@@ -99,23 +111,29 @@ class StoreJob:
         return after
 
     def _update_split(self, split: str, source: Source, before: Generation) -> list[SampleEntry]:
-        known = _Known(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
+        known = KnownSamples(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
         added: list[SampleEntry] = []
-        for indices, rows in self._looked_at(source):
-            is_kept = known.keep(rows)
-            self.counts.kept += int(is_kept.sum())
-            new = np.flatnonzero(~is_kept)
-            if len(new):
-                added += self._add(split, source, indices[new], rows.take(new))
-        return known.entries(self._write, self.counts) + added
+        for portion in self._looked_at(source):
+            for indices, rows in portion:
+                is_kept = known.keep(rows)
+                self.counts.kept += int(is_kept.sum())
+                new = np.flatnonzero(~is_kept)
+                if len(new):
+                    added += self._add(split, source, indices[new], rows.take(new))
+        self.counts.removed += known.num_removed
+        # Those of one shape lie together: they are a bucket.
+        return sorted(known.entries(self._write) + added, key=lambda entry: entry.shape)
 
-    def _looked_at(self, source: Source) -> Iterator[tuple[np.ndarray, SampleRows]]:
-        """Yield the readable samples of each portion: their indices, and their rows."""
+    def _looked_at(self, source: Source) -> Iterator[list[tuple[np.ndarray, SampleRows]]]:
+        """Yield the readable samples of each portion: of every shape, their indices and their rows."""
+        shapes = self.store.recipe.shapes
 
-        def look(index: int) -> tuple[str, str, bytes, list[str]] | str:
+        def look(index: int) -> _Looked | str:
             try:
                 content = blake2b(source.content(index), digest_size=HASH_BYTES).digest()
-                return source.key(index), source.name(index), content, list(source.captions(index))
+                size = source.size(index) if shapes else (1, 1)
+                row = source.key(index), source.name(index), content, list(source.captions(index))
+                return _Looked(index, size, row)
             except BadSample as reason:
                 return str(reason)
 
@@ -123,18 +141,30 @@ class StoreJob:
         with ThreadPoolExecutor(self.num_threads, "look") as pool:
             for begin in range(0, total, self.portion):
                 end = min(begin + self.portion, total)
-                indices, found = [], []
+                found: list[_Looked] = []
                 for at in range(begin, end, _READ_AT_ONCE):
                     some = range(at, min(at + _READ_AT_ONCE, end))
                     for index, sample in zip(some, pool.map(look, some)):
                         if isinstance(sample, str):
                             self.bad.count({source.name(index): sample})
                         else:
-                            indices.append(index)
                             found.append(sample)
                     self.counts.samples += len(some)
                     self.looked_at(self.counts.samples)
-                yield np.array(indices, np.int64), SampleRows.of(found, self.tokenizing.fingerprint)
+                yield self._by_shape(found)
+
+    def _by_shape(self, found: Sequence[_Looked]) -> list[tuple[np.ndarray, SampleRows]]:
+        if not found:
+            return []
+        shape_of = np.zeros(len(found), np.int64)
+        if self.store.recipe.shapes:
+            shape_of = nearest_shapes(np.array([each.size for each in found]), self.store.recipe.shapes)
+        parts = []
+        for shape in np.unique(shape_of).tolist():
+            here = [found[i] for i in np.flatnonzero(shape_of == shape).tolist()]
+            rows = SampleRows.of([each.row for each in here], self.tokenizing.fingerprint, shape=shape)
+            parts.append((np.array([each.index for each in here], np.int64), rows))
+        return parts
 
     def _add(self, split: str, source: Source, indices: np.ndarray, rows: SampleRows) -> list[SampleEntry]:
         """Encode the images of new samples where no table knows them, and write the samples."""
@@ -144,7 +174,7 @@ class StoreJob:
         if len(unknown):
             _, first = np.unique(rows.images[unknown], axis=0, return_index=True)
             first = unknown[np.sort(first)]
-            reasons = self._encode(split, indices[first], rows.images[first])
+            reasons = self._encode(split, indices[first], rows.images[first], rows.shape)
         shards, where = self._places(rows.images)
         is_bad = where[:, 0] < 0
         for number in np.flatnonzero(is_bad).tolist():
@@ -154,11 +184,11 @@ class StoreJob:
         self.counts.added += len(good)
         return self._write(rows.take(good), shards, where[good])
 
-    def _encode(self, split: str, indices: np.ndarray, images: np.ndarray) -> dict[str, str]:
+    def _encode(self, split: str, indices: np.ndarray, images: np.ndarray, shape: int) -> dict[str, str]:
         """Encode images and write their table; return the reasons of those that cannot be used."""
-        step = self.images_per_file
+        step, pixels = self.images_per_file, self.store.recipe.all_shapes[shape]
         cuts = range(0, len(images), step)
-        tasks = [EncodeTask(split, indices[i : i + step], images[i : i + step]) for i in cuts]
+        tasks = [EncodeTask(split, indices[i : i + step], images[i : i + step], pixels) for i in cuts]
         names = [task.name(self.store.recipe) for task in tasks]
         is_there = [name in self._latents for name in names]
         results = {
@@ -217,7 +247,7 @@ class StoreJob:
             self.counts.bytes_written += len(data)
             texts = ["\n".join(each).encode(errors="surrogatepass") for each in part.captions]
             digests = name_of(part.keys.tobytes()), name_of(part.images.tobytes()), name_of(*texts)
-            entries.append(SampleEntry(name, len(part), len(data), *digests))
+            entries.append(SampleEntry(name, len(part), len(data), part.shape, *digests))
         return entries
 
 
@@ -233,65 +263,3 @@ def _cuts(files: np.ndarray) -> list[int]:
         if begin - cuts[-1] >= SAMPLES_PER_FILE:
             cuts.append(begin)
     return cuts[1:]
-
-
-class _Known:
-    """The samples of a split before the job, and which of them are kept; out of core."""
-
-    def __init__(
-        self, store: LatentStore, entries: Sequence[SampleEntry], latents: Mapping[str, int], scratch: Path
-    ) -> None:
-        scratch.mkdir()
-        present = store.present(SAMPLES)
-        # Deleted files, such as altered ones that ``verify`` found: their samples count as new.
-        self._entries = [entry for entry in entries if present.get(entry.name) == entry.size]
-        self._store, self._latents, self._scratch = store, latents, scratch
-        self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
-        total = int(self._ends[-1]) if self._entries else 0
-        self._kept = np.memmap(scratch / "kept", np.uint8, "w+", shape=(max(total, 1),))
-        self.open = lru_cache(maxsize=32)(self._open)
-        blocks = (rows_of(self.open(i)[1], i, np.arange(entry.rows)) for i, entry in enumerate(self._entries))
-        path = scratch / "known"
-        write_table(path, blocks)
-        self._table = KeyTable(path)
-
-    def _open(self, number: int) -> tuple[SampleFile, np.ndarray, np.ndarray]:
-        """Return a sample file, its keys and its stamps."""
-        entry = self._entries[number]
-        path = self._store.local(SAMPLES, entry.name, self._scratch)
-        file = SampleFile(open(path, "rb", buffering=0), name=f"{self._store.folder.url}/{entry.name}", size=entry.size)
-        return file, file.read("keys").numpy(), file.read("stamps").numpy()
-
-    def keep(self, rows: SampleRows) -> np.ndarray:
-        """Return which samples are in the store as they are, (N,) bool, and note that these are still wanted."""
-        found = self._table.find(rows.keys)
-        is_kept = np.zeros(len(rows), bool)
-        hit = np.flatnonzero(found >= 0)
-        file, row = self._table.at(found[hit])
-        for number in np.unique(file).tolist():
-            of_file = file == number
-            sample_file, _, stamps = self.open(number)
-            shards = sample_file.metadata["shards"]
-            is_there = np.array([self._latents.get(name) == size for name, size in shards], bool)
-            is_same = (stamps[row[of_file]] == rows.stamps[hit[of_file]]).all(axis=1)
-            is_same &= is_there[sample_file.place[row[of_file], 0]]
-            is_kept[hit[of_file]] = is_same
-            begin = self._ends[number] - self._entries[number].rows
-            self._kept[begin + row[of_file][is_same]] = 1
-        return is_kept
-
-    def entries(
-        self, write: Callable[[SampleRows, Sequence[Shard], np.ndarray], list[SampleEntry]], counts: Counts
-    ) -> list[SampleEntry]:
-        """Return the files that hold the kept samples; a file that loses some of its samples is written anew."""
-        kept: list[SampleEntry] = []
-        for number, entry in enumerate(self._entries):
-            rows = np.flatnonzero(self._kept[self._ends[number] - entry.rows : self._ends[number]])
-            counts.removed += entry.rows - len(rows)
-            if len(rows) == entry.rows:
-                kept.append(entry)
-            elif len(rows):
-                file = self.open(number)[0]
-                shards = [(str(name), int(size)) for name, size in file.metadata["shards"]]
-                kept += write(SampleRows.read(file).take(rows), shards, file.place[rows])
-        return kept

@@ -1,6 +1,6 @@
 """Sorted tables of 128-bit hashes: lookup, deduplication and removal without holding them in memory.
 
-A table is a safetensors file of four columns, sorted by hash: ``high`` and ``low`` (the two halves of the hash),
+A table is a safetensors file of four columns, sorted by ``high``: ``high`` and ``low`` (the two halves of the hash),
 ``shard`` and ``row``, 24 bytes per row. Columns are memory-mapped, so a lookup reads a few pages of the file
 whatever its size. Larger tables than memory are sorted by partitions on disk.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 HASH_BYTES = 16
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("shard", "<u4"), ("row", "<u4")])
-"""A row of a table; rows are sorted by (high, low)."""
+"""A row of a table; rows are sorted by ``high``."""
 _COLUMNS = {"high": ("U64", "<u8"), "low": ("U64", "<u8"), "shard": ("U32", "<u4"), "row": ("U32", "<u4")}
 _SORTED_AT_ONCE = 2**22
 """Rows (100 MB) that are sorted in memory."""
@@ -163,9 +163,9 @@ class _Partitions:
         rows, self._memory, self._held = np.concatenate([np.empty(0, ROW), *self._memory]), [], 0
         if not self._files:
             self._files = [self._path.with_name(f"{self._path.name}.part-{i:03}") for i in range(2**_PARTITION_BITS)]
-        parts = rows["high"] >> np.uint64(64 - _PARTITION_BITS)
+        parts = (rows["high"] >> np.uint64(64 - _PARTITION_BITS)).astype(np.uint8)
         rows = rows[np.argsort(parts, kind="stable")]
-        ends = np.cumsum(np.bincount(parts.astype(np.int64), minlength=2**_PARTITION_BITS))
+        ends = np.cumsum(np.bincount(parts, minlength=2**_PARTITION_BITS))
         for file, begin, end in zip(self._files, [0, *ends], ends):
             with open(file, "ab") as handle:
                 handle.write(rows[begin:end].tobytes())
@@ -188,6 +188,4 @@ class _Partitions:
 
 
 def _sorted(rows: np.ndarray) -> np.ndarray:
-    # A stable sort by the second half, then by the first: faster than sorting records.
-    rows = rows[np.argsort(rows["low"], kind="stable")]
-    return rows[np.argsort(rows["high"], kind="stable")]
+    return rows[np.argsort(np.ascontiguousarray(rows["high"]))]

@@ -25,6 +25,11 @@ class OpenSamples:
     shards: list[StoreFile]
 
     @property
+    def latents(self) -> Column:
+        """The column of latents; only its shape and bytes per row are those of all latent files."""
+        return self.shards[0].columns["latents"]
+
+    @property
     def num_handles(self) -> int:
         """Number of open files."""
         return 1 + len(self.shards)
@@ -41,8 +46,7 @@ class OpenFiles:
     Each open file has a slot in it, with as many entries as the largest file has rows.
 
     Attributes:
-        latents: The column of latents; only its shape and bytes per row are those of every file.
-        ids: The columns of token ids, by name, likewise.
+        ids: The columns of token ids, by name; only their shape and bytes per row are those of every file.
     """
 
     def __init__(self, open_: Callable[[int], OpenSamples], num_rows: Sequence[int], variants: int) -> None:
@@ -59,7 +63,6 @@ class OpenFiles:
         self._free: list[int] = []
         first = open_(0)
         first.close()
-        self.latents: Column = first.shards[0].columns["latents"]
         self.ids: dict[str, Column] = {name: first.file.columns[name] for name in first.file.id_columns}
         place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("sizes", "i4", (variants, 4)), ("id_fd", "i4")]
         place += [("id_begin", "i8", (len(self.ids),)), ("first_caption", "i8"), ("num_captions", "i4")]
@@ -115,7 +118,7 @@ class OpenFiles:
         shard, row = file.place.T
         begins = np.array([each.columns["latents"].begin for each in shards])[shard]
         places["fd"] = np.array([each.fd for each in shards])[shard]
-        places["offset"] = begins + row * self._variants * self.latents.row_bytes
+        places["offset"] = begins + row * self._variants * samples.latents.row_bytes
         for number, each in enumerate(shards):
             here = shard == number
             places["sizes"][here] = each.read("sizes").view(-1, self._variants, 4).numpy()[row[here]]

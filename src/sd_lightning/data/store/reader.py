@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.shapes import Shape
 from sd_lightning.data.store.files import SampleFile, StoreFile
 from sd_lightning.data.store.open_files import OpenFiles, OpenSamples
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, path_of
@@ -47,6 +48,7 @@ class StoreReader:
         self.entries = generation.splits.get(split, [])
         self.ends = np.cumsum([entry.rows for entry in self.entries], dtype=np.int64)
         """(F,) int64: the index behind the last sample of each sample file."""
+        self._shapes = np.array([entry.shape for entry in self.entries], np.int64)
         self._begins = self.ends - np.array([entry.rows for entry in self.entries], np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,13 +66,16 @@ class StoreReader:
         """Return the latents of some samples, and their sizes.
 
         Args:
-            indices: (B,) int64.
+            indices: (B,) int64, samples of one shape.
             variants: (B,) or one number: which encoding of each image.
 
         Raises:
             UsageError: A file is missing or not what was written.
         """
-        rows, column = self._rows(indices), self._files.latents
+        numbers = self.ends.searchsorted(indices, side="right")
+        shapes = self._shapes[numbers]
+        assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
+        rows, column = self._rows(indices), self._files.open(int(numbers[0])).latents
         out = torch.empty(len(indices), *column.shape[1:], dtype=column.dtype)
         offsets = rows["offset"] + np.asarray(variants) * column.row_bytes
         for fd, offset, memory in zip(rows["fd"].tolist(), offsets.tolist(), _memory_of_rows(out)):
@@ -110,6 +115,12 @@ class StoreReader:
         """Return the hash of a sample's image."""
         file, row = self._sample(index)
         return file.read("images", row, row + 1).numpy().tobytes().hex()
+
+    def files_of_shape(self) -> dict[Shape, range]:
+        """Return the sample files of every shape, which lie together, by their number."""
+        shapes = self.store.recipe.all_shapes
+        bounds = [(shapes[shape], np.flatnonzero(self._shapes == shape)) for shape in np.unique(self._shapes).tolist()]
+        return {shape: range(int(files[0]), int(files[-1]) + 1) for shape, files in bounds}
 
     def bytes_of_file(self, number: int) -> int:
         """Return the bytes of a sample file and of the latent files that it refers to."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.shapes import Shape
 
 CODE_VERSION = 1
 """Version of the code between an image's bytes and its latents; raised when that code changes their values."""
@@ -31,9 +32,11 @@ class Recipe:
     vae: str
     """Hash of the VAE: :func:`vae_hash`."""
     resolution: int
-    """Side of the images, in pixels."""
+    """Side of the square images, in pixels; with buckets, the square root of the most pixels."""
+    shapes: tuple[Shape, ...] = ()
+    """Shapes of aspect-ratio buckets, from tall to wide; none: all images become squares."""
     crop: Literal["center", "random"] = "center"
-    """Where images that are not square are cropped."""
+    """Where images of another shape are cropped."""
     flip: bool = False
     """Whether half of the encodings are mirrored."""
     variants: int = 1
@@ -62,14 +65,19 @@ class Recipe:
             )
 
     @property
+    def all_shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the images: the square alone without buckets."""
+        return self.shapes or ((self.resolution, self.resolution),)
+
+    @property
     def is_random(self) -> bool:
         """Whether the encodings of an image differ."""
         return self.crop == "random" or self.flip
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all fields, 16 hexadecimal digits: the name of the folder."""
-        return blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+        """Hash of all fields: "r" and 16 hexadecimal digits, which no command line takes for a number."""
+        return "r" + blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> str:
         """Return the fields as JSON; equal recipes have equal text."""
@@ -83,8 +91,9 @@ class Recipe:
             UsageError: It is not one, or a newer version wrote it.
         """
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
+            given = json.loads(text)
+            return cls(**{**given, "shapes": tuple((height, width) for height, width in given["shapes"])})
+        except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{where} is no recipe of a latent store ({error}); expected what sd_lightning.precompute wrote; "
                 "install the version of sd_lightning that wrote it, or encode the store again"
@@ -94,8 +103,9 @@ class Recipe:
         """Return the recipe as the settings that make it, for messages."""
         crop = f"data.center_crop={str(self.crop == 'center').lower()}"
         flip = f"data.random_flip={str(self.flip).lower()}"
+        buckets = f" data.enable_bucket=true ({len(self.shapes)} shapes)" if self.shapes else ""
         return (
-            f"data.resolution={self.resolution} {crop} {flip} variants={self.variants} latents={self.latents} "
+            f"data.resolution={self.resolution}{buckets} {crop} {flip} variants={self.variants} latents={self.latents} "
             f"dtype={self.dtype}"
         )
 

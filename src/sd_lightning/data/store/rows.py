@@ -17,7 +17,7 @@ Shard = tuple[str, int]
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Some samples of a data set."""
+    """Some samples of a data set, whose images have one shape."""
 
     keys: np.ndarray
     """(N, 16) uint8: hash of each sample's identity."""
@@ -25,6 +25,8 @@ class SampleRows:
     """(N, 16) uint8: hash of its identity, image, captions and tokenizers; equal stamps mean nothing changed."""
     images: np.ndarray
     """(N, 16) uint8: hash of its image."""
+    shape: int
+    """Number of the images' shape among those of the recipe."""
     names: list[str]
     captions: list[list[str]]
 
@@ -32,7 +34,7 @@ class SampleRows:
         return len(self.names)
 
     @classmethod
-    def of(cls, found: Sequence[tuple[str, str, bytes, list[str]]], tokenizers: str) -> SampleRows:
+    def of(cls, found: Sequence[tuple[str, str, bytes, list[str]]], tokenizers: str, *, shape: int) -> SampleRows:
         """Make rows of (identity, name, image hash, captions) per sample; ``tokenizers`` is their hash."""
         stamps = [
             b"\0".join([key.encode(errors="surrogatepass"), image, "\n".join(captions).encode(errors="surrogatepass")])
@@ -43,6 +45,7 @@ class SampleRows:
             keys=hashes_of([key.encode(errors="surrogatepass") for key, *_ in found]),
             stamps=hashes_of(stamps),
             images=np.frombuffer(b"".join(image for _, _, image, _ in found), np.uint8).reshape(-1, 16),
+            shape=shape,
             names=[name for _, name, _, _ in found],
             captions=[captions for *_, captions in found],
         )
@@ -52,7 +55,8 @@ class SampleRows:
         """Return the rows of a sample file."""
         keys, stamps, images = (file.read(name).numpy() for name in ("keys", "stamps", "images"))
         rows = range(len(file))
-        return cls(keys, stamps, images, [file.sample_name(i) for i in rows], [file.captions(i) for i in rows])
+        shape = file.metadata["shape"]
+        return cls(keys, stamps, images, shape, [file.sample_name(i) for i in rows], [file.captions(i) for i in rows])
 
     def take(self, chosen: np.ndarray) -> SampleRows:
         """Return the rows at some indices."""
@@ -61,6 +65,7 @@ class SampleRows:
             self.keys[chosen],
             self.stamps[chosen],
             self.images[chosen],
+            self.shape,
             [self.names[i] for i in numbers],
             [self.captions[i] for i in numbers],
         )
@@ -84,4 +89,5 @@ class SampleRows:
             **text_columns("names", self.names),
             **{f"input_ids.{name}": ids.to(torch.int32) for name, ids in input_ids.items()},
         }
-        return serialized(tensors, {"rows": len(self), "shards": [shards[i] for i in used.tolist()]})
+        about = {"rows": len(self), "shape": self.shape, "shards": [shards[i] for i in used.tolist()]}
+        return serialized(tensors, about)

@@ -35,6 +35,8 @@ class SampleEntry:
     rows: int
     size: int
     """Bytes."""
+    shape: int
+    """Number of the images' shape among those of the recipe."""
     identities: str
     """Hash of the samples' identities; with the next two the fingerprint of the data set."""
     images: str

@@ -1,0 +1,81 @@
+"""The samples that a store has before a job, and which of them are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from sd_lightning.data.store.files import SampleFile
+from sd_lightning.data.store.key_table import KeyTable, rows_of, write_table
+from sd_lightning.data.store.rows import SampleRows, Shard
+from sd_lightning.data.store.store import SAMPLES, LatentStore, SampleEntry
+
+Write = Callable[[SampleRows, Sequence[Shard], np.ndarray], list[SampleEntry]]
+"""Writes samples with the places of their latents, in one file or more."""
+
+
+class KnownSamples:
+    """The samples of a split before the job, and which of them are kept; out of core."""
+
+    def __init__(
+        self, store: LatentStore, entries: Sequence[SampleEntry], latents: Mapping[str, int], scratch: Path
+    ) -> None:
+        scratch.mkdir()
+        present = store.present(SAMPLES)
+        # Deleted files, such as altered ones that ``verify`` found: their samples count as new.
+        self._entries = [entry for entry in entries if present.get(entry.name) == entry.size]
+        self._store, self._latents, self._scratch = store, latents, scratch
+        self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
+        total = int(self._ends[-1]) if self._entries else 0
+        self._kept = np.memmap(scratch / "kept", np.uint8, "w+", shape=(max(total, 1),))
+        self.open = lru_cache(maxsize=32)(self._open)
+        blocks = (rows_of(self.open(i)[1], i, np.arange(entry.rows)) for i, entry in enumerate(self._entries))
+        path = scratch / "known"
+        write_table(path, blocks)
+        self._table = KeyTable(path)
+
+    def _open(self, number: int) -> tuple[SampleFile, np.ndarray, np.ndarray]:
+        """Return a sample file, its keys and its stamps."""
+        entry = self._entries[number]
+        path = self._store.local(SAMPLES, entry.name, self._scratch)
+        file = SampleFile(open(path, "rb", buffering=0), name=f"{self._store.folder.url}/{entry.name}", size=entry.size)
+        return file, file.read("keys").numpy(), file.read("stamps").numpy()
+
+    def keep(self, rows: SampleRows) -> np.ndarray:
+        """Return which samples are in the store as they are, (N,) bool, and note that these are still wanted."""
+        found = self._table.find(rows.keys)
+        is_kept = np.zeros(len(rows), bool)
+        hit = np.flatnonzero(found >= 0)
+        file, row = self._table.at(found[hit])
+        for number in np.unique(file).tolist():
+            of_file = file == number
+            sample_file, _, stamps = self.open(number)
+            shards = sample_file.metadata["shards"]
+            is_there = np.array([self._latents.get(name) == size for name, size in shards], bool)
+            is_same = (stamps[row[of_file]] == rows.stamps[hit[of_file]]).all(axis=1)
+            is_same &= is_there[sample_file.place[row[of_file], 0]]
+            is_kept[hit[of_file]] = is_same
+            begin = self._ends[number] - self._entries[number].rows
+            self._kept[begin + row[of_file][is_same]] = 1
+        return is_kept
+
+    @property
+    def num_removed(self) -> int:
+        """Samples that have not been kept."""
+        return sum(entry.rows for entry in self._entries) - int(self._kept.sum(dtype=np.int64))
+
+    def entries(self, write: Write) -> list[SampleEntry]:
+        """Return the files that hold the kept samples; a file that loses some of its samples is written anew."""
+        kept: list[SampleEntry] = []
+        for number, entry in enumerate(self._entries):
+            rows = np.flatnonzero(self._kept[self._ends[number] - entry.rows : self._ends[number]])
+            if len(rows) == entry.rows:
+                kept.append(entry)
+            elif len(rows):
+                file = self.open(number)[0]
+                shards = [(str(name), int(size)) for name, size in file.metadata["shards"]]
+                kept += write(SampleRows.read(file).take(rows), shards, file.place[rows])
+        return kept

@@ -104,6 +104,11 @@ class StoreReader:
             found[name.removeprefix("input_ids.")] = out.long()
         return found
 
+    def caption_places(self, indices: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sample file (B,) of each sample, and the row (B,) of its caption ``which[i]`` there."""
+        numbers = self.ends.searchsorted(indices, side="right")
+        return numbers, self._rows(indices)["first_caption"] + which
+
     def captions(self, index: int) -> list[str]:
         """Return the captions of a sample."""
         file, row = self._sample(index)

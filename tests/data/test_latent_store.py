@@ -270,6 +270,13 @@ class TestKilled:
         assert files(tmp_path / "store") == files(tmp_path / "undisturbed")
         assert ran.counts.encoded + ran.counts.found <= 23
 
+    def test_what_a_killed_writer_left_is_deleted(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        left = tmp_path / "store" / recipe().fingerprint / "latents" / ".tmp-abc-1234.safetensors"
+        left.write_bytes(b"half")
+        update(tmp_path / "store", ImageFolder(photos))
+        assert not left.exists()
+
     def test_no_file_that_exists_is_encoded_again(self, photos, tmp_path, monkeypatch):
         self._die_after(3, photos, tmp_path / "store", monkeypatch)
         there = len(list((tmp_path / "store").rglob("latents/*.safetensors")))

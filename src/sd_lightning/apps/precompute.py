@@ -22,6 +22,7 @@ from sd_lightning.apps.stage_progress import StageProgress, shares
 from sd_lightning.apps.store_actions import ACTIONS, check_action
 from sd_lightning.apps.store_texts import Texts
 from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.samples import tell_of_long_captions
 from sd_lightning.data.source import Source
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.job import StoreJob
@@ -141,6 +142,7 @@ def encode(
     bad = datamodule.bad
     if workers > 1 and device.type == "cuda":
         encoder.to(torch.device("cpu"))
+    tell_of_long_captions(sources["train"], model.truncated)
     runner = Workers(shard, workers, texts=text_encoder)
     try:
         with store.locked(), progress, tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:

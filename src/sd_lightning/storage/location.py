@@ -96,6 +96,10 @@ class Location(ABC):
     def path(self, name: str) -> Path | None:
         """Return the local path of a file if the location is a local folder, else None."""
 
+    def clean(self) -> None:
+        """Delete what killed writers left where that takes space; nobody may be writing."""
+        return
+
     @abstractmethod
     def check_writable(self) -> None:
         """Raise a ``UsageError`` unless :meth:`create` works here."""
@@ -192,6 +196,11 @@ class LocalFolder(Location):
 
     def path(self, name: str) -> Path:
         return self.folder / name
+
+    def clean(self) -> None:
+        with self._explained("delete", ""):
+            for path in self.folder.rglob(".tmp-*"):
+                path.unlink(missing_ok=True)
 
     def check_writable(self) -> None:
         name = f".tmp-probe-{secrets.token_hex(4)}"

@@ -178,7 +178,8 @@ class SDDataModule(LightningDataModule):
             self._told_of_data = True
             for line in order.described():
                 log.info("data: %s", line)
-            tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
+            if self.source_train.latents is None:  # of a store, precompute has told
+                tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
         dataset = self._dataset(self.source_train, self.images)
         loader = self._loaders.build(dataset, self.train_sampler, trainer)
         ahead = -(-self.source_train.fetched_ahead // self.batch_size)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +20,9 @@ from sd_lightning.data.store.files import SampleFile, StoreFile
 from sd_lightning.data.store.open_files import OpenFiles, OpenSamples
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, path_of
 from sd_lightning.storage.file_cache import FileCache
+
+_SAMPLE_FILES = 64
+"""Sample files that are open without their latents."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class StoreReader:
         self._begins = self.ends - np.array([entry.rows for entry in self.entries], np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_files"}
+        return {key: value for key, value in vars(self).items() if key not in ("_files", "_sample_file")}
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -129,22 +132,27 @@ class StoreReader:
 
     def bytes_of_file(self, number: int) -> int:
         """Return the bytes of a sample file and of the latent files that it refers to."""
-        return self.entries[number].size + sum(self._shards_of(number).values())
+        return self.entries[number].size + sum(size for _, size in self._sample_file(number).metadata["shards"])
 
     def fetch(self, indices: np.ndarray) -> None:
         """Copy the files of some samples into the cache, if the store is not local."""
         for number in np.unique(self.ends.searchsorted(indices, side="right")).tolist():
-            for name, size in self._shards_of(number).items():
+            for name, size in self._sample_file(number).metadata["shards"]:
                 self.cache.fetch(self.store.folder, path_of(LATENTS, name), size)
-
-    def _shards_of(self, number: int) -> Mapping[str, int]:
-        entry = self.entries[number]
-        with self._handle(SAMPLES, entry.name, entry.size) as handle:
-            return dict(SampleFile(handle, name=entry.name).metadata["shards"])
 
     def _sample(self, index: int) -> tuple[SampleFile, int]:
         number = bisect_right(self.ends, index)
-        return self._files.open(number).file, index - int(self._begins[number])
+        return self._sample_file(number), index - int(self._begins[number])
+
+    @cached_property
+    def _sample_file(self) -> Callable[[int], SampleFile]:
+        """Opens a sample file without its latents: what only needs captions brings no latents to this machine."""
+        return lru_cache(maxsize=_SAMPLE_FILES)(self._open_samples)
+
+    def _open_samples(self, number: int) -> SampleFile:
+        entry = self.entries[number]
+        handle = self._handle(SAMPLES, entry.name, entry.size)
+        return SampleFile(handle, name=f"{self.store.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
 
     def _rows(self, indices: np.ndarray) -> np.ndarray:
         """Return the places (B,) of some samples, whose files are open then."""
@@ -156,9 +164,7 @@ class StoreReader:
         return OpenFiles(self._opened, [entry.rows for entry in self.entries], self.store.recipe.variants)
 
     def _opened(self, number: int) -> OpenSamples:
-        entry, folder = self.entries[number], self.store.folder.url
-        handle = self._handle(SAMPLES, entry.name, entry.size)
-        file = SampleFile(handle, name=f"{folder}/{path_of(SAMPLES, entry.name)}", size=entry.size)
+        file, folder = self._open_samples(number), self.store.folder.url
         shards = [
             StoreFile(self._handle(LATENTS, name, size), name=f"{folder}/{path_of(LATENTS, name)}", size=size)
             for name, size in file.metadata["shards"]

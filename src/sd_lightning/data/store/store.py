@@ -178,6 +178,7 @@ class LatentStore:
         thread = threading.Thread(target=beat, name="store-lock", daemon=True)
         thread.start()
         try:
+            self.folder.clean()
             yield
         finally:
             ended.set()

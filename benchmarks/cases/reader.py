@@ -25,7 +25,7 @@ from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.data.store.rows import SampleRows
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
 from sd_lightning.storage.file_cache import FileCache
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 from timing import interleaved, ratios
 
 BARS = {"ratio": ">= 0.8"}

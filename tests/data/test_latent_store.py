@@ -18,7 +18,7 @@ from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.data.transform import place, to_model_range
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 from small_store import (
     MeanEncoder,
     expected,
@@ -286,7 +286,6 @@ class TestKilled:
     @staticmethod
     def _die_after(count, photos, store, monkeypatch):
         """A job whose process ends at its `count`-th file."""
-        from sd_lightning.storage import location
 
         class Killed(BaseException):
             pass
@@ -305,7 +304,6 @@ class TestKilled:
             patch.setattr(kind, "create", dying)
             with pytest.raises(Killed):
                 update(store, ImageFolder(photos))
-        assert location
 
 
 class TestBadImages:

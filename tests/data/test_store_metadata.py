@@ -16,7 +16,7 @@ from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.store.metadata import CaptionImport, Imported, export_table
 from sd_lightning.data.store.store import LatentStore
 from sd_lightning.data.store.tokenizing import Tokenizing
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 from small_store import reader, recipe, tokenize, update, write_picture, write_pictures
 
 

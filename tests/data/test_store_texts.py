@@ -24,7 +24,7 @@ from sd_lightning.data.store.texts import TextEncoder, missing_texts, text_kind,
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.models.families.base import flat_conditioning, nested_conditioning
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 from small_store import reader, recipe, tokenize, update, write_picture, write_pictures
 
 KIND = "texts/t0"

@@ -31,7 +31,7 @@ from sd_lightning.data.store.store import Generation, LatentStore
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.store import LatentStore, recipes
 from sd_lightning.data.store.upkeep import Pruning, broken_files
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 
 
 def prune(store: str, *, dry_run: bool) -> int:

@@ -13,7 +13,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import stored_images
 from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
-from sd_lightning.data.store.recipe import Recipe, vae_hash
+from sd_lightning.data.store.recipe import Recipe, network_hash
 from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
@@ -230,11 +230,15 @@ class TestNeverStale:
 
     def test_the_hash_of_a_vae_sees_every_weight_and_setting(self):
         weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
-        one = vae_hash(weights, {"x": 1, "_version": "1"})
-        assert one == vae_hash(dict(reversed(weights.items())), {"_version": "2", "x": 1})
+        one = network_hash(weights, {"x": 1, "_version": "1"})
+        assert one == network_hash(dict(reversed(weights.items())), {"_version": "2", "x": 1})
         changed = {**weights, "b": torch.tensor([0.0, 0.0, 0.0, 1e-9])}
-        others = [vae_hash(changed, {"x": 1}), vae_hash(weights, {"x": 2}), vae_hash({"a": weights["a"]}, {"x": 1})]
-        assert len({one, *others}) == 4
+        others = [
+            network_hash(changed, {"x": 1}),
+            network_hash(weights, {"x": 2}),
+            network_hash({"a": weights["a"]}, {"x": 1}),
+        ]
+        assert len({one, *(network_hash(*each) for each in others)}) == 4
 
     def test_other_tokenizers_keep_the_latents(self, photos, tmp_path):
         update(tmp_path / "store", ImageFolder(photos))

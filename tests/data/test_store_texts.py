@@ -24,6 +24,7 @@ from sd_lightning.data.store.texts import TextEncoder, missing_texts, text_kind,
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.models.families.base import flat_conditioning, nested_conditioning
+from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.locations import open_location
 from small_store import reader, recipe, tokenize, update, write_picture, write_pictures
 
@@ -222,3 +223,22 @@ def test_nested_names_are_joined_and_parted() -> None:
     nested = {"a": torch.zeros(1), "b": {"c": torch.ones(2), "d": {"e": torch.ones(3)}}}
     flat = flat_conditioning(nested)
     assert [*flat] == ["a", "b.c", "b.d.e"] and nested_conditioning(flat) == nested
+
+
+def test_embeddings_in_an_object_store_are_written_fetched_and_read(photos: Path, tmp_path: Path, s3: Any) -> None:
+    root = open_location("s3://bucket/store", key="store")
+    update(root, ImageFolder(photos))
+    store, scratch = LatentStore(root, recipe()), tmp_path / "scratch"
+    scratch.mkdir()
+    tasks = text_tasks(store, missing_texts(store, store.generation(), KIND), Tokenizing(tokenize, "bytes"), scratch)
+    written = [*map(TextEncoder(LetterEncoder(), KIND, store.folder, "float32", torch.device("cpu")), tasks)]
+    assert not list(scratch.iterdir())
+    there = reader(root)
+    there.cache = FileCache(tmp_path / "cache", 10**8)
+    texts = StoredTexts(there, KIND)
+    texts.fetch(np.arange(23))
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("[!.]*")) == sum(
+        each.size for each in written if each.captions > 1
+    )
+    right = LetterEncoder().embed(tokenize([there.captions(9)[0], ""]))["hidden"]
+    assert torch.equal(texts.batch(np.array([9, 9]), [0, None])["hidden"], right)

@@ -113,9 +113,10 @@ def test_of_writers_that_race_one_wins_with_its_whole_file(place: Location, kind
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from sd_lightning.storage import object_store, location
+from sd_lightning.storage import object_store
+from sd_lightning.storage.locations import open_location
 object_store.PART_BYTES = 1000
-place = location.open_location(sys.argv[1], key="store")
+place = open_location(sys.argv[1], key="store")
 def wait(*_):
     print("here", flush=True)
     time.sleep(60)

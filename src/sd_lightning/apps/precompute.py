@@ -26,7 +26,7 @@ from sd_lightning.data.samples import tell_of_long_captions
 from sd_lightning.data.source import Source
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.job import StoreJob
-from sd_lightning.data.store.recipe import DTYPES, Recipe, vae_hash
+from sd_lightning.data.store.recipe import DTYPES, Recipe, network_hash
 from sd_lightning.data.store.store import Generation, LatentStore
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.models.encoder import LatentEncoder
@@ -101,7 +101,7 @@ def recipe_of(model: LatentDiffusion, datamodule: SDDataModule, settings: Settin
     images = datamodule.images
     return Recipe(
         family=model.pipeline_class,
-        vae=vae_hash(model.vae.state_dict(), model.components["vae"].config),
+        vae=network_hash(model.vae.state_dict(), model.components["vae"].config),
         resolution=images.resolution,
         shapes=tuple(images.shapes) if images.enable_bucket else (),
         crop="center" if images.center_crop else "random",

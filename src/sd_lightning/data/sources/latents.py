@@ -17,7 +17,7 @@ from sd_lightning.data.shapes import Shape
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.recipe import Recipe, vae_hash
+from sd_lightning.data.store.recipe import Recipe, network_hash
 from sd_lightning.data.store.store import LatentStore, recipes
 from sd_lightning.data.store.stored_texts import StoredTexts
 from sd_lightning.data.store.texts import text_kind
@@ -116,7 +116,7 @@ class StoredImages(Source):
             raise UsageError(
                 f"{where} was made for a {self.recipe.family}, but model= is a {model.pipeline_class}; {again}"
             )
-        ours = vae_hash(model.vae.state_dict(), model.components["vae"].config)
+        ours = network_hash(model.vae.state_dict(), model.components["vae"].config)
         if ours != self.recipe.vae:
             raise UsageError(
                 f"{where} was made with another VAE (hash {self.recipe.vae[:8]}…) than model= has ({ours[:8]}…), and "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.files import write_groups
-from sd_lightning.data.store.recipe import DTYPES, vae_hash
+from sd_lightning.data.store.recipe import DTYPES, network_hash
 from sd_lightning.data.store.rows import captions_hash
 from sd_lightning.data.store.store import Generation, LatentStore, SampleEntry, path_of
 from sd_lightning.data.store.tokenizing import Tokenizing
@@ -46,7 +46,7 @@ def text_kind(model: LatentDiffusion) -> str:
     """
     found = blake2b(f"{CODE_VERSION} {Tokenizing.of(model).fingerprint}".encode(), digest_size=8)
     for name, network in sorted(model.text_encoders.items()):
-        found.update(f"{name} {vae_hash(network.state_dict(), model.components[name].config)}".encode())
+        found.update(f"{name} {network_hash(network.state_dict(), model.components[name].config)}".encode())
     return f"{TEXTS}/t{found.hexdigest()}"
 
 

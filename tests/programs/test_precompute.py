@@ -2,12 +2,7 @@
 
 import functools
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from places import PACKAGE
+from places import SUPPORT
 from sd_lightning import precompute, train
 from sd_lightning.data.store.recipe import Recipe
 from small_store import write_picture
@@ -193,38 +188,15 @@ def test_refusals_of_training_on_a_store(cli: Any, call_main: Any, photos: Path,
 
 @pytest.mark.full("kills")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_killed_twenty_times_it_writes_what_an_undisturbed_job_writes(workers: int, tmp_path: Path) -> None:
+def test_killed_twenty_times_it_writes_what_an_undisturbed_job_writes(
+    workers: int, tmp_path: Path, run_python: Any
+) -> None:
     """Each job is killed with its workers at a random time; at most one file per worker is made again."""
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for i in range(600):
-        pixels = np.random.default_rng(i).integers(0, 256, (256, 256, 3), np.uint8)
-        Image.fromarray(pixels).save(photos / f"{i:03}.png")
-        (photos / f"{i:03}.txt").write_text(f"picture {i}")
-    command = [sys.executable, "-m", "sd_lightning.precompute", "data=images", f"data.train_data_dir={photos}"]
-    command += ["data.resolution=128", "data.center_crop=true", f"workers={workers}", "shard_mb=0.1"]
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
-
-    def run(store: str, seconds: float | None) -> bool:
-        process = subprocess.Popen([*command, f"store={tmp_path / store}"], env=environment, start_new_session=True)
-        try:
-            return process.wait(seconds) == 0
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return False
-
-    start = time.monotonic()
-    assert run("undisturbed", None)
-    whole = time.monotonic() - start
-    random = np.random.default_rng(workers)
-    kills = 0
-    while kills < 20:
-        if run("disturbed", float(random.uniform(0.3, 0.9) * whole)):
-            shutil.rmtree(next((tmp_path / "disturbed").rglob("generations")))  # it was done: undo its second half
-            for path in sorted((tmp_path / "disturbed").rglob("*.safetensors"))[::2]:
-                path.unlink()
-            continue
-        kills += 1
-    assert run("disturbed", None)
-    assert files(tmp_path / "disturbed") == files(tmp_path / "undisturbed")
+    done = run_python(SUPPORT / "killed_precompute.py", tmp_path, str(workers), "20", timeout=600, check=True)
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["killed"] == 20
+    assert 0 < counts["most_cut_off"] <= workers and counts["encoded_again"] == 0
+    undisturbed = files(tmp_path / "undisturbed")
+    assert len(undisturbed) > 20
+    for number in range(counts["stores"]):
+        assert files(tmp_path / f"disturbed-{number}") == undisturbed

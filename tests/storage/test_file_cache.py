@@ -103,7 +103,7 @@ def test_local_files_are_opened_in_place(tmp_path: Path) -> None:
 
 def test_a_file_larger_than_the_cache_is_refused(store: Remote, tmp_path: Path) -> None:
     cache = FileCache(tmp_path / "cache", SIZE - 1, key="data.cache_gb")
-    with pytest.raises(UsageError, match=r"^data\.cache_gb=9\.99e-07: remote/shards/a has 0\.00 GB; expected .* set "):
+    with pytest.raises(UsageError, match=r"^data\.cache_gb=9\.99e-07: remote/shards/a has 1e-06 GB; expected .* set "):
         cache.open(store, "shards/a", SIZE)
 
 

@@ -116,11 +116,13 @@ def update(
     return Ran(generation, job.counts, bad.found, tasks)
 
 
-def reader(store: Path | Location, split: str = "train", *, of: Recipe | None = None) -> StoreReader:
+def reader(
+    store: Path | Location, split: str = "train", *, of: Recipe | None = None, cache: FileCache | None = None
+) -> StoreReader:
     """Open a split of the newest generation."""
     root = store if isinstance(store, Location) else open_location(store, key="data.store")
     latents = LatentStore(root, of or recipe())
-    cache = FileCache(Path(tempfile.gettempdir()) / "unused-cache", 10**9)
+    cache = cache or FileCache(Path(tempfile.gettempdir()) / "unused-cache", 10**9)
     return StoreReader(latents, latents.generation(), split, cache)
 
 

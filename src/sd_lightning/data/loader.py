@@ -162,8 +162,9 @@ class EpochLoader(WholeBatchLoader):
         self._on_start()
         sampler = self.batch_sampler
         epoch, start = sampler.epoch, sampler.batches_done * sampler.accumulate
+        batches = iter(self._loader)  # forks the workers, before there are other threads
         with self._fetching() as move:
-            for given, batch in enumerate(self._loader, start + 1):
+            for given, batch in enumerate(batches, start + 1):
                 self._given = (epoch, given)
                 move(given // sampler.accumulate)
                 yield batch

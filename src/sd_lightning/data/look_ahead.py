@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+"""Threads that fetch: one alone waits for the network most of the time."""
+
 
 class LookAhead:
-    """Calls ``fetch`` for coming batches in a thread, some of them ahead.
+    """Fetches the files of coming batches in threads, some batches ahead.
 
-    An error of ``fetch`` ends the thread silently: reading the same file for its batch raises it again, in the place
-    that reports it.
+    An error is logged and does not end them: it may pass before the file is read, and reading it raises if not.
     """
 
-    def __init__(self, fetch: Callable[[np.ndarray], None], *, num_batches: int) -> None:
-        """Take the function.
+    def __init__(
+        self,
+        files_of: Callable[[np.ndarray], Sequence[int]],
+        fetch: Callable[[int], None],
+        *,
+        num_batches: int,
+    ) -> None:
+        """Take the functions.
 
         Args:
-            fetch: Receives the sample indices of one global batch.
+            files_of: Sample indices of a global batch -> numbers of their files.
+            fetch: Brings a file to this machine, if it is not there.
             num_batches: How far to be ahead of the batches that are read.
         """
+        self._files_of = files_of
         self._fetch = fetch
         self._num_batches = num_batches
-        self._moved = threading.Condition()
-        self._at = 0
-        self._ended = False
 
     @contextmanager
     def running(self, samples_of: Callable[[int], np.ndarray], begin: int, end: int) -> Iterator[Callable[[int], None]]:
@@ -41,29 +51,57 @@ class LookAhead:
         Yields:
             A function to call with the number of the batch that is read now.
         """
-        self._at, self._ended = begin, False
-        thread = threading.Thread(target=self._run, args=(samples_of, begin, end), name="look-ahead", daemon=True)
-        thread.start()
-        try:
-            yield self._move
-        finally:
-            with self._moved:
-                self._ended = True
-                self._moved.notify()
+        position = _Position(begin)
 
-    def _move(self, number: int) -> None:
-        with self._moved:
-            self._at = number
-            self._moved.notify()
-
-    def _run(self, samples_of: Callable[[int], np.ndarray], begin: int, end: int) -> None:
-        for number in range(begin, end):
-            with self._moved:
-                while number > self._at + self._num_batches and not self._ended:
-                    self._moved.wait()
-                if self._ended:
+        def run(own: int) -> None:
+            # Each thread has files of its own, so that they need not agree on who fetches what.
+            for number in range(begin, end):
+                if not position.wait_for(number - self._num_batches):
                     return
-            try:
-                self._fetch(samples_of(number))
-            except Exception:
-                return
+                for file in self._files_of(samples_of(number)):
+                    if file % NUM_THREADS == own and not self._fetched(file, position):
+                        return
+
+        for own in range(NUM_THREADS):
+            # Not joined: the end of a run does not wait for a file that nobody reads.
+            threading.Thread(target=run, args=(own,), name=f"look-ahead-{own}", daemon=True).start()
+        try:
+            yield position.move
+        finally:
+            position.end()
+
+    def _fetched(self, file: int, position: _Position) -> bool:
+        """Fetch a file; return whether to go on. After an error wait until the reader has moved."""
+        if position.ended:
+            return False
+        try:
+            self._fetch(file)
+        except Exception as error:
+            log.warning("data: a file could not be fetched ahead (%s); it is tried again when it is read", error)
+            return position.wait_for(position.now + 1)
+        return True
+
+
+class _Position:
+    """The batch that is read now."""
+
+    def __init__(self, begin: int) -> None:
+        self._moved = threading.Condition()
+        self.now = begin
+        self.ended = False
+
+    def move(self, number: int) -> None:
+        with self._moved:
+            self.now = number
+            self._moved.notify_all()
+
+    def end(self) -> None:
+        with self._moved:
+            self.ended = True
+            self._moved.notify_all()
+
+    def wait_for(self, number: int) -> bool:
+        """Wait until a batch is read; return False if reading has ended."""
+        with self._moved:
+            self._moved.wait_for(lambda: self.ended or self.now >= number)
+            return not self.ended

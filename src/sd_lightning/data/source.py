@@ -129,8 +129,12 @@ class Source(ABC):
     fetched_ahead: int = 0
     """Samples whose files are brought to this machine before they are read; 0 where there is nothing to bring."""
 
-    def fetch(self, index: np.ndarray) -> None:
-        """Bring the files of some samples to this machine."""
+    def files(self, index: np.ndarray) -> Sequence[int]:
+        """Return the numbers of the files of some samples, without repetition."""
+        return ()
+
+    def fetch(self, file: int) -> None:
+        """Bring a file to this machine, if it is not there."""
         return
 
     def check_model(self, model: LatentDiffusion, *, train_text_encoder: bool) -> None:

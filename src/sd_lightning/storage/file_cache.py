@@ -50,11 +50,7 @@ class FileCache:
         place = location.path(name)
         if place is not None:
             return _of_size(open(place, "rb", buffering=0), size, f"{location.url}/{name}")
-        if size > self.max_bytes:
-            raise UsageError(
-                f"{self.key}={self.max_bytes / 1e9:g}: {location.url}/{name} has {size / 1e9:.2f} GB; expected a cache "
-                f"that holds at least one file; set {self.key} to several times {size / 1e9:.2f}."
-            )
+        self.check_fits(f"{location.url}/{name}", size)
         key = hashlib.sha256(f"{location.url}\0{name}".encode()).hexdigest()[:32]
         cached = self._cached(key)
         if cached is None:
@@ -66,6 +62,14 @@ class FileCache:
                 else:
                     self._lock(key).unlink()
         return cached
+
+    def check_fits(self, url: str, size: int) -> None:
+        """Raise a ``UsageError`` if a file of ``size`` bytes is larger than the cache."""
+        if size > self.max_bytes:
+            raise UsageError(
+                f"{self.key}={self.max_bytes / 1e9:g}: {url} has {size / 1e9:.2g} GB; expected a cache that holds at "
+                f"least one file; set {self.key} to several times {size / 1e9:.2g}."
+            )
 
     def fetch(self, location: Location, name: str, size: int) -> None:
         """Bring a file into the cache; see :meth:`open`. There is nothing to do for a local folder."""

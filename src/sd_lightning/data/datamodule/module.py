@@ -182,8 +182,8 @@ class SDDataModule(LightningDataModule):
                 tell_of_long_captions(self.source_train, self._module().latent_diffusion.truncated)
         dataset = self._dataset(self.source_train, self.images)
         loader = self._loaders.build(dataset, self.train_sampler, trainer)
-        ahead = -(-self.source_train.fetched_ahead // self.batch_size)
-        look_ahead = LookAhead(self.source_train.fetch, num_batches=ahead) if ahead else None
+        source, ahead = self.source_train, -(-self.source_train.fetched_ahead // self.batch_size)
+        look_ahead = LookAhead(source.files, source.fetch, num_batches=ahead) if ahead else None
         on_start = self.bad.check_all_ranks
         return EpochLoader(loader, self.train_sampler, on_start=on_start, look_ahead=look_ahead)
 

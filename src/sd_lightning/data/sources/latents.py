@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _WINDOW = 32
 """Sample files, with their latent files, among which samples are shuffled: about 260,000 samples."""
+_AHEAD = 0.75
+"""Windows for which files are fetched ahead: less than 1, so that files read now were used later than those before."""
 
 
 class StoredImages(Source):
@@ -51,8 +53,8 @@ class StoredImages(Source):
             self.buckets = buckets
         else:
             self.locality = buckets[0].locality
-        if len(reader.entries) > _WINDOW and not reader.is_local:
-            self.fetched_ahead = _WINDOW * int(len(reader) / len(reader.entries))
+        if not reader.is_local:
+            self.fetched_ahead = _fetched_ahead(reader)
         self.digests = {
             name: name_of(*(getattr(entry, name).encode() for entry in reader.entries))
             for name in ("identities", "images", "captions")
@@ -61,10 +63,13 @@ class StoredImages(Source):
     def __len__(self) -> int:
         return len(self.reader)
 
-    def fetch(self, index: np.ndarray) -> None:
-        self.reader.fetch(index)
+    def files(self, index: np.ndarray) -> Sequence[int]:
+        return self.reader.files(index)
+
+    def fetch(self, file: int) -> None:
+        self.reader.fetch(file)
         if self._texts is not None:
-            self._texts.fetch(index)
+            self._texts.fetch(file)
 
     def image(self, index: int) -> Image.Image:
         raise BadSample("a latent store holds no images")
@@ -141,8 +146,32 @@ def _bucket(reader: StoreReader, shape: Shape, files: range) -> Bucket:
     """Return the samples of some sample files as a bucket."""
     begin = int(reader.ends[files.start - 1]) if files.start else 0
     ends = reader.ends[files.start : files.stop] - begin
-    locality = Locality(ends, _WINDOW) if len(files) > _WINDOW else None
+    # Buckets take turns, so that the files of all their windows are read at the same time.
+    window = max(2, round(_WINDOW * len(files) / len(reader.entries)))
+    locality = Locality(ends, window) if len(files) > window else None
     return Bucket(shape, range(begin, begin + int(ends[-1])), locality)
+
+
+def _fetched_ahead(reader: StoreReader) -> int:
+    """Return how many samples ahead files are fetched, such that those that are read now stay in the cache.
+
+    Raises:
+        UsageError: The cache cannot hold the largest file of the first sample file.
+    """
+    reader.check_cache()
+    num_files = min(_WINDOW, len(reader.entries))
+    rows = reader.entries[0].rows
+    window_bytes = num_files * reader.bytes_of_file(0) * len(reader) / len(reader.entries) / rows
+    cache = reader.cache
+    if cache.max_bytes < min(2 * window_bytes, window_bytes * len(reader.entries) / num_files):
+        log.warning(
+            "%s=%.3g holds %.1f times the %d files (%.3g GB) among which samples are shuffled; files are fetched again "
+            "and again if it holds less than once, and late if less than twice; expected %.3g or more",
+            *(cache.key, cache.max_bytes / 1e9, cache.max_bytes / window_bytes, num_files, window_bytes / 1e9),
+            2 * window_bytes / 1e9,
+        )
+    ahead = min(_AHEAD, max(cache.max_bytes / window_bytes - 1, 0))
+    return int(ahead * num_files * len(reader) / len(reader.entries))
 
 
 def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None) -> Recipe:

@@ -142,7 +142,7 @@ class StoreFile:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.broken(f"its header cannot be read: {error}") from error
         if given != end or (size is not None and given != size):
-            raise self.broken(f"it has {given} bytes instead of {end if size is None else size}")
+            raise self.broken(f"it has {given} bytes instead of {end if given != end else size}")
 
     def broken(self, reason: str) -> UsageError:
         """Return the error for a file that is not what was written."""

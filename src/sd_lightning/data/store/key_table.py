@@ -14,6 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from sd_lightning._errors import UsageError
+from sd_lightning.storage.atomic import no_space
+
 HASH_BYTES = 16
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("shard", "<u4"), ("row", "<u4")])
 """A row of a table; rows are sorted by ``high``."""
@@ -42,16 +45,27 @@ class KeyTable:
     """A memory-mapped table."""
 
     def __init__(self, path: Path) -> None:
-        """Open a table that :func:`write_table` wrote."""
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        self.shards: list[str] = json.loads(header["__metadata__"]["shards"])
-        self._column = {}
-        for name, (_, dtype) in _COLUMNS.items():
-            (count,), begin = header[name]["shape"], header[name]["data_offsets"][0]
-            empty = np.empty(0, dtype)
-            self._column[name] = np.memmap(path, dtype, "r", 8 + length + begin, (count,)) if count else empty
+        """Open a table that :func:`write_table` wrote.
+
+        Raises:
+            UsageError: It is truncated or altered.
+        """
+        size = path.stat().st_size
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, size)))
+            self.shards: list[str] = json.loads(header["__metadata__"]["shards"])
+            self._column = {}
+            for name, (_, dtype) in _COLUMNS.items():
+                (count,), begin = header[name]["shape"], header[name]["data_offsets"][0]
+                empty = np.empty(0, dtype)
+                self._column[name] = np.memmap(path, dtype, "r", 8 + length + begin, (count,)) if count else empty
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"the latent store's table {path.name} is truncated or altered ({error}); delete it with python -m "
+                "sd_lightning.precompute verify store=<store> dry_run=false, and run precompute again"
+            ) from error
         self._count = len(self._column["high"])
 
     def __len__(self) -> int:
@@ -85,6 +99,17 @@ class KeyTable:
         """Return shard and row, (N,) uint32 each, at positions that :meth:`find` returned."""
         return self._column["shard"][positions], self._column["row"][positions]
 
+    def is_sound(self) -> bool:
+        """Return whether all rows are sorted, and name shards that there are."""
+        last = (0, 0)
+        for rows in self.blocks():
+            high, low = rows["high"], rows["low"]
+            is_sorted = (high[1:] > high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] >= low[:-1]))
+            if not is_sorted.all() or (int(high[0]), int(low[0])) < last or rows["shard"].max() >= len(self.shards):
+                return False
+            last = int(high[-1]), int(low[-1])
+        return True
+
     def blocks(self, length: int = _SORTED_AT_ONCE) -> Iterator[np.ndarray]:
         """Yield all rows in order, ``length`` at a time."""
         for begin in range(0, self._count, length):
@@ -110,6 +135,9 @@ def write_table(
 
     Returns:
         The number of rows.
+
+    Raises:
+        UsageError: The disk is full.
     """
     partitions = _Partitions(path, sorted_at_once)
     try:
@@ -125,6 +153,13 @@ def write_table(
                     file.write(rows[name].tobytes())
                 done += len(rows)
             file.truncate(begins["row"] + count * ROW["row"].itemsize)
+    except OSError as error:
+        if reason := no_space(error):
+            raise UsageError(
+                f"precompute: cannot write {path}: {reason}; free space there, or set TMPDIR to a folder on another "
+                "disk, then run the same command again"
+            ) from error
+        raise
     finally:
         partitions.delete()
     return count

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from sd_lightning._errors import UsageError
 from sd_lightning.data.store.files import SampleFile
 from sd_lightning.data.store.key_table import KeyTable, rows_of, write_table
 from sd_lightning.data.store.rows import SampleRows, Shard
-from sd_lightning.data.store.store import SAMPLES, LatentStore, SampleEntry
+from sd_lightning.data.store.store import LATENTS, SAMPLES, LatentStore, SampleEntry, path_of
 
 Write = Callable[[SampleRows, Sequence[Shard], np.ndarray], list[SampleEntry]]
 """Writes samples with the places of their latents, in one file or more."""
@@ -26,8 +27,10 @@ class KnownSamples:
         scratch.mkdir()
         present = store.present(SAMPLES)
         # Deleted files, such as altered ones that ``verify`` found: their samples count as new.
-        self._entries = [entry for entry in entries if present.get(entry.name) == entry.size]
+        self._entries = [entry for entry in entries if entry.name in present]
         self._store, self._latents, self._scratch = store, latents, scratch
+        for entry in self._entries:
+            self._check_size(path_of(SAMPLES, entry.name), present[entry.name], entry.size)
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         total = int(self._ends[-1]) if self._entries else 0
         self._kept = np.memmap(scratch / "kept", np.uint8, "w+", shape=(max(total, 1),))
@@ -41,8 +44,20 @@ class KnownSamples:
         """Return a sample file, its keys and its stamps."""
         entry = self._entries[number]
         path = self._store.local(SAMPLES, entry.name, self._scratch)
-        file = SampleFile(open(path, "rb", buffering=0), name=f"{self._store.folder.url}/{entry.name}", size=entry.size)
+        name = f"{self._store.folder.url}/{path_of(SAMPLES, entry.name)}"
+        file = SampleFile(open(path, "rb", buffering=0), name=name, size=entry.size)
+        for shard, size in file.metadata["shards"]:
+            self._check_size(path_of(LATENTS, shard), self._latents.get(shard, size), size)
         return file, file.read("keys").numpy(), file.read("stamps").numpy()
+
+    def _check_size(self, path: str, found: int, size: int) -> None:
+        """Raise for a file that would count as written although it is not whole."""
+        if found != size:
+            raise UsageError(
+                f"{self._store.folder.url}/{path} has {found} bytes instead of {size}: it is truncated or altered; "
+                f"delete it with python -m sd_lightning.precompute verify store={self._store.root.url} dry_run=false, "
+                "and run precompute again"
+            )
 
     def keep(self, rows: SampleRows) -> np.ndarray:
         """Return which samples are in the store as they are, (N,) bool, and note that these are still wanted."""
@@ -54,7 +69,7 @@ class KnownSamples:
             of_file = file == number
             sample_file, _, stamps = self.open(number)
             shards = sample_file.metadata["shards"]
-            is_there = np.array([self._latents.get(name) == size for name, size in shards], bool)
+            is_there = np.array([name in self._latents for name, _ in shards], bool)
             is_same = (stamps[row[of_file]] == rows.stamps[hit[of_file]]).all(axis=1)
             is_same &= is_there[sample_file.place[row[of_file], 0]]
             is_kept[hit[of_file]] = is_same

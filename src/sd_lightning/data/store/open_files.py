@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,11 @@ class OpenSamples:
         """Number of open files."""
         return 1 + len(self.shards)
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether one of the files was deleted: its space is free once nobody has it open."""
+        return any(os.fstat(each.fd).st_nlink == 0 for each in (self.file, *self.shards))
+
     def close(self) -> None:
         """Close all of them."""
         for each in (self.file, *self.shards):
@@ -44,69 +50,92 @@ class OpenFiles:
     """Open sample files, with the places of all their rows in one array: a whole batch is looked up at once.
 
     Each open file has a slot in it, with as many entries as the largest file has rows.
-
-    Attributes:
-        ids: The columns of token ids, by name; only their shape and bytes per row are those of every file.
     """
 
-    def __init__(self, open_: Callable[[int], OpenSamples], num_rows: Sequence[int], variants: int) -> None:
-        """Open the first file.
+    def __init__(
+        self, open_: Callable[[int], OpenSamples], num_rows: Sequence[int], variants: int, ids: Mapping[str, Column]
+    ) -> None:
+        """Open nothing yet.
 
         Args:
             open_: Opens a sample file by its number.
             num_rows: Rows of each sample file.
             variants: Encodings per image.
+            ids: The columns of token ids, by name; only their names are those of every file.
         """
         self._open_file, self._variants, self._slot_rows = open_, variants, max(num_rows)
         self._slot_of = np.full(len(num_rows), -1, np.int64)
         self._open: OrderedDict[int, OpenSamples] = OrderedDict()
+        """Least recently used first."""
+        self._num_handles = 0
         self._free: list[int] = []
-        first = open_(0)
-        first.close()
-        self.ids: dict[str, Column] = {name: first.file.columns[name] for name in first.file.id_columns}
+        self._ids = list(ids)
         place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("sizes", "i4", (variants, 4)), ("id_fd", "i4")]
-        place += [("id_begin", "i8", (len(self.ids),)), ("first_caption", "i8"), ("num_captions", "i4")]
+        place += [("id_begin", "i8", (len(ids),)), ("first_caption", "i8"), ("num_captions", "i4")]
         self._places = np.zeros(0, place)
 
-    def rows(self, numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the places (B,) of row ``rows[i]`` of file ``numbers[i]``; these files are open then.
+    def rows(self, numbers: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the places of row ``rows[i]`` of file ``numbers[i]``, in parts of which all files can be open at once.
 
         A place has the file ``fd`` and ``offset`` of the latents, their ``sizes``, and for token ids the file
-        ``id_fd``, ``id_begin`` of each column, ``first_caption`` and ``num_captions``.
+        ``id_fd``, ``id_begin`` of each column, ``first_caption`` and ``num_captions``. It holds until the next part.
+
+        Yields:
+            Which ``i`` (N,) the part has, and their places (N,).
         """
-        slots = self._slot_of[numbers]
-        if slots.min(initial=0) < 0:
-            wanted = np.unique(numbers).tolist()
-            self._make_room(wanted)
-            for number in wanted:
-                self.open(number)
-            slots = self._slot_of[numbers]
-        return self._places.take(slots * self._slot_rows + rows)
+        if self._slot_of[numbers].min(initial=0) >= 0:
+            yield np.arange(len(numbers)), self._at(numbers, rows)
+            return
+        left = np.unique(numbers).tolist()
+        while left:
+            some = self._open_some(left)
+            left = left[len(some) :]
+            part = np.flatnonzero(np.isin(numbers, some))
+            yield part, self._at(numbers[part], rows[part])
 
-    def open(self, number: int) -> OpenSamples:
-        """Return a file, open."""
-        samples = self._open.get(number)
-        if samples is None:
-            self._make_room([number])
-            samples = self._open_file(number)
-            slot = self._free.pop() if self._free else len(self._open)
-            self._open[number] = samples
-            self._slot_of[number] = slot
-            self._fill(slot * self._slot_rows, samples)
-        return samples
+    def _at(self, numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return self._places.take(self._slot_of[numbers] * self._slot_rows + rows)
 
-    def _make_room(self, wanted: Sequence[int]) -> None:
-        """Close the files that were opened first, but none of those wanted, if too many would be open."""
-        num_new = sum(number not in self._open for number in wanted)
-        num_handles = sum(each.num_handles for each in self._open.values())
-        for number in [each for each in self._open if each not in set(wanted)]:
-            if len(self._open) + num_new <= _MOST_OPEN and num_handles <= _MOST_HANDLES:
-                return
-            samples = self._open.pop(number)
-            num_handles -= samples.num_handles
-            self._free.append(int(self._slot_of[number]))
-            self._slot_of[number] = -1
-            samples.close()
+    def latents(self, number: int) -> Column:
+        """Return the column of latents of a file; shape and bytes per row are those of all its latent files."""
+        self._open_some([number])
+        return self._open[number].latents
+
+    def _open_some(self, wanted: Sequence[int]) -> list[int]:
+        """Open the first of some files, as many as can be open at once, at least one; close others."""
+        some: list[int] = []
+        for number in wanted:
+            some.append(number)
+            if number in self._open:
+                self._open.move_to_end(number)
+                continue
+            self._open_one(number)
+            for other in list(self._open)[: -len(some)]:
+                if self._is_too_much or self._open[other].is_deleted:
+                    self._close(other)
+            if self._is_too_much:
+                break
+        return some
+
+    @property
+    def _is_too_much(self) -> bool:
+        return len(self._open) > _MOST_OPEN or self._num_handles > _MOST_HANDLES
+
+    def _open_one(self, number: int) -> None:
+        samples = self._open_file(number)
+        slot = self._free[-1] if self._free else len(self._open)
+        self._fill(slot * self._slot_rows, samples)
+        del self._free[-1:]
+        self._open[number] = samples
+        self._num_handles += samples.num_handles
+        self._slot_of[number] = slot
+
+    def _close(self, number: int) -> None:
+        samples = self._open.pop(number)
+        self._num_handles -= samples.num_handles
+        self._free.append(int(self._slot_of[number]))
+        self._slot_of[number] = -1
+        samples.close()
 
     def _fill(self, begin: int, samples: OpenSamples) -> None:
         """Write the places of a file's rows."""
@@ -123,6 +152,6 @@ class OpenFiles:
             here = shard == number
             places["sizes"][here] = each.read("sizes").view(-1, self._variants, 4).numpy()[row[here]]
         places["id_fd"] = file.fd
-        places["id_begin"] = [file.columns[name].begin for name in self.ids]
+        places["id_begin"] = [file.columns[name].begin for name in self._ids]
         places["first_caption"] = file.first_caption[:-1]
         places["num_captions"] = np.diff(file.first_caption)

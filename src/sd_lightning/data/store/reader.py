@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.shapes import Shape
-from sd_lightning.data.store.files import SampleFile, StoreFile
+from sd_lightning.data.store.files import Column, SampleFile, StoreFile
 from sd_lightning.data.store.open_files import OpenFiles, OpenSamples
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, path_of
 from sd_lightning.storage.file_cache import FileCache
@@ -53,6 +54,7 @@ class StoreReader:
         """(F,) int64: the index behind the last sample of each sample file."""
         self._shapes = np.array([entry.shape for entry in self.entries], np.int64)
         self._begins = self.ends - np.array([entry.rows for entry in self.entries], np.int64)
+        self._fetched: deque[int] = deque(maxlen=_SAMPLE_FILES)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key not in ("_files", "_sample_file")}
@@ -78,36 +80,44 @@ class StoreReader:
         numbers = self.ends.searchsorted(indices, side="right")
         shapes = self._shapes[numbers]
         assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
-        rows, column = self._rows(indices), self._files.open(int(numbers[0])).latents
-        out = torch.empty(len(indices), *column.shape[1:], dtype=column.dtype)
-        offsets = rows["offset"] + np.asarray(variants) * column.row_bytes
-        for fd, offset, memory in zip(rows["fd"].tolist(), offsets.tolist(), _memory_of_rows(out)):
-            if os.preadv(fd, [memory], offset) != column.row_bytes:
-                raise self._cut_off(LATENTS)
-        sizes = rows["sizes"][np.arange(len(rows)), variants]
-        return StoredBatch(out, torch.from_numpy(sizes.astype(np.int64)))
+        column = self._files.latents(int(numbers[0]))
+        out, sizes = _empty(len(indices), column), np.empty((len(indices), 4), np.int64)
+        memory, variants = _memory_of_rows(out), np.broadcast_to(variants, len(indices))
+        for part, rows in self._rows(indices):
+            offsets = rows["offset"] + variants[part] * column.row_bytes
+            for i, fd, offset in zip(part.tolist(), rows["fd"].tolist(), offsets.tolist()):
+                if os.preadv(fd, [memory[i]], offset) != column.row_bytes:
+                    raise self._cut_off(LATENTS)
+            sizes[part] = rows["sizes"][np.arange(len(rows)), variants[part]]
+        return StoredBatch(out, torch.from_numpy(sizes))
 
     def num_captions(self, indices: np.ndarray) -> list[int]:
         """Return the number of captions of each sample."""
-        return self._rows(indices)["num_captions"].tolist()
+        counts = np.empty(len(indices), np.int64)
+        for part, rows in self._rows(indices):
+            counts[part] = rows["num_captions"]
+        return counts.tolist()
 
     def token_ids(self, indices: np.ndarray, which: np.ndarray) -> dict[str, Tensor]:
         """Return the token ids (B, L) int64, by text encoder, of caption number ``which[i]`` of each sample."""
-        rows, found = self._rows(indices), {}
-        captions, fds = rows["first_caption"] + which, rows["id_fd"].tolist()
-        for number, (name, column) in enumerate(self._files.ids.items()):
-            out = torch.empty(len(indices), *column.shape[1:], dtype=column.dtype)
-            offsets = rows["id_begin"][:, number] + captions * column.row_bytes
-            for fd, offset, memory in zip(fds, offsets.tolist(), _memory_of_rows(out)):
-                if os.preadv(fd, [memory], offset) != column.row_bytes:
-                    raise self._cut_off(SAMPLES)
-            found[name.removeprefix("input_ids.")] = out.long()
-        return found
+        found = {name: _empty(len(indices), column) for name, column in self._ids.items()}
+        memory = {name: _memory_of_rows(out) for name, out in found.items()}
+        for part, rows in self._rows(indices):
+            captions, fds = rows["first_caption"] + which[part], rows["id_fd"].tolist()
+            for number, (name, column) in enumerate(self._ids.items()):
+                offsets = rows["id_begin"][:, number] + captions * column.row_bytes
+                for i, fd, offset in zip(part.tolist(), fds, offsets.tolist()):
+                    if os.preadv(fd, [memory[name][i]], offset) != column.row_bytes:
+                        raise self._cut_off(SAMPLES)
+        return {name.removeprefix("input_ids."): out.long() for name, out in found.items()}
 
     def caption_places(self, indices: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sample file (B,) of each sample, and the row (B,) of its caption ``which[i]`` there."""
         numbers = self.ends.searchsorted(indices, side="right")
-        return numbers, self._rows(indices)["first_caption"] + which
+        places = np.empty(len(indices), np.int64)
+        for part, rows in self._rows(indices):
+            places[part] = rows["first_caption"] + which[part]
+        return numbers, places
 
     def captions(self, index: int) -> list[str]:
         """Return the captions of a sample."""
@@ -134,11 +144,25 @@ class StoreReader:
         """Return the bytes of a sample file and of the latent files that it refers to."""
         return self.entries[number].size + sum(size for _, size in self._sample_file(number).metadata["shards"])
 
-    def fetch(self, indices: np.ndarray) -> None:
-        """Copy the files of some samples into the cache, if the store is not local."""
-        for number in np.unique(self.ends.searchsorted(indices, side="right")).tolist():
+    def check_cache(self) -> None:
+        """Check that the cache can hold the latent files of the first sample file: all files are of about one size.
+
+        Raises:
+            UsageError: It cannot.
+        """
+        for name, size in self._sample_file(0).metadata["shards"]:
+            self.cache.check_fits(f"{self.store.folder.url}/{path_of(LATENTS, name)}", size)
+
+    def files(self, indices: np.ndarray) -> list[int]:
+        """Return the numbers of the sample files of some samples."""
+        return np.unique(self.ends.searchsorted(indices, side="right")).tolist()
+
+    def fetch(self, number: int) -> None:
+        """Copy a sample file and its latent files into the cache, unless it was done just now."""
+        if number not in self._fetched:
             for name, size in self._sample_file(number).metadata["shards"]:
                 self.cache.fetch(self.store.folder, path_of(LATENTS, name), size)
+            self._fetched.append(number)
 
     def _sample(self, index: int) -> tuple[SampleFile, int]:
         number = bisect_right(self.ends, index)
@@ -154,14 +178,20 @@ class StoreReader:
         handle = self._handle(SAMPLES, entry.name, entry.size)
         return SampleFile(handle, name=f"{self.store.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
 
-    def _rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return the places (B,) of some samples, whose files are open then."""
+    def _rows(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the places of some samples in parts, whose files are open then."""
         numbers = self.ends.searchsorted(indices, side="right")
         return self._files.rows(numbers, indices - self._begins[numbers])
 
     @cached_property
     def _files(self) -> OpenFiles:
-        return OpenFiles(self._opened, [entry.rows for entry in self.entries], self.store.recipe.variants)
+        return OpenFiles(self._opened, [entry.rows for entry in self.entries], self.store.recipe.variants, self._ids)
+
+    @cached_property
+    def _ids(self) -> dict[str, Column]:
+        """The columns of token ids, by name; only their shape and bytes per row are those of every file."""
+        first = self._sample_file(0)
+        return {name: first.columns[name] for name in first.id_columns}
 
     def _opened(self, number: int) -> OpenSamples:
         file, folder = self._open_samples(number), self.store.folder.url
@@ -186,6 +216,10 @@ class StoreReader:
             f"data.store={self.store.root.url}: a file of {self.store.folder.url}/{kind} was cut off while it was "
             "read; expected files that nobody changes; run precompute again, and resume this run"
         )
+
+
+def _empty(num_rows: int, column: Column) -> Tensor:
+    return torch.empty(num_rows, *column.shape[1:], dtype=column.dtype)
 
 
 def _memory_of_rows(out: Tensor) -> list[memoryview]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from sd_lightning.data.store.files import SampleFile
 from sd_lightning.data.store.key_table import KeyTable
 from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.storage.location import Location
+
+log = logging.getLogger(__name__)
 
 LATENTS, SAMPLES, TABLES, GENERATIONS = "latents", "samples", "tables", "generations"
 _RECIPES, _LOCK = "recipes", "job.json"
@@ -103,7 +106,7 @@ class LatentStore:
 
     def generation(self) -> Generation:
         """Return the newest generation; number 0 with no samples if there is none."""
-        names = [entry.name for entry in self.folder.entries(f"{GENERATIONS}/")]
+        names = [entry.name for entry in self.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
         if not names:
             return Generation()
         newest = max(names)
@@ -173,17 +176,23 @@ class LatentStore:
 
         def beat() -> None:
             while not ended.wait(_BEAT):
-                self.folder.replace(_LOCK, _beat(ours))
+                try:
+                    self.folder.replace(_LOCK, _beat(ours))
+                except UsageError as error:  # the job may go on and end with it, or it passes
+                    log.warning("%s", error)
 
         thread = threading.Thread(target=beat, name="store-lock", daemon=True)
         thread.start()
         try:
             self.folder.clean()
             yield
-        finally:
-            ended.set()
-            thread.join()
-            self.folder.delete(_LOCK)
+        except BaseException:
+            with suppress(UsageError):  # the error that ends the job says more
+                _end(thread, ended)
+                self.folder.delete(_LOCK)
+            raise
+        _end(thread, ended)
+        self.folder.delete(_LOCK)
 
     def _check_dead(self, host: object) -> None:
         """Raise if the job that holds the lock is alive."""
@@ -209,8 +218,13 @@ def path_of(kind: str, name: str) -> str:
 
 def recipes(root: Location) -> list[Recipe]:
     """Return the recipes of a store, sorted by fingerprint."""
-    names = [entry.name for entry in root.entries(f"{_RECIPES}/")]
+    names = [entry.name for entry in root.entries(f"{_RECIPES}/") if entry.name.endswith(".json")]
     return [Recipe.from_json(root.read(name), where=f"{root.url}/{name}") for name in names]
+
+
+def _end(thread: threading.Thread, ended: threading.Event) -> None:
+    ended.set()
+    thread.join()
 
 
 def _beat(ours: Mapping[str, object]) -> bytes:

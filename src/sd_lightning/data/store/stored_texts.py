@@ -76,12 +76,10 @@ class StoredTexts:
             found[name] = out
         return nested_conditioning(found)
 
-    def fetch(self, indices: np.ndarray) -> None:
-        """Copy the text files of some samples into the cache, if the store is not local."""
-        store = self._reader.store
-        for number in np.unique(self._reader.ends.searchsorted(indices, side="right")).tolist():
-            name = self._reader.entries[number].captions
-            self._reader.cache.fetch(store.folder, path_of(self._kind, name), self._sizes[name])
+    def fetch(self, number: int) -> None:
+        """Copy the text file of a sample file into the cache, if the store is not local."""
+        name = self._reader.entries[number].captions
+        self._reader.cache.fetch(self._reader.store.folder, path_of(self._kind, name), self._sizes[name])
 
     @cached_property
     def _files(self) -> _OpenTexts:

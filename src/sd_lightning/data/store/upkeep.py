@@ -12,7 +12,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.encoding import about, digest_of
 from sd_lightning.data.store.files import SampleFile, StoreFile, name_of, serialized
-from sd_lightning.data.store.key_table import rows_of, write_table
+from sd_lightning.data.store.key_table import KeyTable, rows_of, write_table
 from sd_lightning.data.store.rows import SampleRows
 from sd_lightning.data.store.store import (
     GENERATIONS,
@@ -82,7 +82,8 @@ class Pruning:
             return unused
         named = {entry.name for entries in self.generation.splits.values() for entry in entries}
         newest = f"{GENERATIONS}/{self.generation.number:08}.json"
-        older = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name != newest]
+        lists = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
+        older = [entry for entry in lists if entry.name != newest]
         unused.files += [entry.name for entry in older]
         unused.freed += sum(entry.size for entry in older)
         for kind, present, wanted in (
@@ -136,8 +137,11 @@ class Pruning:
             if entry.name not in kept
         ]
         old_tables = [path_of(TABLES, name) for name in tables if name != table]
+        # A pruning that was killed may have written some of them, which nobody referred to until now.
+        used = {path_of(SAMPLES, name) for name in kept} | {path_of(LATENTS, new) for new, *_ in moved.values()}
         for path in (*old_tables, *self.unused.files, *replaced, *(path_of(LATENTS, name) for name in moved)):
-            self.store.folder.delete(path)
+            if path not in used:
+                self.store.folder.delete(path)
 
     def _compact(self) -> dict[str, tuple[str, int, np.ndarray, np.ndarray]]:
         """Write the used rows of every partly used file to a file of its own.
@@ -212,7 +216,7 @@ class Pruning:
 
 def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]:
     """Yield (path, reason) of the files of a store that are not what was written; all bytes are read."""
-    for kind in (LATENTS, SAMPLES, *text_kinds(store)):
+    for kind in (LATENTS, SAMPLES, TABLES, *text_kinds(store)):
         for name, size in sorted(store.present(kind).items()):
             path = store.local(kind, name, scratch)
             reason = _problem(path, kind, name, size)
@@ -223,14 +227,15 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
 
 
 def _problem(path: Path, kind: str, name: str, size: int) -> str | None:
+    altered = "its bytes are not those that were written"
     try:
+        if kind == TABLES:
+            return None if KeyTable(path).is_sound() else altered
         with open(path, "rb", buffering=0) as handle:
             if kind == SAMPLES:
-                return None if name_of(handle.read()) == name else "its bytes are not those that were written"
+                return None if name_of(handle.read()) == name else altered
             file = StoreFile(handle, name=name, size=size)
             tensors = {column: file.read(column) for column in file.columns}
-            return (
-                None if digest_of(tensors) == file.metadata["digest"] else "its bytes are not those that were written"
-            )
+            return None if digest_of(tensors) == file.metadata["digest"] else altered
     except UsageError as error:
         return str(error)

@@ -27,7 +27,7 @@ from sd_lightning.data.source import Source
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.job import StoreJob
 from sd_lightning.data.store.recipe import DTYPES, Recipe, network_hash
-from sd_lightning.data.store.store import Generation, LatentStore
+from sd_lightning.data.store.store import Generation, LatentStore, recipes
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -163,7 +163,8 @@ def encode(
     tell(job, generation, bad, progress, time.monotonic() - begin)
     if done is not None:
         print(done)
-    print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}")
+    which = f" data.recipe={store.recipe.fingerprint}" if len(recipes(store.root)) > 1 else ""
+    print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}{which}")
     return 0
 
 

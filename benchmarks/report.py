@@ -5,7 +5,8 @@
 
 Shown is the newest line of every case, in results/ of every case on every machine. A line of a checkout with changes is
 no result, and neither is one with arguments of `--set`, or from before a case came to measure something else. The
-README has the rows that have a bar. The plots show a case's first metric over time.
+README has the rows that have a bar, and those that a case names in `README`. The plots show a case's first metric over
+time.
 """
 
 import argparse
@@ -70,14 +71,14 @@ def tables(rows: list[Row]) -> dict[Path, str]:
 
 
 def case_table(rows: list[Row], *, only_bars: bool) -> str:
-    """Return the rows of every case's `TABLE`, all or those with a bar, from its newest line."""
+    """Return the rows of every case's `TABLE`, all or those of the README, from its newest line."""
     lines = ["| case | what is compared | measured | bar | met | line |", "|---|---|---|---|---|---|"]
     found = newest(rows, "case")
     for case in case_names():
         row = found.get((case,))
         for text, figures in load_case(case).TABLE.items():
             names = [name for _, name, _, _ in string.Formatter().parse(figures) if name]
-            if bars_of(case).keys() & names or not only_bars:
+            if not only_bars or bars_of(case).keys() & names or text in getattr(load_case(case), "README", ()):
                 lines.append(f"| {' | '.join([f'`{case}`', text, *_figures(case, row, figures, names)])} |")
     return "\n".join(lines) + "\n"
 

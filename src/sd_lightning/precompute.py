@@ -8,7 +8,7 @@ from typing import Literal
 from sd_lightning import _conf
 from sd_lightning.apps import PROGRAMS
 
-ACTIONS = ("prune", "verify")
+ACTIONS = ("prune", "verify", "export", "import")
 """What else the program does with a store: ``python -m sd_lightning.precompute prune store=<folder>``."""
 PROGRAM = _conf.Program(
     "precompute",
@@ -17,7 +17,7 @@ PROGRAM = _conf.Program(
     given={"model": {"deferred"}},
     hints={
         "store": str,
-        "action": Literal["encode", "prune", "verify"],
+        "action": Literal["encode", "prune", "verify", "export", "import"],
         "dry_run": bool,
         "latents": str,
         "dtype": str,
@@ -25,6 +25,9 @@ PROGRAM = _conf.Program(
         "variants": int,
         "workers": int | str,
         "shard_mb": float,
+        "text": bool,
+        "table": str | None,
+        "recipe": str | None,
         "seed": int,
     },
 )

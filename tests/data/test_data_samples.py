@@ -112,7 +112,7 @@ def test_wrong_caption_names_another_digit() -> None:
     digits = Digits("val")
     data = CaptionedImages(digits, lengths, options=ImageOptions(32).evaluation(), seed=0, wrong_captions=True)
     for index in range(40):
-        wrong = data._wrong_caption(index)
+        wrong = digits.captions(data._with_wrong_caption(index))[0]
         assert wrong in PROMPTS and wrong != PROMPTS[digits.labels[index]]
 
 

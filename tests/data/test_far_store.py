@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from locations import opened, refusal
 from s3_server import Fault, S3Server
@@ -365,6 +366,19 @@ class TestReading:
         caplog.clear()
         data_of("s3://bucket/store", tmp_path / "cache", 2.1 * window)
         assert not caplog.text
+
+    def test_buckets_share_the_window(self, tmp_path, monkeypatch):
+        """Their batches take turns, so that the files of all windows have to be on this machine at the same time."""
+        monkeypatch.setattr(job, "SAMPLES_PER_FILE", 2)
+        monkeypatch.setattr(latents_source, "_WINDOW", 10)
+        photos = write_pictures(tmp_path / "photos", 60)
+        for i in range(12):
+            Image.new("RGB", (16, 8), (i, 0, 0)).save(photos / f"{i:03}.png")
+        of = recipe(shapes=((8, 8), (8, 16)))
+        update(tmp_path / "store", ImageFolder(photos), of=of, images_per_file=2, portion=1000)
+        store = reader(tmp_path / "store", of=of)
+        windows = {b.shape: b.locality.window for b in latents_source.stored_images(store.store, store).buckets}
+        assert windows == {(8, 8): 8, (8, 16): 2}
 
 
 def settled(count: Callable[[], int]) -> bool:

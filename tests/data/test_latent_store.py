@@ -13,12 +13,12 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import stored_images
 from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
-from sd_lightning.data.store.recipe import Recipe, vae_hash
+from sd_lightning.data.store.recipe import Recipe, network_hash
 from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.data.transform import place, to_model_range
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 from small_store import (
     MeanEncoder,
     expected,
@@ -230,11 +230,15 @@ class TestNeverStale:
 
     def test_the_hash_of_a_vae_sees_every_weight_and_setting(self):
         weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
-        one = vae_hash(weights, {"x": 1, "_version": "1"})
-        assert one == vae_hash(dict(reversed(weights.items())), {"_version": "2", "x": 1})
+        one = network_hash(weights, {"x": 1, "_version": "1"})
+        assert one == network_hash(dict(reversed(weights.items())), {"_version": "2", "x": 1})
         changed = {**weights, "b": torch.tensor([0.0, 0.0, 0.0, 1e-9])}
-        others = [vae_hash(changed, {"x": 1}), vae_hash(weights, {"x": 2}), vae_hash({"a": weights["a"]}, {"x": 1})]
-        assert len({one, *others}) == 4
+        others = [
+            network_hash(changed, {"x": 1}),
+            network_hash(weights, {"x": 2}),
+            network_hash({"a": weights["a"]}, {"x": 1}),
+        ]
+        assert len({one, *(network_hash(*each) for each in others)}) == 4
 
     def test_other_tokenizers_keep_the_latents(self, photos, tmp_path):
         update(tmp_path / "store", ImageFolder(photos))
@@ -286,7 +290,6 @@ class TestKilled:
     @staticmethod
     def _die_after(count, photos, store, monkeypatch):
         """A job whose process ends at its `count`-th file."""
-        from sd_lightning.storage import location
 
         class Killed(BaseException):
             pass
@@ -305,7 +308,6 @@ class TestKilled:
             patch.setattr(kind, "create", dying)
             with pytest.raises(Killed):
                 update(store, ImageFolder(photos))
-        assert location
 
 
 class TestBadImages:

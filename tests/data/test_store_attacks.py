@@ -19,7 +19,7 @@ from sd_lightning.data.store import job
 from sd_lightning.data.store.store import LatentStore, recipes
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.storage import location
-from sd_lightning.storage.location import LocalFolder, open_location
+from sd_lightning.storage.local_folder import LocalFolder, open_location
 from small_store import Ran, expected, held, reader, recipe, same, update, write_picture, write_pictures
 
 SPLITS = ("train", "val")

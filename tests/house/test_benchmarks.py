@@ -50,6 +50,7 @@ def test_every_case_says_what_it_measures_its_bars_and_its_peers(
             sign, limit = bar.split()
             assert sign in lines.COMPARE and float(limit) > 0
         assert case.TABLE, "the figures of every case are shown"
+        assert set(getattr(case, "README", ())) <= case.TABLE.keys()
         if name != "vs_diffusers":  # which reads the version of a script
             assert all(isinstance(settings, dict) for settings in getattr(case, "peers", dict)().values())
 
@@ -76,6 +77,22 @@ def test_the_gpu_sweep_of_gemini_runs_on_the_cpu_too(
     # Half of the gradients go to the host as bfloat16, and half of the weights come back.
     assert 0 < metrics["tiny_b2_half_optim_fast_to_slow_gib"] < metrics["tiny_b2_optim_fast_to_slow_gib"]
     assert "tiny_b2_resident_fast_to_slow_gib" not in metrics
+
+
+def test_precompute_and_a_plain_loop_encode_the_same_photos(tools: tuple[ModuleType, ...], tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    from sd_lightning.loading import build
+
+    case = tools[0].load_case("precompute")
+    case.write_photos(tmp_path / "photos", 3)
+    case.plain_loop(tmp_path / "photos", build("tiny").vae.eval(), tmp_path / "plain")
+    case.job(tmp_path / "photos", tmp_path / "store", workers=1)
+    (plain,), (ours,) = (tmp_path / "plain").iterdir(), (tmp_path / "store").rglob("latents/*.safetensors")
+    theirs, rows = (load_file(path)["latents"].float() for path in (plain, ours))
+    assert torch.allclose(rows, theirs, atol=1e-2)
+    assert case.Recorded.last.images == 3 and case.Recorded.last.seconds["encode"] > 0
 
 
 def test_unknown_case_is_one_line(tools: tuple[ModuleType, ...], capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +249,8 @@ def test_a_table_shows_figures_with_their_spread_bars_and_verdicts(
     assert cells[0][-1] == "01234567, 2026-01-01, 2-cores |"
     assert cells[3][1:4] == ["ours to theirs; share", "not measured yet", "≤ 1.1; ≥ 0.9"]
     assert len(report.case_table([row], only_bars=True).splitlines()) == 4
+    vars(case)["README"] = ("theirs",)
+    assert len(report.case_table([row], only_bars=True).splitlines()) == 6
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])

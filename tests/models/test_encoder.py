@@ -239,6 +239,22 @@ def test_validation_batch_gets_the_conditioning_of_the_wrong_captions_too(family
     assert (wrong != right).flatten(1).any(1).all()
 
 
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_stored_embeddings_take_the_place_of_token_ids(family: str) -> None:
+    model = LatentDiffusion.build(ARCHITECTURES[family])
+    encoder = LatentEncoder(model)
+    batch = with_tokens(model, digits())
+    batch["wrong_input_ids"] = {name: ids.roll(1, 0) for name, ids in batch["input_ids"].items()}
+    stored = {f"{prefix}text_embeddings": encoder.embed(batch[f"{prefix}input_ids"]) for prefix in ("", "wrong_")}
+    expected = encoder(batch, seed=0)
+    del batch["input_ids"]
+    found = encoder({**batch, **stored}, seed=0)
+    assert found.keys() == expected.keys() - {"input_ids"}
+    for key in ("conditioning", "wrong_conditioning"):
+        for ours, theirs in zip(tensors(found[key]), tensors(expected[key]), strict=True):
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("make", [lambda batch: batch, lambda batch: {**batch, "wrong_input_ids": batch["input_ids"]}])
 def test_trained_text_encoder_is_left_to_the_trainer(
     tiny: LatentDiffusion, make: Callable[[dict[str, Any]], dict[str, Any]]
@@ -260,17 +276,17 @@ def test_offloaded_encoders_encode_the_same_and_each_caption_once(family: str, m
     expected = LatentEncoder(model)(batch, seed=1)
     encoder = LatentEncoder(model, offload=True).to(torch.device("cpu"))
     encoded: list[int] = []
-    condition = model.condition
-    monkeypatch.setitem(
-        vars(model),
-        "condition",
-        lambda encoders, part: encoded.append(len(part["input_ids"]["text_encoder"])) or condition(encoders, part),
+    embed = model.family.embed
+    monkeypatch.setattr(
+        model.family,
+        "embed",
+        lambda encoders, ids: encoded.append(len(ids["text_encoder"])) or embed(encoders, ids),
     )
     for _ in range(2):
         found = encoder(batch, seed=1)
         for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
             assert torch.allclose(ours, theirs, atol=1e-5)
-    assert sum(encoded) == 5, "captions with their sizes, in both batches together"
+    assert sum(encoded) == 3, "captions, in both batches together"
 
 
 def test_offloaded_encoders_come_to_the_device_and_leave_it(

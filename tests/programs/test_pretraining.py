@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from composing import Compose
-from sd_lightning import LatentDiffusion, train
+from sd_lightning import LatentDiffusion, precompute, train
 from sd_lightning.loading import load_model
 
 Call = Callable[..., tuple[int, str]]
@@ -36,9 +36,20 @@ def differing(ours: dict[str, dict[str, Tensor]], theirs: dict[str, dict[str, Te
     return {name for name in ours if any(not torch.equal(ours[name][key], theirs[name][key]) for key in ours[name])}
 
 
-def run(call_main: Call, *arguments: str) -> None:
-    code, out = call_main(train, *arguments)
+def run(call_main: Call, phase: str, *arguments: str) -> None:
+    """Train one phase on its store: "16" or "32"."""
+    code, out = call_main(train, f"experiment=tiny_pretrain_{phase}", f"data.store=latents-{phase}", *arguments)
     assert code == 0, out
+
+
+@pytest.fixture
+def stores(call_main: Call) -> None:
+    """Stores of both phases, `latents-16` and `latents-32`, in the folder where the programs run."""
+    for size in ("16", "32"):
+        code, out = call_main(
+            precompute, "data=digits", f"data.resolution={size}", f"store=latents-{size}", "workers=1"
+        )
+        assert code == 0, out
 
 
 def sizes(run_dir: str) -> set[tuple[int, ...]]:
@@ -52,14 +63,15 @@ def sizes(run_dir: str) -> set[tuple[int, ...]]:
     return {(data.images.resolution, cfg.sampling.height, cfg.sampling.width)}
 
 
+@pytest.mark.usefixtures("stores")
 def test_the_second_phase_starts_where_the_first_has_ended(call_main: Call) -> None:
-    run(call_main, "experiment=tiny_pretrain_16", *SHORT)
+    run(call_main, "16", *SHORT)
     first = weights("runs/tiny-16/pipeline")
     assert differing(first, weights_of_start()) == {"unet"}, "text encoder and VAE stay frozen"
-    run(call_main, "experiment=tiny_pretrain_32", *SHORT, *UNCHANGED)
+    run(call_main, "32", *SHORT, *UNCHANGED)
     assert not differing(first, weights("runs/tiny-32/pipeline"))
     assert (sizes("runs/tiny-16"), sizes("runs/tiny-32")) == ({(16, 16, 16)}, {(32, 32, 32)})
-    run(call_main, "experiment=tiny_pretrain_32", *SHORT, "name=trained", "callbacks.ema.update_after_step=1")
+    run(call_main, "32", *SHORT, "name=trained", "callbacks.ema.update_after_step=1")
     assert differing(first, weights("runs/trained/pipeline")) == {"unet"}
 
 
@@ -91,8 +103,9 @@ def test_a_fresh_denoiser_depends_on_the_seed_and_the_encoders_on_the_file(pretr
     assert fresh == pytest.approx(other, rel=0.1), "initialised as a model that is built"
 
 
+@pytest.mark.usefixtures("stores")
 def test_a_run_from_a_fresh_denoiser_keeps_the_pretrained_encoders(call_main: Call, pretrained: Path) -> None:
-    arguments = ("experiment=tiny_pretrain_16", f"model.pretrained={pretrained}", "model.fresh_denoiser=true", "seed=7")
+    arguments = ("16", f"model.pretrained={pretrained}", "model.fresh_denoiser=true", "seed=7")
     run(call_main, *arguments, *SHORT, *UNCHANGED)
     expected = load_model(architecture="tiny", pretrained=str(pretrained), fresh_denoiser=True, seed=7)
     fresh = {name: network.state_dict() for name, network in expected.networks.items()}
@@ -104,7 +117,7 @@ def test_a_run_from_a_fresh_denoiser_keeps_the_pretrained_encoders(call_main: Ca
 def test_the_figures_are_the_published_ones(compose: Compose) -> None:
     """Images per phase and images from which weights are averaged: README of mosaicml/diffusion and its blog post."""
     phases = [
-        compose("train", f"experiment=sd2_pretrain_{size}", "data.train_data_dir=x", *more)
+        compose("train", f"experiment=sd2_pretrain_{size}", "data.store=x", *more)
         for size, more in (("256", ("model.pretrained=x",)), ("512", ()))
     ]
     images = [cfg.trainer.max_steps * cfg.data.batch_size for cfg in phases]
@@ -119,13 +132,14 @@ def test_the_figures_are_the_published_ones(compose: Compose) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("stores")
 def test_the_second_phase_learns_faster_than_from_random_weights(call_main: Call) -> None:
     def loss(name: str) -> float:
         rows = list(csv.DictReader(next(Path("runs", name).rglob("metrics.csv")).open()))
         return [float(row["val/loss"]) for row in rows if row.get("val/loss")][-1]
 
     short = ("trainer.max_steps=30", "callbacks.samples=null", "logger=csv")
-    run(call_main, "experiment=tiny_pretrain_16", "callbacks.samples=null", "logger=csv")
-    run(call_main, "experiment=tiny_pretrain_32", *short)
-    run(call_main, "experiment=tiny_pretrain_32", *short, "init_from=null", "name=alone")
+    run(call_main, "16", "callbacks.samples=null", "logger=csv")
+    run(call_main, "32", *short)
+    run(call_main, "32", *short, "init_from=null", "name=alone")
     assert loss("tiny-32") < 0.95 * loss("alone"), (loss("tiny-32"), loss("alone"))

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 import small_training
 from ranks import run_jobs
-from sd_lightning import train
+from sd_lightning import precompute, train
 from sd_lightning.data.datamodule import image_folder_data
 from sd_lightning.storage.checkpoint import all_checkpoints
 from shaped_data import IN_BUCKETS, TINY, paint
@@ -44,6 +44,18 @@ def test_the_program_trains_validates_and_resumes_in_buckets_and_refuses_others(
     assert call_main(train, *straight)[0] == 0
     one, other = (small_training.stored(all_checkpoints(tmp_path / name)[-1]) for name in ("whole", "run"))
     assert small_training.same(one, other)
+
+
+def test_the_program_trains_on_a_store_in_the_buckets_of_its_images(
+    call_main: Callable[..., tuple[int, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paint(tmp_path / "pictures")
+    images = f"data=images data.train_data_dir=pictures data.num_val_samples=5 data.resolution=32 {BUCKETS}"
+    assert call_main(precompute, *images.split(), "store=latents", "workers=1")[0] == 0
+    stored = "data=latents data.store=latents data.batch_size=4 data.num_workers=0 callbacks.samples=null logger=csv"
+    assert call_main(train, *stored.split(), "output_dir=run", "trainer.max_steps=7")[0] == 0
+    told = [record.getMessage() for record in caplog.records if "aspect-ratio" in record.getMessage()]
+    assert any("22 images, 7 batches of 4 in an epoch; incomplete batches lose 0 images" in line for line in told), told
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ import pytest
 from s3_server import S3Server
 from sd_lightning import UsageError
 from sd_lightning.storage.file_cache import FileCache
-from sd_lightning.storage.location import LocalFolder, Location, open_location
+from sd_lightning.storage.local_folder import LocalFolder
+from sd_lightning.storage.location import Location
+from sd_lightning.storage.locations import open_location
 
 SIZE = 1000
 

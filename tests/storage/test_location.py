@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from locations import LARGE, PART, SMALL, no_waits, opened, refusal
-from sd_lightning.storage import location as location_module
-from sd_lightning.storage.location import Entry, Location, open_location
+from sd_lightning.storage import local_folder
+from sd_lightning.storage.location import Entry, Location
+from sd_lightning.storage.locations import open_location
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +113,10 @@ def test_of_writers_that_race_one_wins_with_its_whole_file(place: Location, kind
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from sd_lightning.storage import object_store, location
+from sd_lightning.storage import object_store
+from sd_lightning.storage.locations import open_location
 object_store.PART_BYTES = 1000
-place = location.open_location(sys.argv[1], key="store")
+place = open_location(sys.argv[1], key="store")
 def wait(*_):
     print("here", flush=True)
     time.sleep(60)
@@ -217,7 +219,7 @@ def test_folders_that_cannot_be_listed_are_not_taken_for_empty(tmp_path: Path, m
     def denied(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(location_module.os, "scandir", denied)
+    monkeypatch.setattr(local_folder.os, "scandir", denied)
     refusal(open_location(tmp_path, key="store").entries, "store=", "cannot list", "Permission denied")
 
 

@@ -12,7 +12,8 @@ import pytest
 from locations import LARGE, SMALL, no_waits, opened, refusal
 from s3_server import S3Server
 from sd_lightning.storage import object_store, providers
-from sd_lightning.storage.location import Entry, Location, open_location
+from sd_lightning.storage.location import Entry, Location
+from sd_lightning.storage.locations import open_location
 
 
 @pytest.fixture(autouse=True)

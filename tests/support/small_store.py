@@ -22,7 +22,8 @@ from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.data.store.store import Generation, LatentStore
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.storage.file_cache import FileCache
-from sd_lightning.storage.location import Location, open_location
+from sd_lightning.storage.location import Location
+from sd_lightning.storage.locations import open_location
 
 SIDE = 8
 

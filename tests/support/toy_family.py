@@ -73,8 +73,8 @@ class ToyFamily(Family):
     def resolution(self, components: Mapping[str, Component]) -> int:
         return 32
 
-    def condition(self, text_encoders: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-        clip, t5 = (text_encoders[name](ids)[0] for name, ids in batch["input_ids"].items())
+    def embed(self, text_encoders: Mapping[str, Any], input_ids: Mapping[str, Tensor]) -> dict[str, Any]:
+        clip, t5 = (text_encoders[name](ids)[0] for name, ids in input_ids.items())
         return {"clip": clip, "t5": t5}
 
     def denoise(self, denoiser: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Processes of this machine that encode latent files: one per GPU, or per core."""
+"""Processes of this machine that encode latent and text files: one per GPU, or per core."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder
+from sd_lightning.data.store.texts import EmbeddedTexts, TextEncoder, TextTask
 
 _WAITING_PER_WORKER = 2
-_encoder: ShardEncoder | None = None
+Encoders = tuple[ShardEncoder, TextEncoder | None]
+"""Of images, and of captions if they are asked for; both use the same networks."""
+_encoders: Encoders | None = None
 """In a worker: what it encodes with."""
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 class Workers:
-    """Encodes latent files in this process, or in several others."""
+    """Encodes latent and text files in this process, or in several others."""
 
-    def __init__(self, encoder: ShardEncoder, num_workers: int) -> None:
+    def __init__(self, encoder: ShardEncoder, num_workers: int, *, texts: TextEncoder | None = None) -> None:
         """Start the processes.
 
         Args:
             encoder: Copied into each; on CUDA each has a device of its own.
             num_workers: 1 encodes in this process.
+            texts: Encoder of captions, if they are to be encoded; copied likewise.
         """
-        self._encoder = encoder
+        self._encoders: Encoders = encoder, texts
         self._pool: ProcessPoolExecutor | None = None
         self._limit = num_workers * _WAITING_PER_WORKER
         on_cuda = encoder.device.type == "cuda"
@@ -46,25 +52,37 @@ class Workers:
             for number in range(num_workers):
                 numbers.put(number)
             self._pool = ProcessPoolExecutor(
-                num_workers, mp_context=context, initializer=_start, initargs=(encoder, numbers, os.getpid())
+                num_workers, mp_context=context, initializer=_start, initargs=(self._encoders, numbers, os.getpid())
             )
             # All start now, before other threads hold locks that a fork would copy.
             wait([self._pool.submit(os.getpid) for _ in range(num_workers)])
 
-    def __call__(self, tasks: Sequence[EncodeTask]) -> Iterator[Encoded]:
+    def __call__(self, tasks: Iterable[EncodeTask]) -> Iterator[Encoded]:
         """Encode latent files, and yield each when it is in the store.
 
         Raises:
             UsageError: An image or the store is unusable, or a worker was killed.
         """
-        if self._pool is None:
-            yield from map(self._encoder, tasks)
-            return
-        left, running = iter(tasks), set[Future[Encoded]]()
+        return map(self._encoders[0], tasks) if self._pool is None else self._run(_encode, tasks, self._pool)
+
+    def embed(self, tasks: Iterable[TextTask]) -> Iterator[EmbeddedTexts]:
+        """Encode text files, and yield each when it is in the store.
+
+        Raises:
+            UsageError: The store is unusable, or a worker was killed.
+        """
+        texts = self._encoders[1]
+        assert texts is not None
+        return map(texts, tasks) if self._pool is None else self._run(_embed, tasks, self._pool)
+
+    def _run(
+        self, encode: Callable[[Task], Result], tasks: Iterable[Task], pool: ProcessPoolExecutor
+    ) -> Iterator[Result]:
+        left, running = iter(tasks), set[Future[Result]]()
         try:
             while True:
                 for task in left:
-                    running.add(self._pool.submit(_encode, task))
+                    running.add(pool.submit(encode, task))
                     if len(running) >= self._limit:
                         break
                 if not running:
@@ -100,14 +118,14 @@ def num_workers(asked: int | str, device: torch.device) -> int:
     return asked
 
 
-def _start(encoder: ShardEncoder, numbers: Any, parent: int) -> None:
-    global _encoder
+def _start(encoders: Encoders, numbers: Any, parent: int) -> None:
+    global _encoders
     torch.set_num_threads(1)
     number = numbers.get()
-    if encoder.device.type == "cuda":
-        encoder = replace(encoder, device=torch.device("cuda", number))
-    encoder.encoder.to(encoder.device)  # type: ignore[attr-defined]
-    _encoder = encoder
+    images, texts = encoders
+    device = torch.device("cuda", number) if images.device.type == "cuda" else images.device
+    images.encoder.to(device)  # type: ignore[attr-defined]
+    _encoders = replace(images, device=device), None if texts is None else replace(texts, device=device)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
@@ -119,5 +137,10 @@ def _end_with(parent: int) -> None:
 
 
 def _encode(task: EncodeTask) -> Encoded:
-    assert _encoder is not None
-    return _encoder(task)
+    assert _encoders is not None
+    return _encoders[0](task)
+
+
+def _embed(task: TextTask) -> EmbeddedTexts:
+    assert _encoders is not None and _encoders[1] is not None
+    return _encoders[1](task)

@@ -17,20 +17,21 @@ from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.encoding import Workers, num_workers
-from sd_lightning.apps.preflight import LOAD_MODEL, check_model
+from sd_lightning.apps.preflight import check_model, load_model
 from sd_lightning.apps.stage_progress import StageProgress, shares
-from sd_lightning.apps.store_upkeep import prune, verify
+from sd_lightning.apps.store_actions import ACTIONS, check_action
+from sd_lightning.apps.store_texts import Texts
 from sd_lightning.data.bad_samples import BadSamples
 from sd_lightning.data.samples import tell_of_long_captions
 from sd_lightning.data.source import Source
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.job import StoreJob
-from sd_lightning.data.store.recipe import DTYPES, Recipe, vae_hash
-from sd_lightning.data.store.store import Generation, LatentStore
+from sd_lightning.data.store.recipe import DTYPES, Recipe, network_hash
+from sd_lightning.data.store.store import Generation, LatentStore, recipes
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -51,6 +52,7 @@ class Settings:
     variants: int = 1
     workers: int | str = "auto"
     shard_mb: float = 128.0
+    text: bool = False
 
     def __post_init__(self) -> None:
         if not self.shard_mb > 0:
@@ -58,20 +60,18 @@ class Settings:
 
 
 def run(cfg: DictConfig) -> int:
-    """Encode a data set, or look after a store."""
+    """Encode a data set, or do something else with a store."""
     quiet_libraries()
-    if cfg.action == "prune":
-        return prune(cfg.store, dry_run=cfg.dry_run)
-    if cfg.action == "verify":
-        return verify(cfg.store, dry_run=cfg.dry_run)
+    check_action(cfg)
+    if cfg.action != "encode":
+        return ACTIONS[cfg.action](cfg)
     settings = Settings(**{each.name: cfg[each.name] for each in fields(Settings)})
     root = open_location(settings.store, key="store")
     root.check_writable()
     check_model(cfg)
     datamodule: SDDataModule = _conf.instantiate(cfg.data)
     sources = sources_of(datamodule)
-    deferred = {"deferred": ("denoiser", "text_encoders")} if cfg.model["_target_"] == LOAD_MODEL else {}
-    model: LatentDiffusion = _conf.instantiate(cfg.model, **deferred)
+    model = load_model(cfg, without=("denoiser",) if settings.text else ("denoiser", "text_encoders"))
     recipe = recipe_of(model, datamodule, settings)
     return encode(LatentStore(root, recipe), sources, model, datamodule, settings)
 
@@ -101,7 +101,7 @@ def recipe_of(model: LatentDiffusion, datamodule: SDDataModule, settings: Settin
     images = datamodule.images
     return Recipe(
         family=model.pipeline_class,
-        vae=vae_hash(model.vae.state_dict(), model.components["vae"].config),
+        vae=network_hash(model.vae.state_dict(), model.components["vae"].config),
         resolution=images.resolution,
         shapes=tuple(images.shapes) if images.enable_bucket else (),
         crop="center" if images.center_crop else "random",
@@ -124,7 +124,9 @@ def encode(
     begin = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workers = num_workers(settings.workers, device)
-    encoder = LatentEncoder(model, train_text_encoder=True, dtype=settings.compute_dtype).to(device)
+    tokenizing = Tokenizing.of(model)
+    texts = Texts.of(model, store, tokenizing) if settings.text else None
+    encoder = LatentEncoder(model, train_text_encoder=texts is None, dtype=settings.compute_dtype).to(device)
     shard = ShardEncoder(sources, encoder, store.recipe, store.folder, device, datamodule.images.max_image_pixels)
     bytes_per_image = _bytes_per_image(shard)
     total = sum(map(len, sources.values()))
@@ -133,29 +135,36 @@ def encode(
         f"{store.folder.url} ({store.recipe.told()})",
         flush=True,
     )
+    text_encoder = None if texts is None else texts.encoder(encoder, device)
+    if texts is not None and text_encoder is not None:
+        print(texts.predicted(text_encoder, list(sources.values())), flush=True)
     progress = StageProgress(total)
     bad = datamodule.bad
     if workers > 1 and device.type == "cuda":
         encoder.to(torch.device("cpu"))
     tell_of_long_captions(sources["train"], model.truncated)
-    runner = Workers(shard, workers)
+    runner = Workers(shard, workers, texts=text_encoder)
     try:
         with store.locked(), progress, tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
             store.create()
             job = StoreJob(
                 store,
                 lambda tasks: progress.watch(tasks, runner(tasks)),
-                Tokenizing.of(model),
+                tokenizing,
                 bad,
                 Path(scratch),
                 images_per_file=max(1, math.floor(settings.shard_mb * 1e6 / bytes_per_image)),
                 looked_at=progress.looked_at,
             )
             generation = job.update(sources)
+            done = None if texts is None else texts.update(generation, runner, progress, Path(scratch))
     finally:
         runner.close()
     tell(job, generation, bad, progress, time.monotonic() - begin)
-    print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}")
+    if done is not None:
+        print(done)
+    which = f" data.recipe={store.recipe.fingerprint}" if len(recipes(store.root)) > 1 else ""
+    print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}{which}")
     return 0
 
 

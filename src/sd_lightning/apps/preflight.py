@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sd_lightning.diffusion.objective import Objective
     from sd_lightning.models.adapters.learned_token import LearnedToken
     from sd_lightning.models.adapters.lora import Lora
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
     from sd_lightning.training.module import OptimizerFactory, SchedulerFactory
     from sd_lightning.training.speed import Speed
 
@@ -279,3 +281,10 @@ def check_model(cfg: DictConfig) -> None:
         from sd_lightning.loading import check_pretrained
 
         check_pretrained(cfg.model.architecture, cfg.model.pretrained, revision=cfg.model.get("revision"))
+
+
+def load_model(cfg: DictConfig, *, without: Sequence[str]) -> LatentDiffusion:
+    """Build ``model=`` without reading the weights of its networks that are not used."""
+    deferred = {"deferred": tuple(without)} if cfg.model["_target_"] == LOAD_MODEL else {}
+    model: LatentDiffusion = _conf.instantiate(cfg.model, **deferred)
+    return model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sd_lightning.callbacks.progress import clock_time
 from sd_lightning.data.store.encoding import STAGES, Encoded, EncodeTask
+from sd_lightning.data.store.texts import EmbeddedTexts
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -80,6 +81,16 @@ class StageProgress:
             rate = done / max(time.monotonic() - begin, 1e-9)
             left = clock_time((num - done) / rate) if done else "?"
             self._show("encoding", done, num, [f"{rate:.3g} img/s", f"left {left}", shares(self.seconds)])
+
+    def watch_texts(self, num: int, results: Iterable[EmbeddedTexts]) -> Iterator[EmbeddedTexts]:
+        """Yield the results of ``num`` text files, and show how far they are."""
+        captions, begin = 0, time.monotonic()
+        for done, each in enumerate(results, 1):
+            yield each
+            captions += each.captions
+            seconds = max(time.monotonic() - begin, 1e-9)
+            left = clock_time((num - done) * seconds / done)
+            self._show("encoding captions, file", done, num, [f"{captions / seconds:.3g} captions/s", f"left {left}"])
 
     def _show(self, activity: str, count: int, total: int, texts: Sequence[str]) -> None:
         now = time.monotonic()

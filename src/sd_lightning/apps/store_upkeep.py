@@ -9,13 +9,13 @@ from pathlib import Path
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.store import LatentStore, recipes
 from sd_lightning.data.store.upkeep import Pruning, broken_files
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 
 
 def prune(store: str, *, dry_run: bool) -> int:
     """Print what a store no longer refers to; delete it unless ``dry_run``."""
     freed = 0
-    for each in _stores(store):
+    for each in stores(store):
         with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch, each.locked():
             pruning = Pruning(each, Path(scratch))
             unused = pruning.unused
@@ -34,7 +34,7 @@ def prune(store: str, *, dry_run: bool) -> int:
 def verify(store: str, *, dry_run: bool) -> int:
     """Read a store, and print the files that are not what was written; delete them unless ``dry_run``."""
     count = 0
-    for each in _stores(store):
+    for each in stores(store):
         with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
             for path, reason in broken_files(each, Path(scratch)):
                 print(f"{each.folder.url}/{path}: {reason}")
@@ -53,7 +53,12 @@ def verify(store: str, *, dry_run: bool) -> int:
     return 1
 
 
-def _stores(url: str) -> Iterator[LatentStore]:
+def stores(url: str) -> Iterator[LatentStore]:
+    """Return the folders of all recipes of a store.
+
+    Raises:
+        UsageError: There is none.
+    """
     root = open_location(url, key="store")
     found = recipes(root)
     if not found:

@@ -135,7 +135,7 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
     if memory is not None:
         memory.check(trainer.strategy)
     datamodule.check_batches(trainer.num_devices * trainer.num_nodes, trainer.accumulate_grad_batches)
-    datamodule.check_model(module.latent_diffusion)
+    datamodule.check_model(module.latent_diffusion, train_text_encoder=module.encoder.train_text_encoder)
     saving = checkpoints_of(trainer)
     saving.check_resume(module, datamodule)
     if is_first_process():  # it reads files; the other ranks get the result before the first step

@@ -44,7 +44,8 @@ class CaptionedImages(Dataset[Batch]):
     - ``pixel_values`` (B, 3, H, W) float32 in [-1, 1], or if there are stored latents ``latent_moments``
       (B, 2C, h, w) or ``latents`` (B, C, h, w) float32
     - ``input_ids`` by text encoder (B, L) int64; in validation also ``wrong_input_ids``, unless all samples have
-      the same ids
+      the same ids. ``text_embeddings`` instead, and beside ``wrong_input_ids`` ``wrong_text_embeddings``, where the
+      source stores them: what ``Family.embed`` returns, in any floating-point type
     - ``epoch``, ``index`` (B,) int64: the key of the sample's randomness
     - ``original_size``, ``crop_top_left``, ``target_size`` (B, 2) int64, (height, width) in pixels
     - ``loss_weight`` (B,) float32 if the source has ``loss_weights``, or the global batch is divided unevenly
@@ -132,7 +133,11 @@ class CaptionedImages(Dataset[Batch]):
         if loss_weight is not None:
             batch["sample_weight" if self.wrong_captions else "loss_weight"] = loss_weight
         if self.wrong_captions and self.has_wrong_captions:
-            batch["wrong_input_ids"] = self.tokenize([self._wrong_caption(i) for i in used])
+            wrong = [self._with_wrong_caption(i) for i in used]
+            batch["wrong_input_ids"] = self.tokenize([self.source.captions(i)[0] for i in wrong])
+            stored = self.source.text_embeddings(wrong, [0] * len(wrong))
+            if stored is not None:
+                batch["wrong_text_embeddings"] = stored
         return batch
 
     @cached_property
@@ -142,13 +147,13 @@ class CaptionedImages(Dataset[Batch]):
         first = next(readable, None)
         return first is not None and any(not torch.equal(ids, first) for ids in readable)
 
-    def _wrong_caption(self, index: int) -> str:
-        """Return the first caption of the next sample whose first caption has other token ids."""
+    def _with_wrong_caption(self, index: int) -> int:
+        """Return the next sample whose first caption has other token ids."""
         right = self._first_ids(index)
         for i in chain(range(index + 1, len(self)), range(index)):
             ids = self._first_ids(i)
             if ids is not None and right is not None and not torch.equal(ids, right):
-                return self.source.captions(i)[0]
+                return i
         raise RuntimeError(f"sample {index} has no wrong caption")
 
     def _first_ids(self, index: int) -> Tensor | None:
@@ -205,7 +210,10 @@ class CaptionedImages(Dataset[Batch]):
         return [None if d < share else int(u * count) for u, d, count in zip(position, drop, counts)]
 
     def _captions(self, used: list[int], which: list[int | None]) -> Batch:
-        """Return the batch entries of the chosen captions; those of stored token ids are not read."""
+        """Return the batch entries of the chosen captions; those that are stored encoded are not read."""
+        embeddings = self.source.text_embeddings(used, which)
+        if embeddings is not None:
+            return {"text_embeddings": embeddings}
         kept = [place for place, number in enumerate(which) if number is not None]
         numbers = [number for number in which if number is not None]
         stored = self.source.token_ids([used[place] for place in kept], numbers)

@@ -137,8 +137,13 @@ class Source(ABC):
         """Bring a file to this machine, if it is not there."""
         return
 
-    def check_model(self, model: LatentDiffusion) -> None:
-        """Check that a model can be trained on these data; raise ``UsageError`` if it cannot."""
+    def check_model(self, model: LatentDiffusion, *, train_text_encoder: bool) -> None:
+        """Check that a model can be trained on these data; raise ``UsageError`` if it cannot.
+
+        Args:
+            model: Its frozen networks have their weights as they were read.
+            train_text_encoder: Whether its text encoders are trained.
+        """
         return
 
     def num_captions(self, index: Sequence[int]) -> list[int]:
@@ -149,6 +154,13 @@ class Source(ABC):
         """Return stored token ids (B, L) int64, by text encoder, of caption ``which[i]`` of sample ``index[i]``.
 
         None, the default, if none are stored: captions are then tokenized.
+        """
+        return None
+
+    def text_embeddings(self, index: Sequence[int], which: Sequence[int | None]) -> dict[str, Any] | None:
+        """Return stored embeddings of caption ``which[i]`` of sample ``index[i]``, of "" where it is None.
+
+        They are what ``Family.embed`` returns. None, the default, if none are stored: captions are then encoded.
         """
         return None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.diffusion.randomness import Purpose, normal
-from sd_lightning.models.families.base import SIZES, Conditioning, join_conditioning, map_conditioning
+from sd_lightning.models.families.base import Conditioning, join_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -132,16 +132,23 @@ class LatentEncoder:
         noise = normal(seed, epoch, index, Purpose.VAE_SAMPLE, shape)
         return model.family.latents(model.components["vae"].config, encoded, noise)
 
+    def conditioning(self, batch: Mapping[str, Any], *, prefix: str = "") -> Conditioning:
+        """Return the conditioning of a batch, float32; see :meth:`Family.condition`.
+
+        Args:
+            batch: With ``text_embeddings``, which :meth:`embed` made, or else ``input_ids``, which are encoded now.
+            prefix: "wrong_" for the conditioning of ``wrong_text_embeddings`` or ``wrong_input_ids``.
+        """
+        stored, ids = f"{prefix}text_embeddings", f"{prefix}input_ids"
+        embeddings = batch[stored] if stored in batch else self.embed(batch[ids])
+        return map_conditioning(self._model.family.conditioning(embeddings, batch), lambda t: t.float())
+
     @torch.no_grad()
-    def conditioning(self, batch: Mapping[str, Any]) -> Conditioning:
-        """Encode the captions of a batch, float32; see :meth:`Family.condition`."""
+    def embed(self, input_ids: Mapping[str, Tensor]) -> Conditioning:
+        """Encode captions, given as token ids (B, L) by text encoder, float32; see :meth:`Family.embed`."""
         if not self.offload:
-            return self._encode_captions(batch)
-        given = {name: batch[name] for name in ("input_ids", *SIZES) if name in batch}
-        # All inputs of the conditioning as one row per sample: the cache key.
-        columns: list[Tensor] = []
-        map_conditioning(given, columns.append)
-        numbers = torch.cat(columns, dim=1).cpu().numpy()
+            return self._encode_captions(input_ids)
+        numbers = torch.cat(list(input_ids.values()), dim=1).cpu().numpy()
         keys = [row.tobytes() for row in numbers]
         unknown = [i for i, key in enumerate(keys) if key not in self._captions and keys.index(key) == i]
         if len(self._captions) + len(unknown) > _MOST_CAPTIONS:
@@ -149,21 +156,23 @@ class LatentEncoder:
             unknown = [i for i, key in enumerate(keys) if keys.index(key) == i]
         if unknown:
             with self._at_work(list(self._model.text_encoders.values())):
-                made = self._encode_captions(map_conditioning(given, lambda t: t[unknown]))
+                made = self._encode_captions({name: ids[unknown] for name, ids in input_ids.items()})
             for row, i in enumerate(unknown):
                 self._captions[keys[i]] = map_conditioning(made, partial(_row, number=row))
         return join_conditioning([self._captions[key] for key in keys])
 
-    def _encode_captions(self, batch: Mapping[str, Any]) -> Conditioning:
+    def _encode_captions(self, input_ids: Mapping[str, Tensor]) -> Conditioning:
+        model = self._model
         with torch.autocast(self.device.type, enabled=False):
-            return map_conditioning(self._model.condition(self._model.text_encoders, batch), lambda t: t.float())
+            return map_conditioning(model.family.embed(model.text_encoders, input_ids), lambda t: t.float())
 
     def __call__(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:
         """Replace pixels (or stored moments) by ``latents``; add ``conditioning`` if the text encoder is frozen.
 
         A batch that has ``latents`` keeps them.
 
-        A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``.
+        A validation batch with ``wrong_input_ids`` also gets ``wrong_conditioning``. Stored ``text_embeddings`` and
+        ``wrong_text_embeddings`` are used instead of token ids.
         """
         batch = dict(batch)
         pixels, moments = batch.pop("pixel_values", None), batch.pop("latent_moments", None)
@@ -172,7 +181,7 @@ class LatentEncoder:
         if moments is not None:
             batch["latents"] = self.latents(moments, seed=seed, epoch=batch["epoch"], index=batch["index"])
         if not self.train_text_encoder:
-            batch["conditioning"] = self.conditioning(batch)
-            if "wrong_input_ids" in batch:
-                batch["wrong_conditioning"] = self.conditioning({**batch, "input_ids": batch["wrong_input_ids"]})
+            for prefix in ("", "wrong_") if "wrong_input_ids" in batch else ("",):
+                batch[f"{prefix}conditioning"] = self.conditioning(batch, prefix=prefix)
+                batch.pop(f"{prefix}text_embeddings", None)
         return batch

@@ -26,7 +26,7 @@ from sd_lightning.data.sources.webdataset import WebDatasetTars
 from sd_lightning.data.store.reader import StoreReader, default_cache
 from sd_lightning.data.store.store import LatentStore
 from sd_lightning.data.subset import SourceSubset, hold_out
-from sd_lightning.storage.location import open_location
+from sd_lightning.storage.locations import open_location
 
 _OF_MANY_IMAGES: dict[str, Any] = {
     "batches": Batches(),

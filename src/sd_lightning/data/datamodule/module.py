@@ -123,14 +123,14 @@ class SDDataModule(LightningDataModule):
         """The largest possible number of global batches in an epoch, the exact one without buckets."""
         return self._batching.most_batches(self.source_train)
 
-    def check_model(self, model: LatentDiffusion) -> None:
-        """Check that a model can be trained on these data.
+    def check_model(self, model: LatentDiffusion, *, train_text_encoder: bool) -> None:
+        """Check that a model, with or without its text encoders, can be trained on these data.
 
         Raises:
             UsageError: It cannot.
         """
         for source in self._sources:
-            source.check_model(model)
+            source.check_model(model, train_text_encoder=train_text_encoder)
 
     @property
     def num_train_samples(self) -> int:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning._launchers import is_first_process
 from sd_lightning.data.buckets import Bucket
 from sd_lightning.data.order import Locality
 from sd_lightning.data.shapes import Shape
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.recipe import Recipe, vae_hash
+from sd_lightning.data.store.recipe import Recipe, network_hash
 from sd_lightning.data.store.store import LatentStore, recipes
+from sd_lightning.data.store.stored_texts import StoredTexts
+from sd_lightning.data.store.texts import text_kind
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.storage.location import Location
 
@@ -43,6 +46,7 @@ class StoredImages(Source):
         self.recipe = reader.store.recipe
         self.latents = self
         self._has_token_ids = False
+        self._texts: StoredTexts | None = None
         self.fingerprint = self.recipe.fingerprint
         buckets = [_bucket(reader, shape, files) for shape, files in reader.files_of_shape().items()]
         if self.recipe.shapes:
@@ -64,6 +68,8 @@ class StoredImages(Source):
 
     def fetch(self, file: int) -> None:
         self.reader.fetch(file)
+        if self._texts is not None:
+            self._texts.fetch(file)
 
     def image(self, index: int) -> Image.Image:
         raise BadSample("a latent store holds no images")
@@ -95,11 +101,16 @@ class StoredImages(Source):
             return None
         return self.reader.token_ids(np.asarray(index, np.int64), np.asarray(which, np.int64))
 
+    def text_embeddings(self, index: Sequence[int], which: Sequence[int | None]) -> dict[str, Any] | None:
+        return None if self._texts is None else self._texts.batch(np.asarray(index, np.int64), which)
+
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         return self.name(index), self.reader.image_hash(index), "\n".join(self.captions(index))
 
-    def check_model(self, model: LatentDiffusion) -> None:
-        """Check that a model has the VAE of the store; use the stored token ids if it has their tokenizers.
+    def check_model(self, model: LatentDiffusion, *, train_text_encoder: bool) -> None:
+        """Check that a model has the VAE of the store; use what is stored of captions if it fits the model.
+
+        Token ids fit a model with the same tokenizers, text embeddings one with the same, frozen text encoders.
 
         Raises:
             UsageError: It has another VAE, or is of another family.
@@ -110,13 +121,25 @@ class StoredImages(Source):
             raise UsageError(
                 f"{where} was made for a {self.recipe.family}, but model= is a {model.pipeline_class}; {again}"
             )
-        ours = vae_hash(model.vae.state_dict(), model.components["vae"].config)
+        ours = network_hash(model.vae.state_dict(), model.components["vae"].config)
         if ours != self.recipe.vae:
             raise UsageError(
                 f"{where} was made with another VAE (hash {self.recipe.vae[:8]}…) than model= has ({ours[:8]}…), and "
                 f"its latents mean other pictures; {again}"
             )
         self._has_token_ids = Tokenizing.of(model).fingerprint == self.reader.generation.tokenizers
+        self._texts, told = None, "the text encoders are trained: captions are encoded in every step"
+        if not train_text_encoder:
+            texts = StoredTexts(self.reader, text_kind(model))
+            self._texts = None if texts.num_missing else texts
+            told = (
+                f"captions are encoded in every step: {texts.num_missing} files with text embeddings of these text "
+                "encoders are missing (precompute text=true writes them)"
+                if texts.num_missing
+                else "stored text embeddings are used, and no caption is encoded"
+            )
+        if self.reader.split == "train" and is_first_process():
+            log.info("data: %s", told)
 
 
 def _bucket(reader: StoreReader, shape: Shape, files: range) -> Bucket:

@@ -8,6 +8,7 @@ that latents depend on, has a subfolder::
         latents/<name>.safetensors  latents of some images, all of one shape
         tables/<name>.safetensors   where the latents of an image hash lie, sorted by hash
         samples/<name>.safetensors  captions and token ids of some samples, and where their latents lie
+        texts/<text encoders>/<captions>.safetensors  text embeddings of the captions of a sample file, if asked for
         generations/<number>.json   the samples of the store, as a list of the files above; the highest number counts
 
 A file is created whole and only if there is none of its name; its name is a hash of what it holds. So its existence

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.key_table import HASH_BYTES
-from sd_lightning.storage.safetensors_file import DTYPE_OF_NAME
+from sd_lightning.storage.safetensors_file import DTYPE_OF_NAME, NAME_OF_DTYPE
 
 _ABOUT = "about"
 """The one entry of a file's metadata: JSON."""
@@ -44,6 +45,49 @@ def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
 
     # One entry: safetensors writes several in an order that differs from process to process.
     return save(dict(tensors), {_ABOUT: json.dumps(metadata, sort_keys=True)})
+
+
+def write_groups(path: Path, groups: Iterable[Mapping[str, Tensor]], *, rows: int) -> int:
+    """Write a file of ``rows`` rows that need not fit into memory.
+
+    Args:
+        path: The file.
+        groups: The columns of some rows, of the next ones, and so on.
+        rows: Rows of all groups together, at least 1.
+
+    Returns:
+        Its bytes. Its metadata has ``rows`` and ``digest``, the hash of all columns.
+    """
+    columns: dict[str, Any] = {}
+    begins: dict[str, int] = {}
+    header, done, end = b"", 0, 0
+
+    def header_with(digest: str) -> bytes:
+        about = json.dumps({"rows": rows, "digest": digest}, sort_keys=True)
+        text = json.dumps({"__metadata__": {_ABOUT: about}, **columns}).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    with open(path, "w+b") as file:
+        for group in groups:
+            if not done:
+                for name, tensor in group.items():
+                    begin, end = end, end + rows * tensor[0].nbytes
+                    dtype, shape = NAME_OF_DTYPE[tensor.dtype], [rows, *tensor.shape[1:]]
+                    columns[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+                header = header_with("0" * 2 * HASH_BYTES)
+                begins = {name: len(header) + each["data_offsets"][0] for name, each in columns.items()}
+            for name, tensor in group.items():
+                file.seek(begins[name] + done * tensor[0].nbytes)
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            done += len(tensor)
+        file.flush()
+        lengths = {name: each["data_offsets"][1] - each["data_offsets"][0] for name, each in columns.items()}
+        parts = (np.memmap(path, np.uint8, "r", begins[name], (lengths[name],)).data for name in sorted(columns))
+        digest = name_of(*parts)
+        file.seek(0)
+        file.write(header_with(digest))
+    return len(header) + end
 
 
 def text_columns(name: str, texts: Sequence[str]) -> dict[str, Tensor]:

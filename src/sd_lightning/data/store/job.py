@@ -26,7 +26,7 @@ from sd_lightning.data.store.encoding import Encoded, EncodeTask, already_encode
 from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.key_table import HASH_BYTES, KeyTable, rows_of, write_table
 from sd_lightning.data.store.known_samples import KnownSamples
-from sd_lightning.data.store.rows import SampleRows, Shard
+from sd_lightning.data.store.rows import SampleRows, Shard, captions_hash
 from sd_lightning.data.store.store import LATENTS, SAMPLES, TABLES, Generation, LatentStore, SampleEntry
 from sd_lightning.data.store.tokenizing import Tokenizing
 
@@ -245,8 +245,7 @@ class StoreJob:
             name = name_of(data)
             self.store.put(SAMPLES, name, data)
             self.counts.bytes_written += len(data)
-            texts = ["\n".join(each).encode(errors="surrogatepass") for each in part.captions]
-            digests = name_of(part.keys.tobytes()), name_of(part.images.tobytes()), name_of(*texts)
+            digests = name_of(part.keys.tobytes()), name_of(part.images.tobytes()), captions_hash(part.captions)
             entries.append(SampleEntry(name, len(part), len(data), part.shape, *digests))
         return entries
 

@@ -111,6 +111,14 @@ class StoreReader:
                         raise self._cut_off(SAMPLES)
         return {name.removeprefix("input_ids."): out.long() for name, out in found.items()}
 
+    def caption_places(self, indices: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sample file (B,) of each sample, and the row (B,) of its caption ``which[i]`` there."""
+        numbers = self.ends.searchsorted(indices, side="right")
+        places = np.empty(len(indices), np.int64)
+        for part, rows in self._rows(indices):
+            places[part] = rows["first_caption"] + which[part]
+        return numbers, places
+
     def captions(self, index: int) -> list[str]:
         """Return the captions of a sample."""
         file, row = self._sample(index)

@@ -30,7 +30,7 @@ class Recipe:
     family: str
     """Class of the model's diffusers pipeline."""
     vae: str
-    """Hash of the VAE: :func:`vae_hash`."""
+    """Hash of the VAE: :func:`network_hash`."""
     resolution: int
     """Side of the square images, in pixels; with buckets, the square root of the most pixels."""
     shapes: tuple[Shape, ...] = ()
@@ -110,8 +110,8 @@ class Recipe:
         )
 
 
-def vae_hash(state_dict: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """Return a hash of a VAE's weights and configuration, 32 hexadecimal digits.
+def network_hash(state_dict: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+    """Return a hash of a network's weights and configuration, 32 hexadecimal digits.
 
     Args:
         state_dict: The weights, on the CPU.

@@ -9,10 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sd_lightning.data.store.files import SampleFile, hashes_of, serialized, text_columns
+from sd_lightning.data.store.files import SampleFile, hashes_of, name_of, serialized, text_columns
 
 Shard = tuple[str, int]
 """Name and bytes of a latent file."""
+
+
+def captions_hash(captions: Sequence[Sequence[str]]) -> str:
+    """Return a hash of the captions of some samples, 32 hexadecimal digits; it also depends on which are whose."""
+    counts = np.array([len(each) for each in captions], np.int64)
+    return name_of(counts.tobytes(), *(text.encode(errors="surrogatepass") for each in captions for text in each))
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class SampleRows:
     def of(cls, found: Sequence[tuple[str, str, bytes, list[str]]], tokenizers: str, *, shape: int) -> SampleRows:
         """Make rows of (identity, name, image hash, captions) per sample; ``tokenizers`` is their hash."""
         stamps = [
-            b"\0".join([key.encode(errors="surrogatepass"), image, "\n".join(captions).encode(errors="surrogatepass")])
+            b"\0".join([key.encode(errors="surrogatepass"), image, captions_hash([captions]).encode()])
             + tokenizers.encode()
             for key, _, image, captions in found
         ]

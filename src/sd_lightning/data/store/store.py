@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.store.files import SampleFile
 from sd_lightning.data.store.key_table import KeyTable
 from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.storage.location import Location
@@ -44,6 +45,7 @@ class SampleEntry:
     """Hash of the samples' identities; with the next two the fingerprint of the data set."""
     images: str
     captions: str
+    """Also the name of the files with their text embeddings."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,15 @@ class LatentStore:
             if not path.exists():
                 self.folder.fetch(path_of(kind, name), path)
         return path
+
+    @contextmanager
+    def opened(self, entry: SampleEntry, scratch: Path) -> Iterator[SampleFile]:
+        """Open a sample file; a copy of it in ``scratch``, if the store is not local, is deleted again."""
+        path = self.local(SAMPLES, entry.name, scratch)
+        with open(path, "rb", buffering=0) as handle:
+            yield SampleFile(handle, name=f"{self.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
+        if path.is_relative_to(scratch):
+            path.unlink()
 
     def tables(self, scratch: Path) -> list[KeyTable]:
         """Open all tables of images."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from sd_lightning.data.store.store import (
     SampleEntry,
     path_of,
 )
+from sd_lightning.data.store.texts import EMPTY, TEXTS, text_kinds
 
 _WORTHWHILE = 0.1
 """A latent file is written anew if a larger part of its rows is unused."""
@@ -81,8 +82,8 @@ class Pruning:
             return unused
         named = {entry.name for entries in self.generation.splits.values() for entry in entries}
         newest = f"{GENERATIONS}/{self.generation.number:08}.json"
-        numbered = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
-        older = [entry for entry in numbered if entry.name != newest]
+        lists = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
+        older = [entry for entry in lists if entry.name != newest]
         unused.files += [entry.name for entry in older]
         unused.freed += sum(entry.size for entry in older)
         for kind, present, wanted in (
@@ -92,6 +93,11 @@ class Pruning:
             gone = sorted(present.keys() - wanted)
             unused.files += [path_of(kind, name) for name in gone]
             unused.freed += sum(present[name] for name in gone)
+        captions = {EMPTY, *(entry.captions for entries in self.generation.splits.values() for entry in entries)}
+        for entry in self.store.folder.entries(f"{TEXTS}/"):
+            if PurePosixPath(entry.name).stem not in captions:
+                unused.files.append(entry.name)
+                unused.freed += entry.size
         for name, rows in self._used.items():
             if name not in self._latents:
                 raise UsageError(
@@ -210,7 +216,7 @@ class Pruning:
 
 def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]:
     """Yield (path, reason) of the files of a store that are not what was written; all bytes are read."""
-    for kind in (LATENTS, SAMPLES, TABLES):
+    for kind in (LATENTS, SAMPLES, TABLES, *text_kinds(store)):
         for name, size in sorted(store.present(kind).items()):
             path = store.local(kind, name, scratch)
             reason = _problem(path, kind, name, size)

@@ -40,6 +40,27 @@ def map_conditioning(conditioning: Mapping[str, Any], fn: Callable[[Tensor], Any
     return {k: map_conditioning(v, fn) if isinstance(v, Mapping) else fn(v) for k, v in conditioning.items()}
 
 
+def flat_conditioning(conditioning: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a (nested) conditioning dictionary by dotted names: "added_cond_kwargs.text_embeds"."""
+    flat: dict[str, Tensor] = {}
+    for key, value in conditioning.items():
+        inner = {"": value} if isinstance(value, Tensor) else flat_conditioning(value)
+        flat |= {f"{key}.{name}".rstrip("."): tensor for name, tensor in inner.items()}
+    return flat
+
+
+def nested_conditioning(flat: Mapping[str, Tensor]) -> Conditioning:
+    """Return what :func:`flat_conditioning` was given."""
+    nested: Conditioning = {}
+    for name, tensor in flat.items():
+        *parents, key = name.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[key] = tensor
+    return nested
+
+
 @dataclass(frozen=True)
 class Component:
     """The record of a part of a model, as in a pipeline folder: library, class and configuration."""
@@ -143,13 +164,34 @@ class Family(ABC):
         }
 
     @abstractmethod
+    def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
+        """Encode captions: the part of the conditioning that depends on nothing else, so that it can be stored.
+
+        Args:
+            text_encoders: By name.
+            input_ids: By text encoder, (B, L).
+
+        Returns:
+            Tensors whose first dimension is the batch, possibly in nested dicts; names have no dots.
+        """
+
+    def conditioning(self, embeddings: Mapping[str, Any], batch: Mapping[str, Any]) -> Conditioning:
+        """Join the result of :meth:`embed` with what else the denoiser is conditioned on.
+
+        Args:
+            embeddings: Of the batch's captions.
+            batch: With :data:`SIZES`.
+        """
+        return dict(embeddings)
+
     def condition(self, text_encoders: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> Conditioning:
-        """Encode captions.
+        """Encode captions, and join the rest: :meth:`embed`, then :meth:`conditioning`.
 
         Args:
             text_encoders: By name.
             batch: ``input_ids``, by text encoder (B, L), and :data:`SIZES`.
         """
+        return self.conditioning(self.embed(text_encoders, batch["input_ids"]), batch)
 
     # Pixels
 

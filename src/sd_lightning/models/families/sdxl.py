@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sd_lightning.models.families.base import SIZES, Architecture, Component, Conditioning, Layout
 from sd_lightning.models.families.stable_diffusion import BETAS, CLIP, TOKENIZER, UNET, VAE, UNetFamily, clip, unet, vae
@@ -30,27 +30,28 @@ class SDXL(UNetFamily):
     stored_options = {"force_zeros_for_empty_prompt": True}
     vae_overflows = True
 
-    def condition(self, text_encoders: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> Conditioning:
-        """Encode captions and sizes as in section 2.2 of the paper.
-
-        The penultimate hidden states of both encoders are concatenated. The pooled output of the second encoder and
-        six numbers (original size, crop corner, target size) go through the time embedding.
+    def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
+        """Encode captions as in section 2.1 of the paper: with both encoders.
 
         Returns:
-            ``encoder_hidden_states`` (B, L, D1 + D2) and ``added_cond_kwargs`` with ``text_embeds`` (B, P) and
-            ``time_ids`` (B, 6).
+            ``encoder_hidden_states`` (B, L, D1 + D2), the penultimate hidden states of both, and ``added_cond_kwargs``
+            with ``text_embeds`` (B, P), the pooled output of the second.
         """
         hidden, pooled = [], None
         for name in self.text_encoders:
-            output = text_encoders[name](batch["input_ids"][name], output_hidden_states=True)
+            output = text_encoders[name](input_ids[name], output_hidden_states=True)
             hidden.append(output.hidden_states[-2])
             pooled = output[0]
-        time_ids = torch.cat([batch[name] for name in SIZES], dim=1)
-        return {
-            "encoder_hidden_states": torch.cat(hidden, dim=-1),
-            # Always float32: bfloat16 cannot represent odd sizes above 256.
-            "added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids.float()},
-        }
+        return {"encoder_hidden_states": torch.cat(hidden, dim=-1), "added_cond_kwargs": {"text_embeds": pooled}}
+
+    def conditioning(self, embeddings: Mapping[str, Any], batch: Mapping[str, Any]) -> Conditioning:
+        """Add sizes as in section 2.2 of the paper: six numbers, which go through the time embedding.
+
+        These are original size, crop corner and target size: ``time_ids`` (B, 6) in ``added_cond_kwargs``.
+        """
+        # Always float32: bfloat16 cannot represent odd sizes above 256.
+        time_ids = torch.cat([batch[name] for name in SIZES], dim=1).float()
+        return {**embeddings, "added_cond_kwargs": {**embeddings["added_cond_kwargs"], "time_ids": time_ids}}
 
     def embedding_keys(self, placeholder_token: str) -> tuple[str, ...]:
         return "clip_l", "clip_g"  # CLIP ViT-L and OpenCLIP ViT-bigG

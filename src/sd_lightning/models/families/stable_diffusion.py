@@ -92,9 +92,9 @@ class StableDiffusion(UNetFamily):
     absent = ("safety_checker", "feature_extractor", "image_encoder")
     pipeline_options = {"requires_safety_checker": False}
 
-    def condition(self, text_encoders: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> Conditioning:
+    def embed(self, text_encoders: Mapping[str, nn.Module], input_ids: Mapping[str, Tensor]) -> Conditioning:
         """Return the last hidden state of the text encoder, ``encoder_hidden_states`` (B, L, D)."""
-        return {"encoder_hidden_states": text_encoders["text_encoder"](batch["input_ids"]["text_encoder"])[0]}
+        return {"encoder_hidden_states": text_encoders["text_encoder"](input_ids["text_encoder"])[0]}
 
     def single_file_layout(self, text_encoder_config: Mapping[str, Any]) -> Layout | None:
         """Return v1 for CLIP (``quick_gelu``), v2 for OpenCLIP (``gelu``)."""

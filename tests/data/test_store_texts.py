@@ -1,0 +1,245 @@
+"""Text embeddings in a store: those of the captions that are there, whatever has changed."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sd_lightning import LatentDiffusion
+from sd_lightning._errors import UsageError
+from sd_lightning.data.image_options import ImageOptions
+from sd_lightning.data.samples import CaptionedImages
+from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.sources.latents import StoredImages
+from sd_lightning.data.store.files import write_groups
+from sd_lightning.data.store.rows import captions_hash
+from sd_lightning.data.store.store import LatentStore
+from sd_lightning.data.store.stored_texts import StoredTexts
+from sd_lightning.data.store.texts import TextEncoder, missing_texts, text_kind, text_tasks
+from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.upkeep import Pruning, broken_files
+from sd_lightning.models.families.base import flat_conditioning, nested_conditioning
+from sd_lightning.storage.file_cache import FileCache
+from sd_lightning.storage.locations import open_location
+from small_store import reader, recipe, tokenize, update, write_picture, write_pictures
+
+KIND = "texts/t0"
+
+
+class LetterEncoder:
+    """An encoder whose embeddings tell the caption, as a nested dictionary."""
+
+    def embed(self, input_ids: Any) -> dict[str, Any]:
+        ids = input_ids["text_encoder"].float()
+        hidden = torch.stack([ids.sin(), ids.cos(), ids], dim=2)
+        return {"hidden": hidden, "added": {"pooled": ids.cumsum(1)}}
+
+
+class InfiniteEncoder:
+    def embed(self, input_ids: Any) -> dict[str, Any]:
+        return {"hidden": torch.full((len(input_ids["text_encoder"]), 2), 1e6)}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = write_pictures(tmp_path / "photos", 23)
+    (folder / "004.txt").write_text("one caption\nand another one\nand a third")
+    return folder
+
+
+def store_of(root: Path) -> LatentStore:
+    return LatentStore(open_location(root, key="store"), recipe())
+
+
+def embed(root: Path, scratch: Path, *, encoder: Any = None, dtype: str = "float32") -> int:
+    """Write the text files that are missing; return how many."""
+    scratch.mkdir(exist_ok=True)
+    store = store_of(root)
+    missing = missing_texts(store, store.generation(), KIND)
+    texts = TextEncoder(encoder or LetterEncoder(), KIND, store.folder, dtype, torch.device("cpu"))
+    for task in text_tasks(store, missing, Tokenizing(tokenize, "bytes"), scratch):
+        texts(task)
+    return len(missing)
+
+
+def is_right(root: Path) -> bool:
+    """Whether every stored embedding is that of its caption."""
+    store = reader(root)
+    texts = StoredTexts(store, KIND)
+    pairs = [(i, n) for i in range(len(store)) for n in (*range(len(store.captions(i))), None)]
+    order = np.random.default_rng(0).permutation(len(pairs))
+    index = np.array([pairs[i][0] for i in order])
+    which = [pairs[i][1] for i in order]
+    captions = ["" if n is None else store.captions(int(i))[n] for i, n in zip(index, which)]
+    found, right = texts.batch(index, which), LetterEncoder().embed(tokenize(captions))
+    return torch.equal(found["hidden"], right["hidden"]) and torch.equal(
+        found["added"]["pooled"], right["added"]["pooled"]
+    )
+
+
+def test_every_caption_has_its_embeddings_and_the_empty_one_too(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    assert embed(tmp_path / "store", tmp_path / "scratch") > 2
+    assert is_right(tmp_path / "store")
+    assert embed(tmp_path / "store", tmp_path / "scratch") == 0
+
+
+def test_the_reader_is_pickled_for_workers(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    embed(tmp_path / "store", tmp_path / "scratch")
+    texts = StoredTexts(reader(tmp_path / "store"), KIND)
+    index, which = np.array([3, 1]), [0, None]
+    here = texts.batch(index, which)
+    there = pickle.loads(pickle.dumps(texts)).batch(index, which)
+    assert torch.equal(here["hidden"], there["hidden"])
+
+
+def test_few_files_are_open_at_a_time(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd_lightning.data.store.stored_texts._MOST_OPEN", 1)
+    monkeypatch.setattr("sd_lightning.data.store.job.SAMPLES_PER_FILE", 4)
+    update(tmp_path / "store", ImageFolder(photos), portion=100)
+    assert embed(tmp_path / "store", tmp_path / "scratch") > 4
+    texts = StoredTexts(reader(tmp_path / "store"), KIND)
+    for i in (0, 22, 9, 0):
+        right = LetterEncoder().embed(tokenize([reader(tmp_path / "store").captions(i)[0]]))["hidden"]
+        assert torch.equal(texts.batch(np.array([i]), [0])["hidden"], right)
+    assert len(texts._files._open) == 1
+
+
+def test_changed_and_new_captions_are_missing_until_they_are_encoded(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    embed(tmp_path / "store", tmp_path / "scratch")
+    (photos / "004.txt").write_text("one caption and another one\nand a third")
+    (photos / "007.txt").write_text("something else")
+    write_picture(photos, "new", colour=300)
+    update(tmp_path / "store", ImageFolder(photos))
+    assert StoredTexts(reader(tmp_path / "store"), KIND).num_missing
+    embed(tmp_path / "store", tmp_path / "scratch")
+    assert is_right(tmp_path / "store")
+
+
+def test_captions_are_told_apart_by_whose_they_are_and_where_they_end() -> None:
+    several = [[["a", "b"]], [["a"], ["b"]], [["a\nb"]], [["ab", ""]], [["", "ab"]], [["b", "a"]], [["a"]], [[""]], []]
+    assert len(set(map(captions_hash, several))) == len(several)
+
+
+def test_prune_keeps_the_embeddings_of_captions_that_are_left(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    embed(tmp_path / "store", tmp_path / "scratch")
+    before = set((tmp_path / "store").rglob("texts/*/*"))
+    for i in range(12, 16):  # of the second portion: its samples, latents and texts
+        (photos / f"{i:03}.png").unlink()
+    update(tmp_path / "store", ImageFolder(photos))
+    embed(tmp_path / "store", tmp_path / "scratch")
+    pruning = Pruning(store_of(tmp_path / "store"), tmp_path / "scratch")
+    pruning.run()
+    left = set((tmp_path / "store").rglob("texts/*/*"))
+    assert before - left and before & left
+    assert is_right(tmp_path / "store"), "although sample files were written anew"
+    assert embed(tmp_path / "store", tmp_path / "scratch") == 0
+
+
+@pytest.mark.parametrize("how", ["truncated", "altered"])
+def test_a_broken_file_is_found_deleted_and_made_again(photos: Path, tmp_path: Path, how: str) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    embed(tmp_path / "store", tmp_path / "scratch")
+    store = store_of(tmp_path / "store")
+    assert not list(broken_files(store, tmp_path / "scratch"))
+    path = sorted((tmp_path / "store").rglob("texts/*/*"))[0]
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data[: -50 if how == "truncated" else None])
+    assert [name for name, _ in broken_files(store, tmp_path / "scratch")] == [f"{KIND}/{path.name}"]
+    path.unlink()
+    assert embed(tmp_path / "store", tmp_path / "scratch") == 1
+    assert is_right(tmp_path / "store")
+
+
+def test_reading_a_file_that_was_deleted_meanwhile_says_so(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    embed(tmp_path / "store", tmp_path / "scratch")
+    texts = StoredTexts(reader(tmp_path / "store"), KIND)
+    for path in (tmp_path / "store").rglob("texts/*/*"):
+        path.unlink()
+    with pytest.raises(UsageError, match="text embeddings were deleted since.*text=true"):
+        texts.batch(np.array([0]), [0])
+
+
+def test_infinite_embeddings_are_refused_with_the_remedy(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    with pytest.raises(UsageError, match="text embeddings are not finite in dtype=float16; write dtype=bfloat16"):
+        embed(tmp_path / "store", tmp_path / "scratch", encoder=InfiniteEncoder(), dtype="float16")
+    assert not list((tmp_path / "store").rglob("texts/*/*"))
+
+
+def test_batches_have_embeddings_instead_of_token_ids(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    embed(tmp_path / "store", tmp_path / "scratch")
+
+    def batches(texts: bool, wrong: bool) -> dict[str, Any]:
+        source = StoredImages(reader(tmp_path / "store"))
+        source._texts = StoredTexts(source.reader, KIND) if texts else None
+        options = ImageOptions(8, center_crop=True, proportion_empty_prompts=0.0 if wrong else 0.4)
+        latents = {"latents": source, "wrong_captions": wrong}
+        return CaptionedImages(source, tokenize, options=options, seed=1, **latents).__getitems__(
+            [(2, i) for i in range(23)]
+        )
+
+    encode: Any = LetterEncoder().embed
+    plain, stored = batches(False, False), batches(True, False)
+    assert "" in plain["captions"] and "input_ids" not in stored
+    assert torch.equal(stored["text_embeddings"]["hidden"], encode(plain["input_ids"])["hidden"])
+    plain, stored = batches(False, True), batches(True, True)
+    for prefix in ("", "wrong_"):
+        pooled: Tensor = stored[f"{prefix}text_embeddings"]["added"]["pooled"]
+        assert torch.equal(pooled, encode(plain[f"{prefix}input_ids"])["added"]["pooled"])
+
+
+def test_the_kind_tells_text_encoders_and_tokenizers_apart() -> None:
+    model, same, other = (LatentDiffusion.build("tiny", seed=seed) for seed in (1, 1, 2))
+    kind = text_kind(model)
+    assert kind == text_kind(same) != text_kind(other)
+    next(iter(same.text_encoders["text_encoder"].parameters())).data.view(-1)[0] += 1e-3
+    assert text_kind(same) != kind
+    model.tokenizers["tokenizer"].model_max_length = 7
+    assert text_kind(model) != kind
+
+
+def test_a_file_written_by_groups_is_a_safetensors_file(tmp_path: Path) -> None:
+    columns = {"a": torch.randn(10, 3, 2), "b.c": torch.randn(10, 5).to(torch.bfloat16)}
+    groups = ({name: each[i : i + 4] for name, each in columns.items()} for i in range(0, 10, 4))
+    size = write_groups(tmp_path / "file.safetensors", groups, rows=10)
+    assert size == (tmp_path / "file.safetensors").stat().st_size
+    found = load_file(tmp_path / "file.safetensors")
+    assert found.keys() == columns.keys() and all(torch.equal(found[name], columns[name]) for name in columns)
+
+
+def test_nested_names_are_joined_and_parted() -> None:
+    nested = {"a": torch.zeros(1), "b": {"c": torch.ones(2), "d": {"e": torch.ones(3)}}}
+    flat = flat_conditioning(nested)
+    assert [*flat] == ["a", "b.c", "b.d.e"] and nested_conditioning(flat) == nested
+
+
+def test_embeddings_in_an_object_store_are_written_fetched_and_read(photos: Path, tmp_path: Path, s3: Any) -> None:
+    root = open_location("s3://bucket/store", key="store")
+    update(root, ImageFolder(photos))
+    store, scratch = LatentStore(root, recipe()), tmp_path / "scratch"
+    scratch.mkdir()
+    tasks = text_tasks(store, missing_texts(store, store.generation(), KIND), Tokenizing(tokenize, "bytes"), scratch)
+    written = [*map(TextEncoder(LetterEncoder(), KIND, store.folder, "float32", torch.device("cpu")), tasks)]
+    assert not list(scratch.iterdir())
+    there = reader(root)
+    there.cache = FileCache(tmp_path / "cache", 10**8)
+    texts = StoredTexts(there, KIND)
+    for number in range(len(there.entries)):
+        texts.fetch(number)
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("[!.]*")) == sum(
+        each.size for each in written if each.captions > 1
+    )
+    right = LetterEncoder().embed(tokenize([there.captions(9)[0], ""]))["hidden"]
+    assert torch.equal(texts.batch(np.array([9, 9]), [0, None])["hidden"], right)

@@ -1,0 +1,138 @@
+"""`python -m sd_lightning.precompute` with text embeddings, and its export and import of captions."""
+
+import csv
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from sd_lightning import precompute, train
+from sd_lightning.models.families.stable_diffusion import StableDiffusion
+
+SMALL = ["trainer.max_steps=4", "data.batch_size=8", "data.num_workers=0", "callbacks.samples=null", "logger=csv"]
+
+
+@pytest.fixture
+def cli(call_main: Callable[..., tuple[int, str]], tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Call precompute on a folder of 20 pictures."""
+    (tmp_path / "photos").mkdir()
+    for i in range(20):
+        pixels = np.random.default_rng(i).integers(0, 256, (32, 40, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"photos/{i:02}.png")
+        (tmp_path / f"photos/{i:02}.txt").write_text(f"{i} pictures")
+    return functools.partial(call_main, precompute)
+
+
+DATA = ["data=images", "data.train_data_dir=photos", "data.resolution=32", "data.center_crop=true"]
+
+
+def metrics(run: Path) -> list[dict[str, str]]:
+    with open(next(run.rglob("metrics.csv"))) as file:
+        names = ("train/loss", "val/loss", "val/caption_gap")
+        return [{name: row.get(name, "") for name in names} for row in csv.DictReader(file)]
+
+
+def texts(store: Path) -> dict[str, bytes]:
+    return {path.relative_to(store).as_posix(): path.read_bytes() for path in sorted(store.rglob("texts/*/*"))}
+
+
+def test_training_on_embeddings_is_training_on_captions(
+    cli: Any, call_main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    command = [*DATA, "store=latents", "dtype=float32", "shard_mb=0.005", "workers=1", "data.num_val_samples=6"]
+    assert cli(*command)[0] == 0 and not texts(tmp_path / "latents")
+    training = [
+        "data=latents",
+        "data.store=latents",
+        *SMALL,
+        "module.train_text_encoder=false",
+        "trainer.log_every_n_steps=1",
+        "trainer.val_check_interval=2",
+    ]
+    code, out = call_main(train, *training, "output_dir=runs/captions")
+    assert code == 0, out
+    assert "captions are encoded in every step" in caplog.text
+
+    code, out = cli(*command, "text=true")
+    assert code == 0, out
+    assert "20 kept, 0 added" in out and "texts: 21 captions encoded" in out
+    assert "2048 bytes of text embeddings for each caption: at most 4.1e-05 GB more" in out
+    assert "texts: 0 captions encoded" in cli(*command, "text=true")[1]
+
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(StableDiffusion, "embed", lambda *_: pytest.fail("a caption was encoded"))
+        code, out = call_main(train, *training, "output_dir=runs/texts")
+    assert code == 0, out
+    assert "stored text embeddings are used" in caplog.text
+    ours, theirs = metrics(tmp_path / "runs/texts"), metrics(tmp_path / "runs/captions")
+    assert ours == theirs and any(row.get("val/caption_gap") for row in ours)
+
+    caplog.clear()
+    code, out = call_main(train, *training, "module.train_text_encoder=true", "output_dir=runs/trained")
+    assert code == 0, out
+    assert "the text encoders are trained" in caplog.text
+
+
+def test_several_workers_write_the_same_embeddings_as_one(cli: Any, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        assert cli(*DATA, f"store=by-{workers}", f"workers={workers}", "shard_mb=0.005", "text=true")[0] == 0
+    assert texts(tmp_path / "by-1") == texts(tmp_path / "by-3") and len(texts(tmp_path / "by-1")) >= 3
+
+
+def test_captions_go_out_and_come_back(cli: Any, call_main: Any, tmp_path: Path) -> None:
+    cli(*DATA, "store=latents", "workers=1", "text=true")
+    code, out = cli("export", "store=latents", "table=meta.parquet")
+    assert (code, out) == (0, "meta.parquet: 20 rows\n")
+    rows = pq.read_table(tmp_path / "meta.parquet").to_pylist()
+    assert sorted(row["captions"] for row in rows) == sorted([f"{i} pictures"] for i in range(20))
+    for row in rows[:7]:
+        row["captions"] = ["a better caption", "and a second one"]
+    pq.write_table(pa.Table.from_pylist(rows[:12]), tmp_path / "new.parquet")
+    code, out = cli("import", "store=latents", "table=new.parquet")
+    assert code == 0 and "7 samples have other captions, 5 have these already, 8 are not in the table" in out
+    assert "text embeddings are missing" in out
+    assert call_main(train, "data=latents", "data.store=latents", *SMALL, "output_dir=runs/new")[0] == 0
+    code, out = cli(*DATA, "store=latents", "workers=1", "text=true")
+    assert code == 0 and "20 kept, 0 added" in out and "texts: 0" not in out
+
+
+def test_refusals(cli: Any, tmp_path: Path) -> None:
+    def refused(*given: str) -> str:
+        code, error = cli(*given)
+        assert code == 2 and error.count("\n") == 1 and error.startswith("error: "), error
+        return error
+
+    cli(*DATA, "store=latents", "workers=1")
+    cli(*DATA, "store=latents", "workers=1", "dtype=float32")
+    (tmp_path / "there.parquet").touch()
+    for given, words in (
+        (["export", "store=latents"], "precompute export got no table=; expected a Parquet file to write"),
+        (
+            ["import", "store=latents"],
+            "precompute import got no table=; expected a Parquet file that precompute export",
+        ),
+        (
+            ["export", "store=latents", "table=a.parquet", "text=true"],
+            "precompute export got text=true; expected it only",
+        ),
+        (["prune", "store=latents", "table=a.parquet"], "precompute prune got table=a.parquet"),
+        ([*DATA, "store=latents", "recipe=r1"], "precompute got recipe=r1; expected it only with precompute export"),
+        ([*DATA, "store=latents", "dry_run=false"], "precompute got dry_run=false"),
+        (["export", "store=latents", "table=a.parquet"], "store=latents has 2 recipes; expected one of"),
+        (["export", "store=latents", "table=a.parquet", "recipe=nothing"], "has no recipes that begin with nothing"),
+        (["export", "store=latents", "table=there.parquet"], "table=there.parquet exists; expected a new file"),
+        (["export", "store=latents", "table=no/a.parquet"], "is in a folder that does not exist"),
+        (["export", "store=nothing", "table=a.parquet"], "no latent store"),
+    ):
+        assert words in refused(*given)
+    recipe = next((tmp_path / "latents/recipes").iterdir()).stem
+    assert cli("export", "store=latents", "table=a.parquet", f"recipe={recipe}")[0] == 0

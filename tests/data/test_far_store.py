@@ -307,7 +307,7 @@ class TestReading:
             def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
                 if trainer.global_step == 2:
                     self.waited = settled(lambda: s3.count("GET"))
-                    assert s3.count("GET", "/latents/") == NUM // PER_FILE
+                    assert s3.count("GET", "/latents/") >= NUM // PER_FILE  # more where a request was repeated
                     self.requests = s3.count("GET")
                 elif trainer.global_step == 5:
                     assert self.requests == s3.count("GET"), "a batch fetched its own files"

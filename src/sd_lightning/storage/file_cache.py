@@ -128,7 +128,10 @@ class FileCache:
             key = path.name.removeprefix(_FETCHING)
             if key == own:
                 continue
-            size = path.stat().st_size
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:  # its fetch has just ended
+                continue
             try:
                 with FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False):
                     self._forget(key)

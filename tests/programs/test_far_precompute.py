@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from s3_server import S3Server
 from sd_lightning import loading, precompute, train
 from sd_lightning.storage import object_store
+from small_store import write_photos
 
 SMALL = ["trainer.max_steps=4", "trainer.log_every_n_steps=1", "callbacks.samples=null", "logger=csv"]
 Call = Callable[..., tuple[int, str]]
@@ -21,12 +20,7 @@ Call = Callable[..., tuple[int, str]]
 @pytest.fixture
 def photos(tmp_path: Path) -> list[str]:
     """Arguments for a folder of 20 pictures."""
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for i in range(20):
-        pixels = np.random.default_rng(i).integers(0, 256, (32, 40, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i:02}.png")
-        (folder / f"{i:02}.txt").write_text(f"picture {i}")
+    folder = write_photos(tmp_path / "photos")
     return ["data=images", f"data.train_data_dir={folder}", "data.resolution=32", "data.center_crop=true"]
 
 

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from places import SUPPORT
 from sd_lightning import precompute, train
 from sd_lightning.data.store.recipe import Recipe
-from small_store import write_picture
+from small_store import write_photos, write_picture
 
 SMALL = ["trainer.max_steps=6", "data.batch_size=16", "data.num_workers=0", "callbacks.samples=null", "logger=csv"]
 
@@ -27,13 +26,7 @@ def cli(call_main: Callable[..., tuple[int, str]]) -> Callable[..., tuple[int, s
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """A folder of 20 pictures of 40 x 32 pixels."""
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for i in range(20):
-        pixels = np.random.default_rng(i).integers(0, 256, (32, 40, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i:02}.png")
-        (folder / f"{i:02}.txt").write_text(f"picture {i}")
-    return folder
+    return write_photos(tmp_path / "photos")
 
 
 def of(photos: Path, *more: str) -> list[str]:

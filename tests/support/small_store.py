@@ -57,6 +57,16 @@ def write_pictures(folder: Path, count: int) -> Path:
     return folder
 
 
+def write_photos(folder: Path, count: int = 20) -> Path:
+    """Write pictures of noise, 40 x 32 pixels, with captions."""
+    folder.mkdir()
+    for i in range(count):
+        pixels = np.random.default_rng(i).integers(0, 256, (32, 40, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:02}.png")
+        (folder / f"{i:02}.txt").write_text(f"picture {i}")
+    return folder
+
+
 def tokenize(captions: list[str]) -> dict[str, Tensor]:
     """Return the first eight bytes of each caption."""
     rows = [[*caption.encode()[:8], *[0] * 8][:8] for caption in captions]

@@ -146,7 +146,8 @@ def test_wheel_holds_code_configs_and_assets_and_nothing_else(wheel: Path) -> No
     source = {p.relative_to(REPO / "src").as_posix() for p in (REPO / "src/sd_lightning").rglob("*") if p.is_file()}
     configs = {f"sd_lightning/{p.relative_to(REPO).as_posix()}" for p in (REPO / "conf").rglob("*.yaml")}
     assert files == {name for name in source if "__pycache__" not in name} | configs
-    assert sum(info.file_size for info in zipfile.ZipFile(wheel).infolist()) < 2_000_000
+    # The largest is the tiny VAE, of 266 kB.
+    assert max(info.file_size for info in zipfile.ZipFile(wheel).infolist()) < 300_000
     assert "Requires-Dist: torch>=2.11" in metadata
     assert re.search(r"Requires-Dist: deepspeed.*extra == 'deepspeed'", metadata)
 

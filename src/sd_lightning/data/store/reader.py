@@ -81,15 +81,13 @@ class StoreReader:
         shapes = self._shapes[numbers]
         assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
         column = self._files.latents(int(numbers[0]))
-        out, sizes = _empty(len(indices), column), np.empty((len(indices), 4), np.int64)
-        memory, variants = _memory_of_rows(out), np.broadcast_to(variants, len(indices))
+        out, sizes = _Rows(len(indices), column), np.empty((len(indices), 4), np.int64)
+        variants = np.broadcast_to(variants, len(indices))
         for part, rows in self._rows(indices):
-            offsets = rows["offset"] + variants[part] * column.row_bytes
-            for i, fd, offset in zip(part.tolist(), rows["fd"].tolist(), offsets.tolist()):
-                if os.preadv(fd, [memory[i]], offset) != column.row_bytes:
-                    raise self._cut_off(LATENTS)
+            if not out.read(part, rows["fd"], rows["offset"] + variants[part] * column.row_bytes):
+                raise self._cut_off(LATENTS)
             sizes[part] = rows["sizes"][np.arange(len(rows)), variants[part]]
-        return StoredBatch(out, torch.from_numpy(sizes))
+        return StoredBatch(out.tensor, torch.from_numpy(sizes))
 
     def num_captions(self, indices: np.ndarray) -> list[int]:
         """Return the number of captions of each sample."""
@@ -100,16 +98,13 @@ class StoreReader:
 
     def token_ids(self, indices: np.ndarray, which: np.ndarray) -> dict[str, Tensor]:
         """Return the token ids (B, L) int64, by text encoder, of caption number ``which[i]`` of each sample."""
-        found = {name: _empty(len(indices), column) for name, column in self._ids.items()}
-        memory = {name: _memory_of_rows(out) for name, out in found.items()}
+        found = {name: _Rows(len(indices), column) for name, column in self._ids.items()}
         for part, rows in self._rows(indices):
-            captions, fds = rows["first_caption"] + which[part], rows["id_fd"].tolist()
-            for number, (name, column) in enumerate(self._ids.items()):
-                offsets = rows["id_begin"][:, number] + captions * column.row_bytes
-                for i, fd, offset in zip(part.tolist(), fds, offsets.tolist()):
-                    if os.preadv(fd, [memory[name][i]], offset) != column.row_bytes:
-                        raise self._cut_off(SAMPLES)
-        return {name.removeprefix("input_ids."): out.long() for name, out in found.items()}
+            captions = rows["first_caption"] + which[part]
+            for number, out in enumerate(found.values()):
+                if not out.read(part, rows["id_fd"], rows["id_begin"][:, number] + captions * out.row_bytes):
+                    raise self._cut_off(SAMPLES)
+        return {name.removeprefix("input_ids."): out.tensor.long() for name, out in found.items()}
 
     def caption_places(self, indices: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sample file (B,) of each sample, and the row (B,) of its caption ``which[i]`` there."""
@@ -218,13 +213,17 @@ class StoreReader:
         )
 
 
-def _empty(num_rows: int, column: Column) -> Tensor:
-    return torch.empty(num_rows, *column.shape[1:], dtype=column.dtype)
+class _Rows:
+    """Rows of a column, read one by one into one tensor."""
 
+    def __init__(self, num_rows: int, column: Column) -> None:
+        self.tensor, self.row_bytes = torch.empty(num_rows, *column.shape[1:], dtype=column.dtype), column.row_bytes
+        self._memory = list(map(memoryview, self.tensor.view(torch.uint8).flatten(1).numpy()))  # type: ignore[arg-type]
 
-def _memory_of_rows(out: Tensor) -> list[memoryview]:
-    """Return the memory of every row of a contiguous tensor."""
-    return list(map(memoryview, out.view(torch.uint8).flatten(1).numpy()))  # type: ignore[arg-type]
+    def read(self, rows: np.ndarray, fds: np.ndarray, offsets: np.ndarray) -> bool:
+        """Read some rows from their files; return whether all of them are there."""
+        memory = [self._memory[row] for row in rows.tolist()] if len(rows) < len(self._memory) else self._memory
+        return {self.row_bytes}.issuperset(map(os.preadv, fds.tolist(), zip(memory), offsets.tolist()))
 
 
 def default_cache(cache_dir: str | None, cache_gb: float) -> FileCache:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -361,11 +362,19 @@ class TestReading:
         for times, words in ((1.5, "holds 1.5 times the 5 files"), (0.5, "holds 0.5 times the 5 files")):
             caplog.clear()
             data = data_of("s3://bucket/store", tmp_path / "cache", times * window)
-            assert words in caplog.text and "data.cache_gb" in caplog.text
             assert data.source_train.fetched_ahead == int(max(times - 1, 0) * WINDOW * PER_FILE)
+            assert words in caplog.text and "data.cache_gb" in caplog.text
         caplog.clear()
-        data_of("s3://bucket/store", tmp_path / "cache", 2.1 * window)
-        assert not caplog.text
+        data = data_of("s3://bucket/store", tmp_path / "cache", 2.1 * window)
+        assert data.source_train.fetched_ahead and not caplog.text
+
+    def test_text_embeddings_count_where_the_cache_is_compared_with_a_window(self, stored, tmp_path, caplog):
+        window = WINDOW * stored // (NUM // PER_FILE)
+        data = data_of("s3://bucket/store", tmp_path / "cache", 3 * window)
+        per_file = stored // (NUM // PER_FILE)
+        data.source_train._texts = SimpleNamespace(bytes_of_file=lambda number: per_file)
+        assert data.source_train.fetched_ahead == int(0.5 * WINDOW * PER_FILE)
+        assert "holds 1.5 times the 5 files" in caplog.text
 
     def test_buckets_share_the_window(self, tmp_path, monkeypatch):
         """Their batches take turns, so that the files of all windows have to be on this machine at the same time."""

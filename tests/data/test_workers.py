@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -35,10 +36,20 @@ class SlowSquares(Squares):
 class Timed:
     """Stands in for a dataset: each read takes its time, on a clock of its own, and returns 1 KiB for each sample."""
 
-    def __init__(self, *seconds_per_sample: float) -> None:
+    def __init__(self, *seconds_per_sample: float, fetch_seconds: float | None = None) -> None:
         self.now = 100.0
+        self.fetch_seconds = fetch_seconds
         self.seconds = list(seconds_per_sample)
         self.read: list[int] = []
+        self.fetched: list[int] = []
+        self.source = self
+
+    def files(self, index: np.ndarray) -> list[int]:
+        return [] if self.fetch_seconds is None else np.unique(index // 5).tolist()
+
+    def fetch(self, file: int) -> None:
+        self.now += self.fetch_seconds or 0
+        self.fetched.append(file)
 
     def __len__(self) -> int:
         return 1000
@@ -49,8 +60,8 @@ class Timed:
         return {"pixels": torch.zeros(len(keys), 128), "ids": {"a": torch.zeros(len(keys), 64, dtype=torch.int64)}}
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, *seconds_per_sample: float) -> Any:
-    data = Timed(*seconds_per_sample)
+def timed(monkeypatch: pytest.MonkeyPatch, *seconds_per_sample: float, fetch_seconds: float | None = None) -> Any:
+    data = Timed(*seconds_per_sample, fetch_seconds=fetch_seconds)
     monkeypatch.setattr(workers, "time", SimpleNamespace(perf_counter=lambda: data.now))
     return data
 
@@ -117,6 +128,15 @@ def test_the_fastest_of_three_batches_counts(monkeypatch: pytest.MonkeyPatch) ->
     data = timed(monkeypatch, 0.05, 0.01, 0.02)
     assert measure(data, keys(8, 8, 8, 8)) == BatchCost(8, pytest.approx(0.08), 8 * 1024)
     assert data.read == [8, 8, 8]
+
+
+def test_fetching_the_files_of_a_far_store_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = timed(monkeypatch, 0.01, fetch_seconds=0.3)
+    assert measure(data, keys(8, 8)) == BatchCost(8, pytest.approx(0.08), 8 * 1024)
+    assert sorted(data.fetched) == [0, 0, 1, 1]
+    data = timed(monkeypatch, 0.01, fetch_seconds=3)
+    assert measure(data, keys(8, 8)) == BatchCost(8, pytest.approx(0.08), 8 * 1024)
+    assert data.read == [8], "a run does not wait for more files than one batch needs"
 
 
 def test_of_a_large_batch_a_part_is_read_and_of_slow_data_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
+
+from sd_lightning.data.source import Source
 
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 """Threads that fetch: one alone waits for the network most of the time."""
+
+
+def fetch_all(source: Source, index: Sequence[int]) -> None:
+    """Fetch the files of some samples of a source, if it has files to fetch."""
+    with ThreadPoolExecutor(NUM_THREADS, "fetch") as pool:
+        list(pool.map(source.fetch, source.files(np.array(index, np.int64))))
 
 
 class LookAhead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class StoredImages(Source):
         else:
             self.locality = buckets[0].locality
         if not reader.is_local:
-            self.fetched_ahead = _fetched_ahead(reader)
+            reader.check_cache()
         self.digests = {
             name: name_of(*(getattr(entry, name).encode() for entry in reader.entries))
             for name in ("identities", "images", "captions")
@@ -62,6 +63,13 @@ class StoredImages(Source):
 
     def __len__(self) -> int:
         return len(self.reader)
+
+    @cached_property
+    def fetched_ahead(self) -> int:  # type: ignore[override]
+        if self.reader.is_local:
+            return 0
+        text_bytes = 0 if self._texts is None else self._texts.bytes_of_file(0)
+        return _fetched_ahead(self.reader, self.reader.bytes_of_file(0) + text_bytes)
 
     def files(self, index: np.ndarray) -> Sequence[int]:
         return self.reader.files(index)
@@ -152,16 +160,16 @@ def _bucket(reader: StoreReader, shape: Shape, files: range) -> Bucket:
     return Bucket(shape, range(begin, begin + int(ends[-1])), locality)
 
 
-def _fetched_ahead(reader: StoreReader) -> int:
+def _fetched_ahead(reader: StoreReader, first_bytes: int) -> int:
     """Return how many samples ahead files are fetched, such that those that are read now stay in the cache.
 
-    Raises:
-        UsageError: The cache cannot hold the largest file of the first sample file.
+    Args:
+        reader: Reader of a store that is not local.
+        first_bytes: Bytes of the first sample file with all that it refers to; others are like it.
     """
-    reader.check_cache()
     num_files = min(_WINDOW, len(reader.entries))
     rows = reader.entries[0].rows
-    window_bytes = num_files * reader.bytes_of_file(0) * len(reader) / len(reader.entries) / rows
+    window_bytes = num_files * first_bytes * len(reader) / len(reader.entries) / rows
     cache = reader.cache
     if cache.max_bytes < min(2 * window_bytes, window_bytes * len(reader.entries) / num_files):
         log.warning(

@@ -112,6 +112,34 @@ class Column:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
+class RowBuffer:
+    """Rows of a column, each read from a file and place of its own.
+
+    Attributes:
+        tensor: (B, …) in the stored type.
+    """
+
+    def __init__(self, num_rows: int, column: Column) -> None:
+        """Make room for some rows; of the column only shape, type and bytes per row matter."""
+        self.tensor, self.row_bytes = torch.empty(num_rows, *column.shape[1:], dtype=column.dtype), column.row_bytes
+        bytes_of_rows: Any = self.tensor.view(torch.uint8).flatten(1).numpy()
+        self._memory = list(map(memoryview, bytes_of_rows))
+
+    def read(self, rows: np.ndarray, fds: np.ndarray, offsets: np.ndarray) -> bool:
+        """Read some rows.
+
+        Args:
+            rows: (R,) int64, increasing: which rows of ``tensor``.
+            fds: (R,) the open file of each.
+            offsets: (R,) int64: where each begins in its file.
+
+        Returns:
+            Whether the files have all of them.
+        """
+        memory = [self._memory[row] for row in rows.tolist()] if len(rows) < len(self._memory) else self._memory
+        return {self.row_bytes}.issuperset(map(os.preadv, fds.tolist(), zip(memory), offsets.tolist()))
+
+
 class StoreFile:
     """A file of a store that is open for reading rows."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.shapes import Shape
-from sd_lightning.data.store.files import Column, SampleFile, StoreFile
+from sd_lightning.data.store.files import Column, RowBuffer, SampleFile, StoreFile
 from sd_lightning.data.store.open_files import OpenFiles, OpenSamples
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, path_of
 from sd_lightning.storage.file_cache import FileCache
@@ -81,11 +80,11 @@ class StoreReader:
         shapes = self._shapes[numbers]
         assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
         column = self._files.latents(int(numbers[0]))
-        out, sizes = _Rows(len(indices), column), np.empty((len(indices), 4), np.int64)
+        out, sizes = RowBuffer(len(indices), column), np.empty((len(indices), 4), np.int64)
         variants = np.broadcast_to(variants, len(indices))
         for part, rows in self._rows(indices):
             if not out.read(part, rows["fd"], rows["offset"] + variants[part] * column.row_bytes):
-                raise self._cut_off(LATENTS)
+                raise self.cut_off(LATENTS)
             sizes[part] = rows["sizes"][np.arange(len(rows)), variants[part]]
         return StoredBatch(out.tensor, torch.from_numpy(sizes))
 
@@ -98,12 +97,12 @@ class StoreReader:
 
     def token_ids(self, indices: np.ndarray, which: np.ndarray) -> dict[str, Tensor]:
         """Return the token ids (B, L) int64, by text encoder, of caption number ``which[i]`` of each sample."""
-        found = {name: _Rows(len(indices), column) for name, column in self._ids.items()}
+        found = {name: RowBuffer(len(indices), column) for name, column in self._ids.items()}
         for part, rows in self._rows(indices):
             captions = rows["first_caption"] + which[part]
             for number, out in enumerate(found.values()):
                 if not out.read(part, rows["id_fd"], rows["id_begin"][:, number] + captions * out.row_bytes):
-                    raise self._cut_off(SAMPLES)
+                    raise self.cut_off(SAMPLES)
         return {name.removeprefix("input_ids."): out.tensor.long() for name, out in found.items()}
 
     def caption_places(self, indices: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -206,24 +205,12 @@ class StoreReader:
                 "or files were deleted since this run began; start again with resume=auto, or run precompute"
             ) from error
 
-    def _cut_off(self, kind: str) -> UsageError:
+    def cut_off(self, kind: str) -> UsageError:
+        """Return the error for a file of a kind that ends before a row that it had."""
         return UsageError(
             f"data.store={self.store.root.url}: a file of {self.store.folder.url}/{kind} was cut off while it was "
             "read; expected files that nobody changes; run precompute again, and resume this run"
         )
-
-
-class _Rows:
-    """Rows of a column, read one by one into one tensor."""
-
-    def __init__(self, num_rows: int, column: Column) -> None:
-        self.tensor, self.row_bytes = torch.empty(num_rows, *column.shape[1:], dtype=column.dtype), column.row_bytes
-        self._memory = list(map(memoryview, self.tensor.view(torch.uint8).flatten(1).numpy()))  # type: ignore[arg-type]
-
-    def read(self, rows: np.ndarray, fds: np.ndarray, offsets: np.ndarray) -> bool:
-        """Read some rows from their files; return whether all of them are there."""
-        memory = [self._memory[row] for row in rows.tolist()] if len(rows) < len(self._memory) else self._memory
-        return {self.row_bytes}.issuperset(map(os.preadv, fds.tolist(), zip(memory), offsets.tolist()))
 
 
 def default_cache(cache_dir: str | None, cache_gb: float) -> FileCache:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.store.files import Column, StoreFile
+from sd_lightning.data.store.files import Column, RowBuffer, StoreFile
 from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.data.store.store import path_of
 from sd_lightning.data.store.texts import EMPTY
@@ -62,19 +60,17 @@ class StoredTexts:
         fds, begins = self._files.places(numbers)
         found: dict[str, Tensor] = {}
         for place, (name, column) in enumerate(self._files.columns.items()):
-            out = torch.empty(len(indices), *column.shape[1:], dtype=column.dtype)
-            memory = list(out.view(torch.uint8).flatten(1).numpy())
-            offsets = begins[:, place] + rows * column.row_bytes
-            for at, fd, offset in zip(kept.tolist(), fds.tolist(), offsets.tolist()):
-                if os.preadv(fd, [memory[at]], offset) != column.row_bytes:
-                    raise UsageError(
-                        f"data.store={self._reader.store.root.url}: a file of {self._kind} was cut off while it was "
-                        "read; expected files that nobody changes; run precompute again, and resume this run"
-                    )
+            out = RowBuffer(len(indices), column)
+            if not out.read(kept, fds, begins[:, place] + rows * column.row_bytes):
+                raise self._reader.cut_off(self._kind)
             if dropped:
-                out[dropped] = self._empty[name]
-            found[name] = out
+                out.tensor[dropped] = self._empty[name]
+            found[name] = out.tensor
         return nested_conditioning(found)
+
+    def bytes_of_file(self, number: int) -> int:
+        """Return the bytes of the text file of a sample file."""
+        return self._sizes[self._reader.entries[number].captions]
 
     def fetch(self, number: int) -> None:
         """Copy the text file of a sample file into the cache, if the store is not local."""

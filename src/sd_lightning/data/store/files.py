@@ -122,8 +122,7 @@ class RowBuffer:
     def __init__(self, num_rows: int, column: Column) -> None:
         """Make room for some rows; of the column only shape, type and bytes per row matter."""
         self.tensor, self.row_bytes = torch.empty(num_rows, *column.shape[1:], dtype=column.dtype), column.row_bytes
-        bytes_of_rows: Any = self.tensor.view(torch.uint8).flatten(1).numpy()
-        self._memory = list(map(memoryview, bytes_of_rows))
+        self._memory = list(self.tensor.view(torch.uint8).flatten(1).numpy())
 
     def read(self, rows: np.ndarray, fds: np.ndarray, offsets: np.ndarray) -> bool:
         """Read some rows.

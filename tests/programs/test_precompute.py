@@ -158,6 +158,7 @@ def test_refusals_of_training_on_a_store(cli: Any, call_main: Any, photos: Path,
         ("data.resolution=64", "no recipes for data.resolution=64"),
         ("data.center_crop=false", "run precompute with data.center_crop=false variants=4"),
         ("data.random_flip=true", "run precompute with data.random_flip=true variants=4"),
+        ("data.enable_bucket=true", "run precompute with data.enable_bucket=true\n"),
     ):
         assert words in refused(training(given))
     cli(*of(photos, "store=latents", "workers=1", "dtype=bfloat16"))

@@ -105,6 +105,8 @@ class Recorded:
     """The crop that the store has to have."""
     random_flip: bool | None = None
     """The flip that the store has to have."""
+    enable_bucket: bool | None = None
+    """Whether the store has to have buckets."""
 
     def choose(self, root: Location) -> Recipe:
         """Return the recipe of a store that fits.
@@ -113,5 +115,6 @@ class Recorded:
             UsageError: None fits, or several do.
         """
         recipe = choose_recipe(root, recipe=self.recipe, resolution=self.resolution)
-        check_law(recipe, center_crop=self.center_crop, random_flip=self.random_flip)
+        asked = {name: getattr(self, name) for name in ("center_crop", "random_flip", "enable_bucket")}
+        check_law(recipe, asked)
         return recipe

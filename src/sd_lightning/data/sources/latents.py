@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -214,23 +214,27 @@ def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None)
     )
 
 
-def check_law(recipe: Recipe, *, center_crop: bool | None, random_flip: bool | None) -> None:
-    """Check that a store has the crop and flip that settings ask for; None asks for nothing.
+def check_law(recipe: Recipe, asked: Mapping[str, bool | None]) -> None:
+    """Check that a store has the crop, flip and buckets that settings ask for.
+
+    Args:
+        recipe: That of the store.
+        asked: ``center_crop``, ``random_flip`` and ``enable_bucket``; None asks for nothing.
 
     Raises:
-        UsageError: It has another.
+        UsageError: It has others.
     """
-    for name, asked, has in (
-        ("center_crop", center_crop, recipe.crop == "center"),
-        ("random_flip", random_flip, recipe.flip),
-    ):
-        if asked is not None and asked != has:
-            law = f"data.{name}={str(asked).lower()}"
-            more = " variants=4" if name == "random_flip" and asked or name == "center_crop" and not asked else ""
-            raise UsageError(
-                f"{law}: the images of this store were encoded with data.{name}={str(has).lower()}, which training "
-                f"cannot change; leave it out, or run precompute with {law}{more}"
-            )
+    law = {"center_crop": recipe.crop == "center", "random_flip": recipe.flip, "enable_bucket": bool(recipe.shapes)}
+    varied = {"center_crop": False, "random_flip": True}
+    for name, wanted in asked.items():
+        if wanted in (None, law[name]):
+            continue
+        setting = f"data.{name}={str(wanted).lower()}"
+        more = " variants=4" if varied.get(name) == wanted else ""
+        raise UsageError(
+            f"{setting}: the images of this store were encoded with data.{name}={str(law[name]).lower()}, which "
+            f"training cannot change; leave it out, or run precompute with {setting}{more}"
+        )
 
 
 def stored_images(store: LatentStore, reader: StoreReader) -> StoredImages:

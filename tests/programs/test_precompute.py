@@ -2,13 +2,16 @@
 
 import functools
 import json
+import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load
 
 from places import SUPPORT
 from sd_lightning import precompute, train
@@ -66,6 +69,33 @@ def test_several_workers_write_the_same_bytes_as_one(cli: Any, photos: Path, tmp
     for workers in (1, 3):
         assert cli(*of(photos, f"store=by-{workers}", f"workers={workers}", "shard_mb=0.005"))[0] == 0
     assert files(tmp_path / "by-1") == files(tmp_path / "by-3") and len(files(tmp_path / "by-1")) > 6
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_as_on_cuda_write_the_same_bytes(
+    cli: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = of(photos, "shard_mb=0.005", "text=true")
+    assert cli(*command, "store=here", "workers=1")[0] == 0
+    get_context = multiprocessing.get_context
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("spawn"))
+    code, out = cli(*command, "store=spawned", "workers=2")
+    assert code == 0, out
+    assert files(tmp_path / "here") == files(tmp_path / "spawned")
+
+
+@pytest.mark.gpu
+def test_a_gpu_encodes_as_the_cpu_does(
+    cli: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = of(photos, "dtype=float32", "text=true", "data.num_val_samples=0", "workers=auto")
+    assert cli(*command, "store=gpu")[0] == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli(*command, "store=cpu")[0] == 0
+    ours, theirs = ({name: load(data) for name, data in files(tmp_path / store).items()} for store in ("gpu", "cpu"))
+    assert ours.keys() == theirs.keys()
+    for name, file in theirs.items():
+        torch.testing.assert_close(ours[name], file, rtol=1e-3, atol=1e-3)
 
 
 def test_a_second_job_encodes_only_what_is_new_and_prune_frees_the_rest(cli: Any, photos: Path, tmp_path: Path) -> None:

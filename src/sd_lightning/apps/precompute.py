@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -127,7 +128,15 @@ def encode(
     tokenizing = Tokenizing.of(model)
     texts = Texts.of(model, store, tokenizing) if settings.text else None
     encoder = LatentEncoder(model, train_text_encoder=texts is None, dtype=settings.compute_dtype).to(device)
-    shard = ShardEncoder(sources, encoder, store.recipe, store.folder, device, datamodule.images.max_image_pixels)
+    shard = ShardEncoder(
+        sources,
+        encoder,
+        store.recipe,
+        store.folder,
+        device,
+        max_pixels=datamodule.images.max_image_pixels,
+        num_threads=max(2, len(os.sched_getaffinity(0)) // workers),
+    )
     bytes_per_image = _bytes_per_image(shard)
     total = sum(map(len, sources.values()))
     print(

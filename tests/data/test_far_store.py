@@ -24,7 +24,6 @@ from sd_lightning.data.look_ahead import LookAhead
 from sd_lightning.data.sources import latents as latents_source
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import choose_recipe
-from sd_lightning.data.store import job
 from sd_lightning.data.store import reader as reader_module
 from sd_lightning.data.store import store as store_module
 from sd_lightning.data.store.store import LatentStore
@@ -211,9 +210,8 @@ def near_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A local store of 40 sample files with a latent file each."""
     folder = tmp_path_factory.mktemp("near")
     photos = write_pictures(folder / "photos", NUM)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "SAMPLES_PER_FILE", PER_FILE)
-        update(folder / "store", ImageFolder(photos), images_per_file=PER_FILE, portion=1000)
+    sizes = {"images_per_file": PER_FILE, "samples_per_file": PER_FILE}
+    update(folder / "store", ImageFolder(photos), **sizes, portion=1000)
     assert len(list((folder / "store").rglob("samples/*"))) == NUM // PER_FILE
     return folder / "store"
 
@@ -378,13 +376,12 @@ class TestReading:
 
     def test_buckets_share_the_window(self, tmp_path, monkeypatch):
         """Their batches take turns, so that the files of all windows have to be on this machine at the same time."""
-        monkeypatch.setattr(job, "SAMPLES_PER_FILE", 2)
         monkeypatch.setattr(latents_source, "_WINDOW", 10)
         photos = write_pictures(tmp_path / "photos", 60)
         for i in range(12):
             Image.new("RGB", (16, 8), (i, 0, 0)).save(photos / f"{i:03}.png")
         of = recipe(shapes=((8, 8), (8, 16)))
-        update(tmp_path / "store", ImageFolder(photos), of=of, images_per_file=2, portion=1000)
+        update(tmp_path / "store", ImageFolder(photos), of=of, images_per_file=2, samples_per_file=2, portion=1000)
         store = reader(tmp_path / "store", of=of)
         windows = {b.shape: b.locality.window for b in latents_source.stored_images(store.store, store).buckets}
         assert windows == {(8, 8): 8, (8, 16): 2}

@@ -12,6 +12,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import stored_images
+from sd_lightning.data.store.job import rows_per_file
 from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
 from sd_lightning.data.store.recipe import Recipe, network_hash
 from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
@@ -487,3 +488,19 @@ def _swap(one: Path, other: Path) -> None:
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "bytes_per_image", "expected"),
+    [
+        (20, 16_384, (64, 8192)),
+        (10_000, 65_536, (192, 7812)),  # 53 latent files rather than 6
+        (10**9, 16_384, (7812, 8192)),  # 128 MB
+        (10**9, 262_144, (488, 1952)),  # 128 MB; a sample file has 512 MB
+        (10**9, 2 * 10**9, (1, 4)),
+    ],
+)
+def test_files_are_small_enough_for_all_workers_and_for_windows(
+    num_samples: int, bytes_per_image: int, expected: tuple[int, int]
+) -> None:
+    assert rows_per_file(num_samples, bytes_per_image, 128) == expected

@@ -15,7 +15,6 @@ import pytest
 
 from locations import refusal
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.store import job
 from sd_lightning.data.store.store import LatentStore, recipes
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.storage import local_folder
@@ -140,6 +139,7 @@ class History:
             self.add("train")
         sources = {split: ImageFolder(self.root / split) for split in SPLITS if self.pictures(split)}
         sizes = {"images_per_file": self.random.choice([2, 3, 4]), "portion": self.random.choice([3, 7, 10, 100])}
+        sizes["samples_per_file"] = 4
         return update(self.store, sources, max_bad_fraction=1.0, **sizes)
 
     def holds(self) -> dict[str, Any]:
@@ -167,8 +167,7 @@ class History:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
-def test_after_any_history_a_store_holds_what_a_new_one_would(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(job, "SAMPLES_PER_FILE", 4)
+def test_after_any_history_a_store_holds_what_a_new_one_would(seed: int, tmp_path: Path) -> None:
     history = History(tmp_path, seed)
     history.update()
     choose = history.random

@@ -101,8 +101,7 @@ def test_the_reader_is_pickled_for_workers(photos: Path, tmp_path: Path) -> None
 
 def test_few_files_are_open_at_a_time(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd_lightning.data.store.stored_texts._MOST_OPEN", 1)
-    monkeypatch.setattr("sd_lightning.data.store.job.SAMPLES_PER_FILE", 4)
-    update(tmp_path / "store", ImageFolder(photos), portion=100)
+    update(tmp_path / "store", ImageFolder(photos), samples_per_file=4, portion=100)
     assert embed(tmp_path / "store", tmp_path / "scratch") > 4
     texts = StoredTexts(reader(tmp_path / "store"), KIND)
     for i in (0, 22, 9, 0):

@@ -85,9 +85,7 @@ def test_workers_that_are_spawned_as_on_cuda_write_the_same_bytes(
 
 
 @pytest.mark.gpu
-def test_a_gpu_encodes_as_the_cpu_does(
-    cli: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_encodes_as_the_cpu_does(cli: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = of(photos, "dtype=float32", "text=true", "data.num_val_samples=0", "workers=auto")
     assert cli(*command, "store=gpu")[0] == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

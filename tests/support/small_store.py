@@ -96,6 +96,7 @@ def update(
     of: Recipe | None = None,
     tokenizing: Tokenizing | None = None,
     images_per_file: int = 4,
+    samples_per_file: int = 2**13,
     portion: int = 10,
     max_bad_fraction: float = 0.5,
 ) -> Ran:
@@ -120,6 +121,7 @@ def update(
             bad,
             Path(scratch),
             images_per_file=images_per_file,
+            samples_per_file=samples_per_file,
             portion=portion,
         )
         generation = job.update(by_split)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
 import time
@@ -26,7 +25,7 @@ from sd_lightning.data.bad_samples import BadSamples
 from sd_lightning.data.samples import tell_of_long_captions
 from sd_lightning.data.source import Source
 from sd_lightning.data.store.encoding import ShardEncoder
-from sd_lightning.data.store.job import StoreJob
+from sd_lightning.data.store.job import StoreJob, rows_per_file
 from sd_lightning.data.store.recipe import DTYPES, Recipe, network_hash
 from sd_lightning.data.store.store import Generation, LatentStore, recipes
 from sd_lightning.data.store.tokenizing import Tokenizing
@@ -139,6 +138,7 @@ def encode(
     )
     bytes_per_image = _bytes_per_image(shard)
     total = sum(map(len, sources.values()))
+    images_per_file, samples_per_file = rows_per_file(total, bytes_per_image, settings.shard_mb)
     print(
         f"{total} images, {bytes_per_image} bytes of latents each: at most {total * bytes_per_image / 1e9:.3g} GB in "
         f"{store.folder.url} ({store.recipe.told()})",
@@ -162,7 +162,8 @@ def encode(
                 tokenizing,
                 bad,
                 Path(scratch),
-                images_per_file=max(1, math.floor(settings.shard_mb * 1e6 / bytes_per_image)),
+                images_per_file,
+                samples_per_file,
                 looked_at=progress.looked_at,
             )
             generation = job.update(sources)

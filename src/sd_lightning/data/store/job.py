@@ -9,6 +9,7 @@ A job that is killed leaves files that the next one finds.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,11 @@ PORTION = 2**20
 """Samples that are looked at before any of them is encoded."""
 SAMPLES_PER_FILE = 2**13
 """Samples in a sample file, about: it ends where a latent file ends."""
+_LATENT_FILES = 4
+"""Latent files of a sample file, if they are as large as asked for: with large latents it has fewer samples."""
+_TASKS = 64
+"""Latent files into which a small data set is divided, so that every worker has some."""
+_LEAST_IMAGES = 64
 _READ_AT_ONCE = 256
 Run = Callable[[Sequence[EncodeTask]], Iterable[Encoded]]
 """Encodes latent files, in any order."""
@@ -86,6 +92,7 @@ class StoreJob:
     scratch: Path
     """Folder for temporary files; with object stores, the tables are copied into it."""
     images_per_file: int
+    samples_per_file: int = SAMPLES_PER_FILE
     portion: int = PORTION
     num_threads: int = 4
     """Threads that read and hash."""
@@ -235,7 +242,7 @@ class StoreJob:
     def _write(self, rows: SampleRows, shards: Sequence[Shard], where: np.ndarray) -> list[SampleEntry]:
         """Write samples to one or more files."""
         entries = []
-        cuts = [0, *_cuts(where[:, 0]), len(rows)] if len(rows) else []
+        cuts = [0, *self._cuts(where[:, 0]), len(rows)] if len(rows) else []
         for begin, end in pairwise(cuts):
             some = np.arange(begin, end)
             part = rows.take(some)
@@ -249,16 +256,31 @@ class StoreJob:
             entries.append(SampleEntry(name, len(part), len(data), part.shape, *digests))
         return entries
 
+    def _cuts(self, files: np.ndarray) -> list[int]:
+        """Return where to cut samples into files, given the number of each one's latent file.
 
-def _cuts(files: np.ndarray) -> list[int]:
-    """Return where to cut samples into files, given the number of each one's latent file.
+        Cuts are where a latent file begins, so that sample files do not share any: a reader that takes a sample file
+        after the other then reads each latent file once.
+        """
+        begins = np.flatnonzero(np.diff(np.maximum.accumulate(files)) > 0) + 1
+        cuts = [0]
+        for begin in begins.tolist():
+            if begin - cuts[-1] >= self.samples_per_file:
+                cuts.append(begin)
+        return cuts[1:]
 
-    Cuts are where a latent file begins, so that sample files do not share any: a reader that takes a sample file after
-    the other then reads each latent file once.
+
+def rows_per_file(num_samples: int, bytes_per_image: int, shard_mb: float) -> tuple[int, int]:
+    """Return how many images a latent file gets, and how many samples a sample file.
+
+    Neither depends on the number of workers, so that any number of them writes the same files.
+
+    Args:
+        num_samples: Length of the data set.
+        bytes_per_image: Bytes of an image's latents, all variants.
+        shard_mb: Largest size of a latent file, in megabytes.
     """
-    begins = np.flatnonzero(np.diff(np.maximum.accumulate(files)) > 0) + 1
-    cuts = [0]
-    for begin in begins.tolist():
-        if begin - cuts[-1] >= SAMPLES_PER_FILE:
-            cuts.append(begin)
-    return cuts[1:]
+    largest = max(1, math.floor(shard_mb * 1e6 / bytes_per_image))
+    # Whole groups of images, which are encoded together.
+    share = -(-num_samples // (_TASKS * _LEAST_IMAGES)) * _LEAST_IMAGES
+    return min(largest, max(share, _LEAST_IMAGES)), min(SAMPLES_PER_FILE, _LATENT_FILES * largest)

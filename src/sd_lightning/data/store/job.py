@@ -25,10 +25,11 @@ from sd_lightning.data.shapes import nearest_shapes
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, already_encoded
 from sd_lightning.data.store.files import name_of
-from sd_lightning.data.store.key_table import HASH_BYTES, KeyTable, rows_of, write_table
+from sd_lightning.data.store.image_tables import ImageTables
+from sd_lightning.data.store.key_table import HASH_BYTES
 from sd_lightning.data.store.known_samples import KnownSamples
 from sd_lightning.data.store.rows import SampleRows, Shard, captions_hash
-from sd_lightning.data.store.store import LATENTS, SAMPLES, TABLES, Generation, LatentStore, SampleEntry
+from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
 from sd_lightning.data.store.tokenizing import Tokenizing
 
 log = logging.getLogger(__name__)
@@ -103,8 +104,9 @@ class StoreJob:
     def update(self, sources: Mapping[str, Source]) -> Generation:
         """Make the store hold the samples of some sources, by split, and return its generation."""
         before = self.store.generation()
-        self._tables = self.store.tables(self.scratch)
         self._latents = self.store.present(LATENTS)
+        self._tables = ImageTables(self.store, self.scratch)
+        self._tables.settle(self._latents)
         entries = {split: self._update_split(split, source, before) for split, source in sources.items()}
         if not entries["train"]:
             raise UsageError(
@@ -175,14 +177,14 @@ class StoreJob:
 
     def _add(self, split: str, source: Source, indices: np.ndarray, rows: SampleRows) -> list[SampleEntry]:
         """Encode the images of new samples where no table knows them, and write the samples."""
-        _, where = self._places(rows.images)
+        _, where = self._tables.find(rows.images, self._latents)
         reasons: dict[str, str] = {}
         unknown = np.flatnonzero(where[:, 0] < 0)
         if len(unknown):
             _, first = np.unique(rows.images[unknown], axis=0, return_index=True)
             first = unknown[np.sort(first)]
             reasons = self._encode(split, indices[first], rows.images[first], rows.shape)
-        shards, where = self._places(rows.images)
+        shards, where = self._tables.find(rows.images, self._latents)
         is_bad = where[:, 0] < 0
         for number in np.flatnonzero(is_bad).tolist():
             reason = reasons[rows.images[number].tobytes().hex()]
@@ -211,33 +213,8 @@ class StoreJob:
         encoded = [results[name] for name in names if len(results[name].images)]
         self._latents |= {each.name: each.size for each in encoded}
         if encoded:
-            self._write_table(encoded)
+            self._tables.add([(each.name, each.images) for each in encoded], self._latents)
         return {image: reason for each in results.values() for image, reason in each.bad.items()}
-
-    def _write_table(self, encoded: Sequence[Encoded]) -> None:
-        blocks = (rows_of(each.images, i, np.arange(len(each.images))) for i, each in enumerate(encoded))
-        name = name_of(*(each.name.encode() for each in encoded))
-        path = self.scratch / f"new-{name}.safetensors"
-        write_table(path, blocks, shards=[each.name for each in encoded])
-        self.store.put(TABLES, name, path)
-        self._tables.append(KeyTable(path))
-
-    def _places(self, images: np.ndarray) -> tuple[list[Shard], np.ndarray]:
-        """Return the latent files, and (N, 2) int64 with every image's file number there and row, or (-1, -1)."""
-        shards: list[Shard] = []
-        where = np.full((len(images), 2), -1, np.int64)
-        order = np.lexsort(images.T[::-1])  # neighbouring pages of the tables
-        for table in self._tables:
-            found = table.find(images[order])
-            hit = np.flatnonzero(found >= 0)
-            shard, row = table.at(found[hit])
-            where[order[hit], 0], where[order[hit], 1] = len(shards) + shard.astype(np.int64), row
-            shards += [(name, self._latents.get(name, 0)) for name in table.shards]
-        # A table may name a file that is gone: its images are encoded again.
-        gone = np.array([size == 0 for _, size in shards], bool)
-        if gone.any():
-            where[(where[:, 0] >= 0) & gone[where[:, 0]]] = -1
-        return shards, where
 
     def _write(self, rows: SampleRows, shards: Sequence[Shard], where: np.ndarray) -> list[SampleEntry]:
         """Write samples to one or more files."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -141,18 +142,39 @@ def write_table(
     """
     partitions = _Partitions(path, sorted_at_once)
     try:
-        for block in blocks:
-            partitions.add(block)
-        count = partitions.count
-        with open(path, "wb") as file:
-            begins = _write_header(file, count, shards)
-            done = 0
-            for rows in partitions.sorted():
-                for name, begin in begins.items():
-                    file.seek(begin + done * ROW[name].itemsize)
-                    file.write(rows[name].tobytes())
-                done += len(rows)
-            file.truncate(begins["row"] + count * ROW["row"].itemsize)
+        with _full_disk_named(path):
+            for block in blocks:
+                partitions.add(block)
+            _write_rows(path, partitions.count, partitions.sorted(), shards)
+    finally:
+        partitions.delete()
+    return partitions.count
+
+
+def write_sorted(path: Path, blocks: Callable[[], Iterable[np.ndarray]], *, shards: Sequence[str] = ()) -> int:
+    """Write rows that are sorted already as a table, in constant memory.
+
+    Args:
+        path: The file to write.
+        blocks: Yields arrays of ``ROW``, all together sorted; it is called twice, first to count them.
+        shards: The names that the column ``shard`` counts.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        UsageError: The disk is full.
+    """
+    count = sum(map(len, blocks()))
+    with _full_disk_named(path):
+        _write_rows(path, count, blocks(), shards)
+    return count
+
+
+@contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if reason := no_space(error):
             raise UsageError(
@@ -160,9 +182,18 @@ def write_table(
                 "disk, then run the same command again"
             ) from error
         raise
-    finally:
-        partitions.delete()
-    return count
+
+
+def _write_rows(path: Path, count: int, blocks: Iterable[np.ndarray], shards: Sequence[str]) -> None:
+    with open(path, "wb") as file:
+        begins = _write_header(file, count, shards)
+        done = 0
+        for rows in blocks:
+            for name, begin in begins.items():
+                file.seek(begin + done * ROW[name].itemsize)
+                file.write(rows[name].tobytes())
+            done += len(rows)
+        file.truncate(begins["row"] + count * ROW["row"].itemsize)
 
 
 def _write_header(file: object, count: int, shards: Sequence[str]) -> dict[str, int]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.files import SampleFile
-from sd_lightning.data.store.key_table import KeyTable
 from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.storage.location import Location
 
@@ -154,10 +153,6 @@ class LatentStore:
             yield SampleFile(handle, name=f"{self.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
         if path.is_relative_to(scratch):
             path.unlink()
-
-    def tables(self, scratch: Path) -> list[KeyTable]:
-        """Open all tables of images."""
-        return [KeyTable(self.local(TABLES, name, scratch)) for name in sorted(self.present(TABLES))]
 
     @contextmanager
     def locked(self) -> Iterator[None]:

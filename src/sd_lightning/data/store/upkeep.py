@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
@@ -12,7 +12,8 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.encoding import about, digest_of
 from sd_lightning.data.store.files import SampleFile, StoreFile, name_of, serialized
-from sd_lightning.data.store.key_table import KeyTable, rows_of, write_table
+from sd_lightning.data.store.image_tables import ImageTables, Moved
+from sd_lightning.data.store.key_table import KeyTable
 from sd_lightning.data.store.rows import SampleRows
 from sd_lightning.data.store.store import (
     GENERATIONS,
@@ -123,8 +124,7 @@ class Pruning:
             return
         moved = self._compact()
         entries = {split: self._moved(old, moved) for split, old in self.generation.splits.items()}
-        tables = self.store.present(TABLES)
-        table = self._write_table(moved)
+        ImageTables(self.store, self._scratch).rewrite(self._used, moved)
         after = Generation(self.generation.number + 1, entries, self.generation.tokenizers)
         if replace(after, number=self.generation.number) != self.generation:
             self.store.commit(after)
@@ -136,19 +136,14 @@ class Pruning:
             for entry in old
             if entry.name not in kept
         ]
-        old_tables = [path_of(TABLES, name) for name in tables if name != table]
         # A pruning that was killed may have written some of them, which nobody referred to until now.
-        used = {path_of(SAMPLES, name) for name in kept} | {path_of(LATENTS, new) for new, *_ in moved.values()}
-        for path in (*old_tables, *self.unused.files, *replaced, *(path_of(LATENTS, name) for name in moved)):
+        used = {path_of(SAMPLES, name) for name in kept} | {path_of(LATENTS, each.name) for each in moved.values()}
+        for path in (*self.unused.files, *replaced, *(path_of(LATENTS, name) for name in moved)):
             if path not in used:
                 self.store.folder.delete(path)
 
-    def _compact(self) -> dict[str, tuple[str, int, np.ndarray, np.ndarray]]:
-        """Write the used rows of every partly used file to a file of its own.
-
-        Returns:
-            Old name -> (new name, bytes, old rows, images).
-        """
+    def _compact(self) -> dict[str, Moved]:
+        """Write the used rows of every partly used file to a file of its own; return these by the old name."""
         moved = {}
         for name, rows in self.unused.partly.items():
             path = self.store.local(LATENTS, name, self._scratch)
@@ -165,12 +160,10 @@ class Pruning:
             data = serialized(tensors, about(tensors, self.store.recipe, {}))
             new = name_of(self.store.recipe.fingerprint.encode(), images.numpy().tobytes())
             self.store.put(LATENTS, new, data)
-            moved[name] = (new, len(data), rows, images.numpy())
+            moved[name] = Moved(new, len(data), rows)
         return moved
 
-    def _moved(
-        self, entries: Sequence[SampleEntry], moved: dict[str, tuple[str, int, np.ndarray, np.ndarray]]
-    ) -> list[SampleEntry]:
+    def _moved(self, entries: Sequence[SampleEntry], moved: Mapping[str, Moved]) -> list[SampleEntry]:
         """Write the sample files that refer to moved files anew."""
         new = []
         for entry in entries:
@@ -183,35 +176,13 @@ class Pruning:
             for number, (name, _) in enumerate(shards):
                 if name in moved:
                     here = place[:, 0] == number
-                    place[here, 1] = np.searchsorted(moved[name][2], place[here, 1])
-            names = [(moved[name][0], moved[name][1]) if name in moved else (name, size) for name, size in shards]
+                    place[here, 1] = np.searchsorted(moved[name].rows, place[here, 1])
+            names = [(moved[name].name, moved[name].size) if name in moved else (name, size) for name, size in shards]
             ids = {name.removeprefix("input_ids."): file.read(name) for name in file.id_columns}
             data = SampleRows.read(file).to_bytes(names, place, ids)
             self.store.put(SAMPLES, name_of(data), data)
             new.append(replace(entry, name=name_of(data), size=len(data)))
         return new
-
-    def _write_table(self, moved: dict[str, tuple[str, int, np.ndarray, np.ndarray]]) -> str:
-        """Write one table of all images that are left; return its name."""
-        shards = [*sorted(self._used.keys() - moved.keys()), *(new for new, *_ in moved.values())]
-        number = {name: i for i, name in enumerate(shards)}
-
-        def blocks() -> Iterator[np.ndarray]:
-            for table in self.store.tables(self._scratch):
-                numbers = np.array([number.get(name, -1) for name in table.shards], np.int64)
-                for rows in table.blocks():
-                    new = numbers[rows["shard"]]
-                    rows = rows[new >= 0]
-                    rows["shard"] = new[new >= 0]
-                    yield rows
-            for new, _, _, images in moved.values():
-                yield rows_of(images, number[new], np.arange(len(images)))
-
-        path = self._scratch / "merged.safetensors"
-        write_table(path, blocks(), shards=shards)
-        name = name_of(*(each.encode() for each in shards))
-        self.store.put(TABLES, name, path)
-        return name
 
 
 def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]:

@@ -49,8 +49,8 @@ def latents(*counts: int, without: tuple[int, ...] = ()) -> dict[str, int]:
     return {f"file-{number}": 100 for number in range(*counts) if number not in without}
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.rglob("tables/*"))}
+def files(folder: Path, kind: str = "tables") -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob(f"{kind}/*.safetensors"))}
 
 
 def places(tables: ImageTables, number: int, there: dict[str, int]) -> Iterator[tuple[str, int] | None]:
@@ -111,6 +111,8 @@ def test_a_job_killed_while_it_merges_ends_with_the_same_tables(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photos = write_pictures(tmp_path / "photos", 60)
+    for again in range(60, 75):  # pictures of several earlier tables
+        write_picture(photos, f"{again:03}", colour=7 * (again - 60) % 60)
     monkeypatch.setattr(ImageTables.__init__, "__kwdefaults__", {**LIMITS, "most_rows": 1000})
     update(tmp_path / "undisturbed", ImageFolder(photos), portion=5)
     assert len(files(tmp_path / "undisturbed")) == 2, "9 + 3 portions"
@@ -119,8 +121,8 @@ def test_a_job_killed_while_it_merges_ends_with_the_same_tables(
         update(tmp_path / "store", ImageFolder(photos), portion=5)
     patch.undo()
     ran = update(tmp_path / "store", ImageFolder(photos), portion=5)
-    assert files(tmp_path / "store") == files(tmp_path / "undisturbed")
-    assert ran.counts.added == 60
+    assert files(tmp_path / "store", "*") == files(tmp_path / "undisturbed", "*")
+    assert ran.counts.added == 75
 
 
 def test_only_tables_that_name_other_files_are_rewritten(tmp_path: Path) -> None:

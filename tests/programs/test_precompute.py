@@ -15,6 +15,7 @@ from safetensors.torch import load
 
 from places import SUPPORT
 from sd_lightning import precompute, train
+from sd_lightning.apps.store_upkeep import verify
 from sd_lightning.data.store.recipe import Recipe
 from small_store import write_photos, write_picture
 
@@ -116,7 +117,9 @@ def test_a_second_job_encodes_only_what_is_new_and_prune_frees_the_rest(cli: Any
     assert cli("verify", "store=latents")[1].endswith("all files are what was written\n")
 
 
-def test_an_altered_file_is_found_and_made_again(cli: Any, photos: Path, tmp_path: Path) -> None:
+def test_an_altered_file_is_found_and_made_again(
+    cli: Any, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = of(photos, "store=latents", "workers=1", "shard_mb=0.002", "data.num_val_samples=0")
     cli(*command)
     whole = files(tmp_path / "latents")
@@ -124,8 +127,17 @@ def test_an_altered_file_is_found_and_made_again(cli: Any, photos: Path, tmp_pat
     data = bytearray(path.read_bytes())
     data[-30] ^= 255
     path.write_bytes(data)
-    assert cli("verify", "store=latents")[0] == 1 and path.exists()
+    assert verify("latents", dry_run=True) == 1 and path.exists()
+    assert "1 broken and 0 missing files; delete the broken ones with" in capsys.readouterr().out
     assert cli("verify", "store=latents", "dry_run=false")[0] == 1 and not path.exists()
+    assert verify("latents", dry_run=True) == 1
+    out = capsys.readouterr().out
+    assert f"/latents/{path.name}: it is not there, although samples need it\n" in out
+    assert out.endswith("0 broken and 1 missing files; run precompute again, which encodes only what is missing\n")
+    samples = next((tmp_path / "latents").rglob("samples/*.safetensors"))
+    samples.unlink()
+    assert verify("latents", dry_run=True) == 1
+    assert f"/samples/{samples.name}: it is not there" in capsys.readouterr().out
     cli(*command)
     assert (
         files(tmp_path / "latents").items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.store import LatentStore, recipes
-from sd_lightning.data.store.upkeep import Pruning, broken_files
+from sd_lightning.data.store.upkeep import Pruning, broken_files, missing_files
 from sd_lightning.storage.locations import open_location
 
 
@@ -32,24 +32,35 @@ def prune(store: str, *, dry_run: bool) -> int:
 
 
 def verify(store: str, *, dry_run: bool) -> int:
-    """Read a store, and print the files that are not what was written; delete them unless ``dry_run``."""
-    count = 0
+    """Read a store, and print the files that are not what was written, or not there.
+
+    Those that are not what was written are deleted unless ``dry_run``.
+    """
+    num_broken = num_missing = 0
     for each in stores(store):
         with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
+            for path in missing_files(each, Path(scratch)):
+                print(f"{each.folder.url}/{path}: it is not there, although samples need it")
+                num_missing += 1
             for path, reason in broken_files(each, Path(scratch)):
                 print(f"{each.folder.url}/{path}: {reason}")
-                count += 1
+                num_broken += 1
                 if not dry_run:
                     each.folder.delete(path)
-    if not count:
+    if not num_broken + num_missing:
         print(f"{store}: all files are what was written")
         return 0
-    again = (
-        f"delete them with python -m sd_lightning.precompute verify store={store} dry_run=false, and run"
-        if dry_run
-        else "they are deleted; run"
+    again = "run"
+    if num_broken:
+        again = (
+            f"delete the broken ones with python -m sd_lightning.precompute verify store={store} dry_run=false, and run"
+            if dry_run
+            else "the broken ones are deleted; run"
+        )
+    print(
+        f"{num_broken} broken and {num_missing} missing files; {again} precompute again, which encodes only what is "
+        "missing"
     )
-    print(f"{count} broken files; {again} precompute again, which encodes only what is missing")
     return 1
 
 

@@ -74,9 +74,10 @@ class ImageTables:
             latents: Name -> bytes of the latent files that there are.
 
         Returns:
-            Latent files, and (N, 2) int64 with every image's file number there and row, or (-1, -1).
+            Latent files in the order in which the images need them, and (N, 2) int64 with every image's file number
+            there and row, or (-1, -1). Which tables say so makes no difference.
         """
-        shards: list[Shard] = []
+        names: list[str] = []
         where = np.full((len(images), 2), -1, np.int64)
         order = np.lexsort(images.T[::-1])  # neighbouring pages of the tables
         for table in self._tables.values():
@@ -85,10 +86,20 @@ class ImageTables:
             hit = np.flatnonzero(found >= 0)
             shard, row = table.at(found[hit])
             live = is_there[shard]
-            here = order[hit[live]]
-            where[here, 0], where[here, 1] = len(shards) + shard[live].astype(np.int64), row[live]
-            shards += [(name, latents.get(name, 0)) for name in table.shards]
-        return shards, where
+            here, shard, row = order[hit[live]], shard[live], row[live]
+            # Of an image that was encoded twice, the file with the smaller name counts.
+            before = where[here, 0]
+            wins = np.array(
+                [b < 0 or table.shards[s] < names[b] for b, s in zip(before.tolist(), shard.tolist())], bool
+            )
+            where[here[wins], 0], where[here[wins], 1] = len(names) + shard[wins].astype(np.int64), row[wins]
+            names += table.shards
+        used, first, number = np.unique(where[:, 0], return_index=True, return_inverse=True)
+        needed = [i for i in np.argsort(first).tolist() if used[i] >= 0]
+        new_number = np.full(len(used), -1, np.int64)
+        new_number[needed] = np.arange(len(needed))
+        where[:, 0] = new_number[number.reshape(-1)]
+        return [(names[used[i]], latents[names[used[i]]]) for i in needed], where
 
     def add(self, encoded: Sequence[tuple[str, np.ndarray]], latents: Mapping[str, int]) -> None:
         """Write a table of new latent files, and merge tables if there are enough.

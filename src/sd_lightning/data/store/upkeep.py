@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -60,13 +62,18 @@ class Pruning:
         self.unused = self._find()
 
     def _used_rows(self) -> dict[str, np.ndarray]:
-        """Return the rows of every latent file that samples refer to, sorted."""
-        used: dict[str, list[np.ndarray]] = {}
+        """Return which rows of every latent file samples refer to, a bit for each row."""
+        used: dict[str, np.ndarray] = {}
         for file in self._sample_files():
             place = file.place
             for number, (name, _) in enumerate(file.metadata["shards"]):
-                used.setdefault(name, []).append(np.unique(place[place[:, 0] == number, 1]))
-        return {name: np.unique(np.concatenate(rows)) for name, rows in used.items()}
+                rows = place[place[:, 0] == number, 1]
+                before = np.unpackbits(used.get(name, np.empty(0, np.uint8)))
+                bits = np.zeros(max(len(before), int(rows.max()) + 1), np.uint8)
+                bits[: len(before)] = before
+                bits[rows] = 1
+                used[name] = np.packbits(bits)
+        return used
 
     def _sample_files(self) -> Iterator[SampleFile]:
         for entries in self.generation.splits.values():
@@ -99,13 +106,13 @@ class Pruning:
             if PurePosixPath(entry.name).stem not in captions:
                 unused.files.append(entry.name)
                 unused.freed += entry.size
-        for name, rows in self._used.items():
+        for name, bits in self._used.items():
             if name not in self._latents:
                 raise UsageError(
                     f"precompute prune: {self.store.folder.url}/{path_of(LATENTS, name)} is not there; run precompute "
                     "again, which encodes what is missing"
                 )
-            num_rows = self._num_rows(name)
+            num_rows, rows = self._num_rows(name), np.flatnonzero(np.unpackbits(bits))
             if len(rows) < num_rows * (1 - _WORTHWHILE):
                 unused.partly[name] = rows
                 unused.freed += self._latents[name] * (num_rows - len(rows)) // num_rows
@@ -195,6 +202,19 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
                 yield path_of(kind, name), reason
             if path.is_relative_to(scratch):
                 path.unlink()
+
+
+def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:
+    """Yield the paths of files that are not there, although the newest generation of a store refers to them."""
+    samples, latents = store.present(SAMPLES), store.present(LATENTS)
+    missing = set()
+    for entry in chain.from_iterable(store.generation().splits.values()):
+        if entry.name not in samples:
+            missing.add(path_of(SAMPLES, entry.name))
+            continue
+        with suppress(UsageError), store.opened(entry, scratch) as file:  # broken ones are told of anyway
+            missing |= {path_of(LATENTS, name) for name, _ in file.metadata["shards"] if name not in latents}
+    yield from sorted(missing)
 
 
 def _problem(path: Path, kind: str, name: str, size: int) -> str | None:

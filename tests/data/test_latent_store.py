@@ -262,6 +262,41 @@ class TestNeverStale:
             update(tmp_path / "store", Changing(photos))
 
 
+class TestSameKey:
+    class Doubled(ImageFolder):
+        """The sample of one index has the key of another."""
+
+        twin, of = 20, 3
+
+        def key(self, index):
+            return super().key(self.of if index == self.twin else index)
+
+    @pytest.mark.parametrize("portion", [100, 21])
+    def test_in_a_portion_both_samples_are_named(self, photos, tmp_path, portion):
+        with pytest.raises(UsageError, match=r"003\.png and .*020\.png have the same key.*list each file once"):
+            update(tmp_path / "store", self.Doubled(photos), portion=portion)
+
+    def test_in_two_portions_the_next_job_names_them(self, photos, tmp_path):
+        update(tmp_path / "store", self.Doubled(photos), portion=10)
+        before = files(tmp_path / "store")
+        with pytest.raises(UsageError, match=r"0(03|20)\.png.*020\.png have the same key"):
+            update(tmp_path / "store", self.Doubled(photos), portion=10)
+        assert files(tmp_path / "store") == before
+        update(tmp_path / "store", ImageFolder(photos), portion=10)
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+
+    def test_a_second_sample_that_is_added_is_told_at_once(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos), portion=10)
+        (photos / "020.txt").write_text("a new caption")
+        with pytest.raises(UsageError, match=r"003\.png and .*020\.png have the same key"):
+            update(tmp_path / "store", self.Doubled(photos), portion=10)
+
+    def test_the_splits_may_have_the_same_keys(self, photos, tmp_path):
+        for _ in range(2):
+            ran = update(tmp_path / "store", {"train": ImageFolder(photos), "val": ImageFolder(photos)})
+        assert ran.counts.kept == 46
+
+
 class TestKilled:
     @pytest.mark.parametrize("after", range(0, 14, 2))
     def test_a_job_that_died_after_some_files_is_continued(self, after, photos, tmp_path, monkeypatch):

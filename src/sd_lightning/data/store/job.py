@@ -27,7 +27,7 @@ from sd_lightning.data.store.encoding import Encoded, EncodeTask, already_encode
 from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.image_tables import ImageTables
 from sd_lightning.data.store.key_table import HASH_BYTES
-from sd_lightning.data.store.known_samples import KnownSamples
+from sd_lightning.data.store.known_samples import KnownSamples, same_key
 from sd_lightning.data.store.rows import SampleRows, Shard, captions_hash
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
 from sd_lightning.data.store.tokenizing import Tokenizing
@@ -160,6 +160,7 @@ class StoreJob:
                             found.append(sample)
                     self.counts.samples += len(some)
                     self.looked_at(self.counts.samples)
+                _check_keys(found)
                 yield self._by_shape(found)
 
     def _by_shape(self, found: Sequence[_Looked]) -> list[tuple[np.ndarray, SampleRows]]:
@@ -245,6 +246,16 @@ class StoreJob:
             if begin - cuts[-1] >= self.samples_per_file:
                 cuts.append(begin)
         return cuts[1:]
+
+
+def _check_keys(found: Sequence[_Looked]) -> None:
+    """Raise if two samples have the same key."""
+    if len({each.row[0] for each in found}) < len(found):
+        name_of_key: dict[str, str] = {}
+        for key, name, *_ in (each.row for each in found):
+            if key in name_of_key:
+                raise same_key(name_of_key[key], name)
+            name_of_key[key] = name
 
 
 def rows_per_file(num_samples: int, bytes_per_image: int, shard_mb: float) -> tuple[int, int]:

@@ -33,7 +33,10 @@ class KnownSamples:
             self._check_size(path_of(SAMPLES, entry.name), present[entry.name], entry.size)
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         total = int(self._ends[-1]) if self._entries else 0
-        self._kept = np.memmap(scratch / "kept", np.uint8, "w+", shape=(max(total, 1),))
+        # What became of every sample: 0 not seen in the data set, 1 changed, 2 kept.
+        self._state = np.memmap(scratch / "state", np.uint8, "w+", shape=(max(total, 1),))
+        self.num_removed = total
+        """Samples that have not been kept, so far."""
         self.open = lru_cache(maxsize=32)(self._open)
         blocks = (rows_of(self.open(i)[1], i, np.arange(entry.rows)) for i, entry in enumerate(self._entries))
         path = scratch / "known"
@@ -60,7 +63,11 @@ class KnownSamples:
             )
 
     def keep(self, rows: SampleRows) -> np.ndarray:
-        """Return which samples are in the store as they are, (N,) bool, and note that these are still wanted."""
+        """Return which samples are in the store as they are, (N,) bool, and note that these are still wanted.
+
+        Raises:
+            UsageError: Another sample with the key of one of them was given before.
+        """
         found = self._table.find(rows.keys)
         is_kept = np.zeros(len(rows), bool)
         hit = np.flatnonzero(found >= 0)
@@ -73,20 +80,19 @@ class KnownSamples:
             is_same = (stamps[row[of_file]] == rows.stamps[hit[of_file]]).all(axis=1)
             is_same &= is_there[sample_file.place[row[of_file], 0]]
             is_kept[hit[of_file]] = is_same
-            begin = self._ends[number] - self._entries[number].rows
-            self._kept[begin + row[of_file][is_same]] = 1
+            at = self._ends[number] - self._entries[number].rows + row[of_file]
+            if (again := self._state[at] > 0).any():
+                first = np.flatnonzero(again)[0]
+                raise same_key(sample_file.sample_name(row[of_file][first]), rows.names[hit[of_file][first]])
+            self._state[at] = np.where(is_same, 2, 1)
+            self.num_removed -= int(is_same.sum())
         return is_kept
-
-    @property
-    def num_removed(self) -> int:
-        """Samples that have not been kept."""
-        return sum(entry.rows for entry in self._entries) - int(self._kept.sum(dtype=np.int64))
 
     def entries(self, write: Write) -> list[SampleEntry]:
         """Return the files that hold the kept samples; a file that loses some of its samples is written anew."""
         kept: list[SampleEntry] = []
         for number, entry in enumerate(self._entries):
-            rows = np.flatnonzero(self._kept[self._ends[number] - entry.rows : self._ends[number]])
+            rows = np.flatnonzero(self._state[self._ends[number] - entry.rows : self._ends[number]] == 2)
             if len(rows) == entry.rows:
                 kept.append(entry)
             elif len(rows):
@@ -94,3 +100,12 @@ class KnownSamples:
                 shards = [(str(name), int(size)) for name, size in file.metadata["shards"]]
                 kept += write(SampleRows.read(file).take(rows), shards, file.place[rows])
         return kept
+
+
+def same_key(one: str, other: str) -> UsageError:
+    """Return the error for two samples, given by name, that have the same key."""
+    what = f"the samples {one} and {other} have" if one != other else f"two samples {one} have"
+    return UsageError(
+        f"precompute: {what} the same key, and every job would write them anew; expected one for each sample; list "
+        "each file once, or make the source's key() tell them apart"
+    )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.callbacks.pauses import paused
+from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.models.encoder import LatentEncoder
@@ -92,8 +93,9 @@ class BareLoop:
 
 def tables(model: LatentDiffusion, digits: Digits) -> tuple[Tensor, Tensor, Tensor]:
     """Return moments (N, 2C, h, w), token ids (N, captions, L) and the token ids of the empty caption (L,)."""
-    encode = LatentEncoder(model, train_text_encoder=True).encode_moments
-    moments = encode_source(digits, encode, resolution=32, device=torch.device("cpu")).moments
+    encoder = LatentEncoder(model, train_text_encoder=True)
+    table = encode_source(digits, encoder, ImageOptions(32, center_crop=True), device=torch.device("cpu"))
+    moments = table.batch(range(len(digits)), epoch=torch.zeros(len(digits)))["latent_moments"]
     captions = [digits.captions(i) for i in range(len(digits))]
     input_ids = model.tokenize([text for each in captions for text in each])["text_encoder"]
     return moments, input_ids.view(len(digits), len(captions[0]), -1), model.tokenize([""])["text_encoder"][0]

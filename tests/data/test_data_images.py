@@ -143,7 +143,8 @@ def test_images_too_large_or_too_long_are_bad_samples_before_memory_is_taken(tmp
     keys = range(len(folder))
     with memory_limit(500_000_000):
         batch = samples.__getitems__([(0, index) for index in keys])
-        blocks = encode_source(folder, lambda p: p[:, :, :1, :1], resolution=resolution, device=torch.device("cpu"))
+        encoder: Any = SimpleNamespace(encode_moments=lambda pixels: pixels[:, :, :1, :1])
+        blocks = encode_source(folder, encoder, ImageOptions(resolution), device=torch.device("cpu"))
     assert batch["pixel_values"].shape == (6, 3, resolution, resolution)
     assert sorted(batch["bad"]) == blocks.bad
     reasons = {Path(folder.name(index)).name: reason for index, reason in blocks.bad}

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +154,8 @@ def test_repeated_photos_are_encoded_once_and_a_broken_class_picture_is_replaced
         encoded.append(len(pixels))
         return pixels[:, :, :1, :1].repeat(1, 2, 1, 1)
 
-    table = encode_source(source.distinct, moments, resolution=16, device=torch.device("cpu")).of_samples(source.rows)
+    encoder: Any = SimpleNamespace(encode_moments=moments)
+    table = encode_source(source, encoder, ImageOptions(16, True), device=torch.device("cpu"))
     assert sum(encoded) == 4, "two photos and the two readable pictures, once each"
     assert [source.name(i).rpartition("/")[2] for i, _ in table.bad] == ["1.png"]
     samples = CaptionedImages(

@@ -17,7 +17,8 @@ from sd_lightning.data import workers
 from sd_lightning.data.datamodule import SDDataModule, digits_data
 from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.loader import LoaderOptions
-from sd_lightning.data.workers import BatchCost, Loaders, choose, cores_per_process, measure, settle
+from sd_lightning.data.source import as_source
+from sd_lightning.data.workers import BatchCost, choose, cores_per_process, measure, reading_threads, settle
 from square_data import NUM, Recorder, Squares, datamodule, trainer
 
 AUTO = LoaderOptions()
@@ -203,13 +204,10 @@ def test_data_in_memory_are_neither_timed_nor_read_by_workers(
         datamodule(images=FIXED, loader=LoaderOptions(prefetch_factor=4), cache_latents=True)
 
 
-@pytest.mark.parametrize(("num_images", "expected"), [(100, 0), (300, 2), (10_000, 7)])
-def test_images_to_cache_are_read_by_workers_if_they_are_many(
-    monkeypatch: pytest.MonkeyPatch, num_images: int, expected: int
-) -> None:
-    cores(monkeypatch, 8)
-    assert Loaders(AUTO, in_memory=True).encoding_workers(range(num_images), FIXED, 1) == expected
-    assert Loaders(LoaderOptions(1), in_memory=True).encoding_workers(range(num_images), FIXED, 1) == 1
+def test_images_to_cache_are_read_by_threads_on_the_cores_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, processes, expected in ((8, 1, 7), (8, 2, 3), (32, 1, 8), (2, 4, 1)):
+        cores(monkeypatch, number)
+        assert reading_threads(processes) == expected
 
 
 def tuned(number: int, source: Any = None, images: ImageOptions = FIXED, **options: Any) -> SDDataModule:
@@ -239,10 +237,9 @@ def test_the_remedy_is_workers_then_the_cache_then_precomputing(monkeypatch: pyt
 def test_the_size_of_the_cache_is_that_of_its_latents() -> None:
     from sd_lightning.data.latent_table import encode_source
 
-    table = encode_source(
-        Squares(4),  # type: ignore[arg-type]
-        lambda pixels: torch.cat([torch.nn.functional.avg_pool2d(pixels, 8)[:, :1]] * 8, dim=1),  # as Stable Diffusion
-        resolution=64,
-        device=torch.device("cpu"),
+    encoder: Any = SimpleNamespace(  # as Stable Diffusion
+        encode_moments=lambda pixels: torch.cat([torch.nn.functional.avg_pool2d(pixels, 8)[:, :1]] * 8, dim=1)
     )
-    assert table.moments.nbytes == 4 * 64 * 64 // 2
+    squares: Any = Squares(4)
+    table = encode_source(as_source(squares), encoder, ImageOptions(64), device=torch.device("cpu"))
+    assert sum(file.nbytes for file in table.files) == 4 * 64 * 64 // 2

@@ -1,60 +1,62 @@
 """Latents of all images of a source, encoded once (``cache_latents``).
 
-The images are encoded in fixed blocks that are distributed over the ranks, so the table is bitwise equal at every
-world size. It holds the moments of the VAE's posterior; every epoch samples latents from them.
+The images are encoded in fixed blocks, each by one process of the machine into a latent file as in a store. Then every
+process maps all files into its memory, so that a machine holds them once, and the files are deleted: their space is
+free when the last process has ended, in whatever way. The latents are bitwise equal at every world size. They are the
+moments of the VAE's posterior; every epoch draws from them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import socket
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.loader import Batch, as_is
-from sd_lightning.data.source import Bad, BadSample, Source
-from sd_lightning.data.transform import MAX_IMAGE_PIXELS, read_placed, to_model_range
+from sd_lightning.data.source import Bad, Source
+from sd_lightning.data.store.encoding import Encoded, Encoder, EncodeTask, ShardEncoder
+from sd_lightning.data.store.files import StoreFile, hashes_of
+from sd_lightning.data.store.recipe import Recipe
+from sd_lightning.data.store.store import LATENTS, path_of
+from sd_lightning.data.subset import SourceSubset
+from sd_lightning.storage.local_folder import LocalFolder
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from sd_lightning.models.encoder import LatentEncoder
 
 log = logging.getLogger(__name__)
 
-_BLOCK = 32
-"""Images that a rank encodes between two all-gathers, independent of the world size."""
+_WHO = "data.cache_latents=true"
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class LatentTable:
-    """Latents of N images, in host memory."""
+    """Latents of N samples, in memory that the processes of a machine share."""
 
-    moments: Tensor
-    """(N, 2C, h, w) float32: mean and log-variance."""
-    original_size: Tensor
-    """(N, 2) int64, (height, width) in pixels."""
-    crop_top_left: Tensor
-    """(N, 2) int64, (top, left) in pixels."""
+    files: list[Tensor]
+    """(R, 2C, h, w) float32 for each file: mean and log-variance of its images."""
+    place: Tensor
+    """(N, 2) int64: the file of each sample's image, and its row there."""
+    sizes: Tensor
+    """(N, 4) int64: original height and width, top and left of the crop, in pixels."""
     substitute: Tensor
     """(N,) int64: the sample to use for each sample; another one if its image is broken."""
     bad: list[Bad]
-    """Index and reason of each broken sample."""
-    rows: Tensor | None = None
-    """(M,) int64: image index of each sample where samples share images; None if each image is one sample."""
-
-    def of_samples(self, rows: Tensor) -> LatentTable:
-        """Return the table for M samples that share images; ``rows`` (M,) int64 is the image index of each."""
-        samples = rows.tolist()
-        reasons = dict(self.bad)
-        substitute = _substitutes(len(samples), {i for i, row in enumerate(samples) if row in reasons})
-        bad = [(samples.index(row), reason) for row, reason in self.bad if row in samples]
-        return replace(self, rows=rows, substitute=substitute, bad=bad)
+    """Index and reason of each broken sample; of those that share an image, of the first."""
 
     def usable(self, index: Tensor) -> list[int]:
         """Return the sample to use for each of some samples; another one if its image is broken."""
@@ -62,12 +64,11 @@ class LatentTable:
 
     def batch(self, used: Sequence[int], *, epoch: Tensor) -> dict[str, Tensor]:
         """Return the batch entries that replace the pixels; they are the same in every epoch."""
-        rows = torch.as_tensor(used)
-        rows = rows if self.rows is None else self.rows[rows]
+        sizes = self.sizes[used]
         return {
-            "latent_moments": self.moments[rows],
-            "original_size": self.original_size[rows],
-            "crop_top_left": self.crop_top_left[rows],
+            "latent_moments": torch.stack([self.files[file][row] for file, row in self.place[used].tolist()]),
+            "original_size": sizes[:, :2],
+            "crop_top_left": sizes[:, 2:],
         }
 
 
@@ -78,100 +79,106 @@ class LatentTables:
         self._known: dict[int, tuple[LatentEncoder, LatentTable]] = {}
 
     def of(
-        self, source: Source, encoder: LatentEncoder, images: ImageOptions, *, device: torch.device, num_workers: int
+        self, source: Source, encoder: LatentEncoder, images: ImageOptions, *, device: torch.device, num_threads: int
     ) -> LatentTable:
         """Return the table of a source; the first call is collective, see :func:`encode_source`."""
         known = self._known.get(id(source))
         if known is None or known[0] is not encoder:
-            table = encode_source(
-                source.distinct,
-                encoder.encode_moments,
-                resolution=images.resolution,
-                device=device,
-                num_workers=num_workers,
-                max_pixels=images.max_image_pixels,
-            )
-            table = table if source.rows is None else table.of_samples(source.rows)
+            table = encode_source(source, encoder, images, device=device, num_threads=num_threads)
             self._known[id(source)] = known = (encoder, table)
         return known[1]
 
 
-class _Blocks(Dataset[Batch]):
-    """Dataset of blocks of pixels; unreadable images are left out and listed as ``bad``."""
+class _ByIndex(SourceSubset):
+    """Images known to the store's encoder by their index, not by a hash of their content: nothing is read twice."""
 
-    def __init__(self, source: Source, resolution: int, max_pixels: int) -> None:
-        self.source, self.shape, self.max_pixels = source, (resolution, resolution), max_pixels
+    def content(self, index: int) -> bytes:
+        return b"%d" % index
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
-        good, placed, bad = [], [], []
-        for i in indices:
-            try:
-                placed.append(read_placed(self.source, i, self.shape, max_pixels=self.max_pixels))
-                good.append(i)
-            except BadSample as reason:
-                bad.append((i, str(reason)))
-        pixels = [to_model_range(torch.from_numpy(p.pixels.copy())[None]) for p in placed]
-        sizes = torch.tensor([[*p.original_size, *p.crop_top_left] for p in placed], dtype=torch.int64).view(-1, 4)
-        return {"index": torch.tensor(good, dtype=torch.int64), "pixels": pixels, "sizes": sizes, "bad": bad}
+    def decode(self, content: bytes) -> Image.Image:
+        self.captions(int(content))
+        return self.image(int(content))
 
 
 def encode_source(
-    source: Source,
-    encode_moments: Callable[[Tensor], Tensor],
-    *,
-    resolution: int,
-    device: torch.device,
-    num_workers: int = 0,
-    max_pixels: int = MAX_IMAGE_PIXELS,
+    source: Source, encoder: Encoder, images: ImageOptions, *, device: torch.device, num_threads: int = 2
 ) -> LatentTable:
     """Encode all images of a source; a collective call when torch.distributed is initialised.
 
     Args:
-        source: The images; centre-cropped, not flipped.
-        encode_moments: Maps pixels (B, 3, H, W) in [-1, 1] on ``device`` to moments (B, 2C, h, w).
-        resolution: Side of the images, in pixels.
+        source: The images; centre-cropped, not flipped. Samples may share them.
+        encoder: Maps pixels (B, 3, H, W) in [-1, 1] on ``device`` to moments (B, 2C, h, w).
+        images: Their size, and the limit on an image's pixels.
         device: Where to encode.
-        num_workers: Processes that read images.
-        max_pixels: Limit on an image's pixels, before and after resizing.
+        num_threads: Threads that read images.
 
     Returns:
         The table, the same on every rank.
 
     Raises:
-        UsageError: No image can be read.
+        UsageError: No image can be read, latents are infinite, or there is no space for the temporary files.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    total = len(source)
-    blocks = [list(range(i, min(i + _BLOCK, total))) for i in range(0, total, _BLOCK)]
-    # Every rank gets the same number of blocks (some are empty): a collective follows each block.
-    mine = [blocks[i] if i < len(blocks) else [] for i in range(rank, -(-len(blocks) // world) * world, world)]
-    dataset = _Blocks(source, resolution, max_pixels)
-    moments: Tensor | None = None
-    sizes = torch.zeros(total, 4, dtype=torch.int64)
-    bad: list[Bad] = []
-    for block in DataLoader(dataset, batch_sampler=mine, collate_fn=as_is, num_workers=num_workers):
-        pixels = block.pop("pixels")
-        block["moments"] = encode_moments(torch.cat(pixels).to(device)).float().cpu() if pixels else None
-        parts = [block] * world
-        if world > 1:
-            dist.all_gather_object(parts, block)
-        for part in parts:
-            bad += part["bad"]
-            if part["moments"] is None:
-                continue
-            if moments is None:
-                moments = torch.zeros(total, *part["moments"].shape[1:])
-                log.info("encoding %d images once: %.2f GiB of latents per process", total, moments.nbytes / 2**30)
-            moments[part["index"]] = part["moments"]
-            sizes[part["index"]] = part["sizes"]
-    bad.sort()
-    if moments is None:
-        shown = "; ".join(f"{source.name(i)}: {reason}" for i, reason in bad[:20])
-        raise UsageError(f"data.cache_latents=true: none of the {total} images can be read ({shown})")
-    return LatentTable(moments, sizes[:, :2], sizes[:, 2:], _substitutes(total, {i for i, _ in bad}), bad)
+    total = len(source.distinct)
+    known = _ByIndex(source.distinct, range(total))
+    hashes = hashes_of([known.content(index) for index in range(total)])
+    recipe = Recipe(family="", vae="", resolution=images.resolution, dtype="float32")  # this run's alone
+    remedy = "write module.encoder_dtype=float32, or data.cache_latents=false to see in which step"
+    with ExitStack() as stack:
+        with _failing_together():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sd_lightning-")))
+        log.info("encoding %d images once, into files in %s that all processes of a machine share", total, folder)
+        host = socket.gethostname()
+        everyone = _gathered((host, folder))
+        here = [rank for rank, (name, path) in enumerate(everyone) if name == host and path.is_dir()]
+        number = here.index(dist.get_rank()) if dist.is_initialized() else 0
+        location = LocalFolder(str(folder), folder, f"{_WHO} with TMPDIR={folder.parent}")
+        shard = ShardEncoder(
+            {"": known}, encoder, recipe, location, device, images.max_image_pixels, num_threads, remedy=remedy
+        )
+        step = min(max(total // 16, 32), 512)  # whatever the world size
+        blocks = [np.arange(begin, min(begin + step, total)) for begin in range(0, total, step)][number :: len(here)]
+        with _failing_together():
+            mine = [shard(EncodeTask("", block, hashes[block], *recipe.all_shapes)) for block in blocks]
+        parts = _gathered(mine)
+        with _failing_together():  # all have mapped the files before they are deleted
+            files = [(everyone[rank][1] / path_of(LATENTS, each.name), each) for rank in here for each in parts[rank]]
+            return _table(source, files, {image.tobytes(): index for index, image in enumerate(hashes)})
 
 
-def _substitutes(num_samples: int, bad: set[int]) -> Tensor:
+def _table(source: Source, files: Sequence[tuple[Path, Encoded]], index_of: Mapping[bytes, int]) -> LatentTable:
+    """Map the files of all images of a source."""
+    distinct = source.distinct
+    place, sizes = torch.full((len(distinct), 2), -1), torch.zeros(len(distinct), 4, dtype=torch.int64)
+    mapped: list[Tensor] = []
+    for path, encoded in files:
+        if encoded.size:
+            latents, sizes_here = _mapped(path)
+            good = [index_of[image.tobytes()] for image in encoded.images]
+            sizes[good] = sizes_here
+            place[good] = torch.tensor([[len(mapped), row] for row in range(len(good))])
+            mapped.append(latents)
+    reasons = {index_of[bytes.fromhex(image)]: reason for _, each in files for image, reason in each.bad.items()}
+    if not mapped:
+        shown = "; ".join(f"{distinct.name(i)}: {reasons[i]}" for i in sorted(reasons)[:20])
+        raise UsageError(f"{_WHO}: none of the {len(distinct)} images can be read ({shown})")
+    rows = torch.arange(len(distinct)) if source.rows is None else source.rows
+    broken = {sample: row for sample, row in enumerate(rows.tolist()) if row in reasons}
+    first = {row: sample for sample, row in reversed(broken.items())}
+    bad = [(sample, reasons[row]) for row, sample in sorted(first.items())]
+    return LatentTable(mapped, place[rows], sizes[rows], _substitutes(len(rows), broken), bad)
+
+
+def _mapped(path: Path) -> tuple[Tensor, Tensor]:
+    """Return latents and sizes of a file; the latents stay there, also when it is deleted."""
+    with open(path, "rb", buffering=0) as handle:
+        file = StoreFile(handle, name=str(path))
+        at = file.columns["latents"]
+        end = at.begin + at.shape[0] * at.row_bytes
+        mapped = torch.from_file(str(path), shared=False, size=end, dtype=torch.uint8)
+        return mapped[at.begin :].view(at.dtype).view(at.shape), file.read("sizes").long()
+
+
+def _substitutes(num_samples: int, bad: Collection[int]) -> Tensor:
     """Map every good sample to itself, every bad one to the next good one."""
     substitute = torch.arange(num_samples)
     good = next(i for i in range(num_samples) if i not in bad)
@@ -179,3 +186,28 @@ def _substitutes(num_samples: int, bad: set[int]) -> Tensor:
         good = good if i in bad else i
         substitute[i] = good
     return substitute
+
+
+def _gathered(value: Value) -> list[Value]:
+    """Return the values of all ranks; a collective call."""
+    parts = [value]
+    if dist.is_initialized():
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, value)
+    return parts
+
+
+@contextmanager
+def _failing_together() -> Iterator[None]:
+    """Raise on every rank what one raises within the context, whose end is a collective call."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    told = _gathered(None if error is None else f"{error if isinstance(error, UsageError) else repr(error)}")
+    if error is not None:
+        raise error
+    for rank, reason in enumerate(told):
+        if reason is not None:
+            raise UsageError(f"rank {rank} could not encode its images: {reason}")

@@ -46,8 +46,6 @@ _READY_BYTES = 2**30
 """Limit on the batches that a process keeps ready, unless one for each worker takes more."""
 _CACHE_BYTES = 8 * 2**30
 """Limit on the latents on one machine for which the cache is named as the remedy."""
-_IMAGES_PER_WORKER = 128
-"""Images to read once that are worth starting a worker for."""
 _SHARED_MEMORY = Path("/dev/shm")
 """Where workers put batches under Linux; in containers it often has 64 MB."""
 
@@ -89,13 +87,6 @@ class Loaders:
             self._used = choose(self._options, dataset, batches, processes=self._processes)
         return self._used.build(dataset, batches, on_cuda=trainer.strategy.root_device.type == "cuda")
 
-    def encoding_workers(self, source: Sized, images: ImageOptions, processes: int) -> int:
-        """Return the number of workers that read a source once, for ``cache_latents``."""
-        if self._options.num_workers != "auto":
-            return self._options.num_workers
-        block_bytes = 2 * 32 * 3 * 4 * images.resolution**2  # torch keeps two blocks of 32 float32 images ready
-        return min(_most_workers(block_bytes, processes), len(source) // processes // _IMAGES_PER_WORKER)
-
     def faster(self, source: Sized, images: ImageOptions, *, is_encoded: bool = False) -> str | None:
         """Return what makes the batches of a source arrive sooner; see ``TunableData``.
 
@@ -113,7 +104,7 @@ class Loaders:
             return None
         latents_bytes = len(source) * images.resolution**2 // 2  # 8 float32 for each 8 x 8 pixels
         is_fixed = images.center_crop and not images.random_flip
-        return "data.cache_latents=true" if is_fixed and latents_bytes * self._processes <= _CACHE_BYTES else PRECOMPUTE
+        return "data.cache_latents=true" if is_fixed and latents_bytes <= _CACHE_BYTES else PRECOMPUTE
 
 
 def choose(options: LoaderOptions, dataset: CaptionedImages, batches: BatchKeys, *, processes: int) -> LoaderOptions:
@@ -192,6 +183,11 @@ def cores_per_process(processes: int) -> int:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     share = cores // processes
     return share - 1 if share > 2 else share
+
+
+def reading_threads(processes: int) -> int:
+    """Return the threads with which one of ``processes`` processes reads images once, for ``cache_latents``."""
+    return max(1, min(cores_per_process(processes), _MAX_WORKERS))
 
 
 def _most_workers(num_bytes: int, processes: int) -> int:

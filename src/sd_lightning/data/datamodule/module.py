@@ -22,7 +22,7 @@ from sd_lightning.data.order import ORDER_VERSION
 from sd_lightning.data.sampler import GlobalBatchSampler
 from sd_lightning.data.samples import CaptionedImages, tell_of_long_captions
 from sd_lightning.data.source import Source, StoredLatents, as_source
-from sd_lightning.data.workers import Loaders
+from sd_lightning.data.workers import Loaders, reading_threads
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
@@ -274,10 +274,9 @@ class SDDataModule(LightningDataModule):
         """Return a source's own latents, or with ``cache_latents`` those encoded once; None for images."""
         if not self.cache_latents:
             return source.latents
-        trainer, images = self._attached(), self.images
-        num_workers = self._loaders.encoding_workers(source.distinct, images, trainer.num_devices)
-        device = trainer.strategy.root_device
-        table = self._tables.of(source, self._module().encoder, images, device=device, num_workers=num_workers)
+        trainer = self._attached()
+        device, num_threads = trainer.strategy.root_device, reading_threads(trainer.num_devices)
+        table = self._tables.of(source, self._module().encoder, self.images, device=device, num_threads=num_threads)
         self.bad.count({source.name(index): reason for index, reason in table.bad})
         return table
 

@@ -87,6 +87,8 @@ class ShardEncoder:
     max_pixels: int = MAX_IMAGE_PIXELS
     num_threads: int = 2
     """Threads that read and decode."""
+    remedy: str = "write dtype=bfloat16 or dtype=float32, or compute_dtype=float32 if the VAE overflows"
+    """What helps if latents are infinite."""
 
     @property
     def group(self) -> int:
@@ -191,10 +193,7 @@ class ShardEncoder:
             encoded = self.encoder.latents(encoded, seed=0, epoch=epoch.to(self.device), index=index.to(self.device))
         stored = encoded.to(DTYPES[self.recipe.dtype]).cpu().contiguous()
         if not stored.isfinite().all():
-            raise UsageError(
-                f"precompute: latents are not finite in dtype={self.recipe.dtype}; write dtype=bfloat16 or "
-                "dtype=float32, or compute_dtype=float32 if the VAE overflows"
-            )
+            raise UsageError(f"the VAE's latents are not finite in dtype={self.recipe.dtype}; {self.remedy}")
         return stored
 
 

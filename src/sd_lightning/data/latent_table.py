@@ -122,7 +122,7 @@ def encode_source(
     known = _ByIndex(source.distinct, range(total))
     hashes = hashes_of([known.content(index) for index in range(total)])
     recipe = Recipe(family="", vae="", resolution=images.resolution, dtype="float32")  # this run's alone
-    remedy = "write module.encoder_dtype=float32, or data.cache_latents=false to see in which step"
+    remedy = "write module.encoder_dtype=float32 if the VAE overflows"
     with ExitStack() as stack:
         with _failing_together():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sd_lightning-")))

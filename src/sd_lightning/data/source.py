@@ -53,7 +53,8 @@ class Source(ABC):
     """Captioned images, addressed by index.
 
     To train on your own data, inherit from this class, implement ``__len__``, ``image``, ``captions`` and ``name``, and
-    pass an instance to ``SDDataModule``. Everything else has a default. Instances are pickled for worker processes.
+    pass an instance to ``SDDataModule``. Everything else has a default. Instances are pickled for worker processes;
+    with ``cache_latents`` and in precompute, several threads read images at a time.
     """
 
     dropped: Mapping[str, str] = {}

@@ -66,7 +66,7 @@ class SDDataModule(LightningDataModule):
             max_bad_fraction: Stop the run when more than this fraction of the samples is bad. Every rank counts its
                 own bad samples; they are all-gathered at the start of each epoch.
             changed: Whether a run may resume within an epoch whose samples have changed.
-            cache_latents: Encode all images once, before the first step, and keep the latents in host memory.
+            cache_latents: Encode all images once, before the first step, into memory that a machine's processes share.
 
         Raises:
             UsageError: An option is invalid, options contradict each other, or too many samples are bad already.

@@ -6,6 +6,7 @@ import resource
 import struct
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.samples import CaptionedImages
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
-from sd_lightning.data.sources.image_files import decode
+from sd_lightning.data.sources.image_files import decode, read_size
 from sd_lightning.data.sources.images import ImageFolder
 
 
@@ -420,3 +421,22 @@ def test_yaml_keys_are_the_builders_arguments_with_their_defaults(name: str, rep
     parameters = inspect.signature(getattr(built, node.pop("_target_").rpartition(".")[2])).parameters
     empty = inspect.Parameter.empty
     assert node == {key: "???" if p.default is empty else p.default for key, p in parameters.items()}
+
+
+def test_threads_that_decode_put_pils_own_limit_back(tmp_path: Path) -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    Image.new("L", (3000, 2500)).save(tmp_path / "image.png")
+    limits = [10_000_000, 20_000_000, 8_000_000, 1_000_000]
+
+    def size(number: int) -> tuple[int, int] | None:
+        try:
+            with open(tmp_path / "image.png", "rb") as file:
+                return read_size(file, max_pixels=limits[number % 4])
+        except BadSample as reason:
+            assert "data.max_image_pixels=1000000 allows; make it smaller" in str(reason)
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(size, range(2000)))
+    assert found == [(2500, 3000), (2500, 3000), (2500, 3000), None] * 500
+    assert before == Image.MAX_IMAGE_PIXELS

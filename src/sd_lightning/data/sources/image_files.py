@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,10 +73,8 @@ def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
     PIL's format plug-ins raise many types (OSError, SyntaxError, ValueError, struct.error, ...), so every exception but
     MemoryError counts.
     """
-    # PIL's plug-ins check PIL's own limit before they allocate.
-    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
     try:
-        with Image.open(file) as image:
+        with _limits.at_least(max_pixels), Image.open(file) as image:
             check_size(image.size, max_pixels)
             yield image
     except (BadSample, MemoryError):
@@ -89,8 +88,33 @@ def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
         # PIL's own message repeats the path, or the address of the buffer.
         reason = "not an image" if type(error).__name__ == "UnidentifiedImageError" else str(error)
         raise BadSample(f"cannot decode the image: {reason}") from error
-    finally:
-        Image.MAX_IMAGE_PIXELS = before
+
+
+class _Limits:
+    """PIL's own limit, which its plug-ins check before they allocate; it has one for all threads of a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: list[int] = []
+        self._before: int | None = None
+
+    @contextmanager
+    def at_least(self, max_pixels: int) -> Iterator[None]:
+        """Set the limit, or a larger one that another thread needs; put PIL's back when no thread needs one."""
+        with self._lock:
+            if not self._wanted:
+                self._before = Image.MAX_IMAGE_PIXELS
+            self._wanted.append(max_pixels)
+            Image.MAX_IMAGE_PIXELS = max(self._wanted)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted.remove(max_pixels)
+                Image.MAX_IMAGE_PIXELS = max(self._wanted, default=self._before)
+
+
+_limits = _Limits()
 
 
 def _has_late_metadata(file: BinaryIO) -> bool:

@@ -26,6 +26,7 @@ PROGRAM = _conf.Program(
         "workers": int | str,
         "shard_mb": float,
         "text": bool,
+        "drop_texts": str | None,
         "table": str | None,
         "recipe": str | None,
         "seed": int,

@@ -3,6 +3,7 @@
 import csv
 import functools
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,30 @@ def test_several_workers_write_the_same_embeddings_as_one(cli: Any, tmp_path: Pa
     for workers in (1, 3):
         assert cli(*DATA, f"store=by-{workers}", f"workers={workers}", "shard_mb=0.005", "text=true")[0] == 0
     assert texts(tmp_path / "by-1") == texts(tmp_path / "by-3") and len(texts(tmp_path / "by-1")) >= 3
+
+
+def test_prune_deletes_the_embeddings_of_one_model_when_told_to(cli: Any, tmp_path: Path) -> None:
+    assert cli(*DATA, "store=latents", "workers=1", "text=true")[0] == 0
+    kind = next((tmp_path / "latents").rglob("texts/*"))
+    other = kind.with_name("t0123")
+    shutil.copytree(kind, other)
+    before = texts(tmp_path / "latents")
+    code, out = cli("prune", "store=latents")
+    assert code == 0 and out.endswith("0 MB would be freed\n")
+    assert f"texts/{kind.name}: {len(before) // 2} files" in out and "texts/t0123: " in out
+    code, out = cli("prune", "store=latents", "drop_texts=t01")
+    assert f"texts/t0123: {len(before) // 2} files" in out and "MB, to be deleted" in out
+    assert "prune store=latents drop_texts=t01 dry_run=false" in out and texts(tmp_path / "latents") == before
+    cli("prune", "store=latents", "drop_texts=t01", "dry_run=false")
+    assert texts(tmp_path / "latents") == {name: data for name, data in before.items() if "t0123" not in name}
+    for given, count in (("t", 1), ("t01", 0)):
+        code, out = cli("prune", "store=latents", f"drop_texts={given}")
+        assert (code == 0) == (count == 1) and ("0 kinds of text embeddings begin; expected one of" in out) == (
+            not count
+        )
+    next(kind.iterdir()).unlink()
+    code, out = cli("verify", "store=latents")
+    assert code == 0 and f"{kind.name}: 1 files of text embeddings are not there, so training encodes" in out
 
 
 def test_captions_go_out_and_come_back(cli: Any, call_main: Any, tmp_path: Path) -> None:

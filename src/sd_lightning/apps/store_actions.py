@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ACTIONS: Mapping[str, Callable[[DictConfig], int]] = {
-    "prune": lambda cfg: prune(cfg.store, dry_run=cfg.dry_run),
+    "prune": lambda cfg: prune(cfg.store, dry_run=cfg.dry_run, drop_texts=cfg.drop_texts),
     "verify": lambda cfg: verify(cfg.store, dry_run=cfg.dry_run),
     "export": lambda cfg: export_metadata(cfg.store, recipe=cfg.recipe, table=Path(cfg.table)),
     "import": lambda cfg: import_metadata(cfg, table=Path(cfg.table)),
@@ -22,11 +22,12 @@ ACTIONS: Mapping[str, Callable[[DictConfig], int]] = {
 _ONLY_FOR = {
     "text": ("encode",),
     "dry_run": ("prune", "verify"),
+    "drop_texts": ("prune",),
     "table": ("export", "import"),
     "recipe": ("export", "import"),
 }
 """Settings -> the actions that they are for; the others would ignore them."""
-_NOT_GIVEN = {"text": False, "dry_run": True, "table": None, "recipe": None}
+_NOT_GIVEN = {"text": False, "dry_run": True, "drop_texts": None, "table": None, "recipe": None}
 
 
 def check_action(cfg: DictConfig) -> None:

@@ -8,25 +8,42 @@ from pathlib import Path
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.store import LatentStore, recipes
+from sd_lightning.data.store.texts import TEXTS, missing_texts, text_kinds
 from sd_lightning.data.store.upkeep import Pruning, broken_files, missing_files
 from sd_lightning.storage.locations import open_location
 
 
-def prune(store: str, *, dry_run: bool) -> int:
-    """Print what a store no longer refers to; delete it unless ``dry_run``."""
+def prune(store: str, *, dry_run: bool, drop_texts: str | None = None) -> int:
+    """Print what a store no longer refers to, and its text embeddings; delete what is unused unless ``dry_run``.
+
+    Args:
+        store: URL of the store.
+        dry_run: Only print.
+        drop_texts: Beginning of the name of a kind of text embeddings to delete as well. Whether anybody still trains
+            with its text encoders is for the user to know.
+
+    Raises:
+        UsageError: There is no store, or not one such kind.
+    """
     freed = 0
+    kind = None if drop_texts is None else _kind(store, drop_texts)
     for each in stores(store):
         with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch, each.locked():
-            pruning = Pruning(each, Path(scratch))
+            pruning = Pruning(each, Path(scratch), drop_texts=kind)
             unused = pruning.unused
             print(
                 f"{each.folder.url}: {len(unused.files)} files that nothing refers to and {len(unused.partly)} partly "
                 f"used: {unused.freed / 1e6:.3g} MB"
             )
+            for texts in text_kinds(each):
+                sizes = each.present(texts)
+                dropped = ", to be deleted" if texts == kind else ""
+                print(f"{each.folder.url}/{texts}: {len(sizes)} files, {sum(sizes.values()) / 1e6:.3g} MB{dropped}")
             freed += unused.freed
             if not dry_run:
                 pruning.run()
-    again = f"; to do it: python -m sd_lightning.precompute prune store={store} dry_run=false" if dry_run else ""
+    given = "" if drop_texts is None else f" drop_texts={drop_texts}"
+    again = f"; to do it: python -m sd_lightning.precompute prune store={store}{given} dry_run=false" if dry_run else ""
     print(f"{freed / 1e6:.3g} MB {'would be' if dry_run else 'are'} freed{again if freed else ''}")
     return 0
 
@@ -42,6 +59,7 @@ def verify(store: str, *, dry_run: bool) -> int:
             for path in missing_files(each, Path(scratch)):
                 print(f"{each.folder.url}/{path}: it is not there, although samples need it")
                 num_missing += 1
+            _tell_incomplete(each)
             for path, reason in broken_files(each, Path(scratch)):
                 print(f"{each.folder.url}/{path}: {reason}")
                 num_broken += 1
@@ -62,6 +80,31 @@ def verify(store: str, *, dry_run: bool) -> int:
         "missing"
     )
     return 1
+
+
+def _tell_incomplete(store: LatentStore) -> None:
+    """Print the kinds of text embeddings that lack captions: of a job that was killed, or since captions were added."""
+    generation = store.generation()
+    for kind in text_kinds(store):
+        if lacking := len(missing_texts(store, generation, kind)):
+            print(
+                f"{store.folder.url}/{kind}: {lacking} files of text embeddings are not there, so "
+                "training encodes captions itself; run precompute with text=true and the same model, or delete all "
+                f"of this kind with precompute prune drop_texts={kind.removeprefix(f'{TEXTS}/')}"
+            )
+
+
+def _kind(url: str, given: str) -> str:
+    """Return the kind of text embeddings whose name begins with what was given."""
+    kinds = sorted({kind for store in stores(url) for kind in text_kinds(store)})
+    found = [kind for kind in kinds if kind.removeprefix(f"{TEXTS}/").startswith(given)]
+    if len(found) != 1:
+        names = ", ".join(kind.removeprefix(f"{TEXTS}/") for kind in kinds) or "none"
+        raise UsageError(
+            f"precompute prune got drop_texts={given}, with which {len(found)} kinds of text embeddings begin; "
+            f"expected one of those of {url}: {names}; precompute prune lists their sizes"
+        )
+    return found[0]
 
 
 def stores(url: str) -> Iterator[LatentStore]:

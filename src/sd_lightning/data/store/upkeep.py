@@ -48,14 +48,15 @@ class Unused:
 class Pruning:
     """Frees the space of a store that its newest generation does not refer to."""
 
-    def __init__(self, store: LatentStore, scratch: Path) -> None:
+    def __init__(self, store: LatentStore, scratch: Path, *, drop_texts: str | None = None) -> None:
         """Look at the store; nothing is changed.
 
         Args:
             store: The store.
             scratch: Folder for temporary files.
+            drop_texts: Kind of text files that count as unused, from ``text_kinds``.
         """
-        self.store, self._scratch = store, scratch
+        self.store, self._scratch, self._drop_texts = store, scratch, drop_texts
         self.generation = store.generation()
         self._latents = store.present(LATENTS)
         self._used = self._used_rows()
@@ -103,7 +104,8 @@ class Pruning:
             unused.freed += sum(present[name] for name in gone)
         captions = {EMPTY, *(entry.captions for entries in self.generation.splits.values() for entry in entries)}
         for entry in self.store.folder.entries(f"{TEXTS}/"):
-            if PurePosixPath(entry.name).stem not in captions:
+            path = PurePosixPath(entry.name)
+            if path.stem not in captions or str(path.parent) == self._drop_texts:
                 unused.files.append(entry.name)
                 unused.freed += entry.size
         for name, bits in self._used.items():
@@ -193,11 +195,17 @@ class Pruning:
 
 
 def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]:
-    """Yield (path, reason) of the files of a store that are not what was written; all bytes are read."""
+    """Yield (path, reason) of the files of a store that are not what was written; all bytes are read.
+
+    Files that a job deletes meanwhile, such as tables that it has merged, are skipped.
+    """
     for kind in (LATENTS, SAMPLES, TABLES, *text_kinds(store)):
         for name, size in sorted(store.present(kind).items()):
-            path = store.local(kind, name, scratch)
-            reason = _problem(path, kind, name, size)
+            try:
+                path = store.local(kind, name, scratch)
+                reason = _problem(path, kind, name, size)
+            except FileNotFoundError:
+                continue
             if reason is not None:
                 yield path_of(kind, name), reason
             if path.is_relative_to(scratch):

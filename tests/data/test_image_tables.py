@@ -87,6 +87,15 @@ def test_a_table_says_nothing_of_a_file_that_is_gone_and_another_may(tmp_path: P
     assert list(places(settled, 0, latents(2))) == [None] * PER_FILE, "it was dropped"
 
 
+def test_of_two_files_with_an_image_the_smaller_name_counts(tmp_path: Path) -> None:
+    there = {"file-a": 100, "file-b": 100}
+    for number, names in enumerate((["file-a", "file-b"], ["file-b", "file-a"])):
+        tables = tables_of(tmp_path / f"store-{number}", fan_in=9)
+        for name in names:
+            tables.add([(name, images_of(0))], there)
+        assert list(places(tables, 0, there)) == [("file-a", row) for row in range(PER_FILE)]
+
+
 def dying(store: Path, after: int) -> pytest.MonkeyPatch:
     """Within it, the process dies at its `after`-th change of tables."""
     kind, left = type(open_location(store, key="store")), [after]

@@ -89,9 +89,9 @@ class ImageTables:
             here, shard, row = order[hit[live]], shard[live], row[live]
             # Of an image that was encoded twice, the file with the smaller name counts.
             before = where[here, 0]
-            wins = np.array(
-                [b < 0 or table.shards[s] < names[b] for b, s in zip(before.tolist(), shard.tolist())], bool
-            )
+            wins = before < 0
+            for i in np.flatnonzero(~wins).tolist():
+                wins[i] = table.shards[shard[i]] < names[before[i]]
             where[here[wins], 0], where[here[wins], 1] = len(names) + shard[wins].astype(np.int64), row[wins]
             names += table.shards
         used, first, number = np.unique(where[:, 0], return_index=True, return_inverse=True)

@@ -3,7 +3,10 @@
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import stored_images
+from sd_lightning.data.store import job
 from sd_lightning.data.store.job import rows_per_file
 from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
 from sd_lightning.data.store.recipe import Recipe, network_hash
@@ -539,3 +543,43 @@ def test_files_are_small_enough_for_all_workers_and_for_windows(
     num_samples: int, bytes_per_image: int, expected: tuple[int, int]
 ) -> None:
     assert rows_per_file(num_samples, bytes_per_image, 128) == expected
+
+
+class TestLookingAhead:
+    """Samples of the next portion are read and hashed while images of this one are encoded."""
+
+    def test_the_next_portion_is_looked_at_meanwhile(self, photos, tmp_path):
+        class Watched(ImageFolder):
+            next_is_read, first_is_hashed, overlapped = threading.Event(), False, False
+
+            def content(self, index):
+                if index == 0:
+                    if self.first_is_hashed:  # read again, to be encoded
+                        self.overlapped = self.next_is_read.wait(10)
+                    self.first_is_hashed = True
+                elif index == 10:
+                    self.next_is_read.set()
+                return super().content(index)
+
+        source = Watched(photos)
+        update(tmp_path / "store", source, portion=10)
+        assert source.overlapped
+        update(tmp_path / "plain", ImageFolder(photos), portion=10)
+        assert files(tmp_path / "store") == files(tmp_path / "plain")
+
+    def test_a_failed_job_does_not_look_on(self, tmp_path, monkeypatch):
+        class Failing(ImageFolder):
+            seen: ClassVar[list[int]] = []
+
+            def content(self, index):
+                if index in self.seen:
+                    raise UsageError("the disk is on fire")
+                self.seen.append(index)
+                if index >= 40:
+                    time.sleep(0.05)
+                return super().content(index)
+
+        monkeypatch.setattr(job, "_READ_AT_ONCE", 1)
+        with pytest.raises(UsageError, match="on fire"):
+            update(tmp_path / "store", Failing(write_pictures(tmp_path / "photos", 80)), portion=40)
+        assert len(Failing.seen) < 80

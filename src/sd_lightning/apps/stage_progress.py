@@ -39,6 +39,7 @@ class StageProgress:
         self.images = 0
         self._begin = self._shown = time.monotonic()
         self._bar: Progress | None = None
+        self._is_encoding = False
 
     def __enter__(self) -> StageProgress:
         from rich.console import Console
@@ -66,21 +67,26 @@ class StageProgress:
             self._bar.stop()
 
     def looked_at(self, count: int) -> None:
-        """Note that ``count`` samples have been read and hashed."""
-        self._show("reading", count, self.total, [clock_time(time.monotonic() - self._begin)])
+        """Note that ``count`` samples have been read and hashed; shown unless images are encoded meanwhile."""
+        if not self._is_encoding:
+            self._show("reading", count, self.total, [clock_time(time.monotonic() - self._begin)])
 
     def watch(self, tasks: Sequence[EncodeTask], results: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the results of some tasks, and show how far they are."""
         num, done, begin = sum(len(task.images) for task in tasks), 0, time.monotonic()
-        for each in results:
-            yield each
-            done += len(each.images) + len(each.bad)
-            self.images += len(each.images)
-            for stage, value in each.seconds.items():
-                self.seconds[stage] += value
-            rate = done / max(time.monotonic() - begin, 1e-9)
-            left = clock_time((num - done) / rate) if done else "?"
-            self._show("encoding", done, num, [f"{rate:.3g} img/s", f"left {left}", shares(self.seconds)])
+        self._is_encoding = True
+        try:
+            for each in results:
+                yield each
+                done += len(each.images) + len(each.bad)
+                self.images += len(each.images)
+                for stage, value in each.seconds.items():
+                    self.seconds[stage] += value
+                rate = done / max(time.monotonic() - begin, 1e-9)
+                left = clock_time((num - done) / rate) if done else "?"
+                self._show("encoding", done, num, [f"{rate:.3g} img/s", f"left {left}", shares(self.seconds)])
+        finally:
+            self._is_encoding = False
 
     def watch_texts(self, num: int, results: Iterable[EmbeddedTexts]) -> Iterator[EmbeddedTexts]:
         """Yield the results of ``num`` text files, and show how far they are."""

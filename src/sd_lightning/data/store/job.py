@@ -1,17 +1,20 @@
 """Bring a store up to date with a data set: encode what is new, keep what is the same, leave out what is gone.
 
-The samples are looked at in portions. Of each portion, the images that no table knows are cut into latent files, in
-order; a file that exists already is not encoded again. Then the portion's table of images is written, and the sample
-files with captions and token ids. The last act is one small file: the next generation, the list of all sample files.
-A job that is killed leaves files that the next one finds.
+The samples are looked at in portions, the next one while the images of this one are encoded. Of each portion, the
+images that no table knows are cut into latent files, in order; a file that exists already is not encoded again. Then
+the portion's table of images is written, and the sample files with captions and token ids. The last act is one small
+file: the next generation, the list of all sample files. A job that is killed leaves files that the next one finds.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -35,7 +38,7 @@ from sd_lightning.data.store.tokenizing import Tokenizing
 log = logging.getLogger(__name__)
 
 PORTION = 2**20
-"""Samples that are looked at before any of them is encoded."""
+"""Samples that are looked at before any of them is encoded; two portions are held at a time."""
 SAMPLES_PER_FILE = 2**13
 """Samples in a sample file, about: it ends where a latent file ends."""
 _LATENT_FILES = 4
@@ -46,6 +49,8 @@ _LEAST_IMAGES = 64
 _READ_AT_ONCE = 256
 Run = Callable[[Sequence[EncodeTask]], Iterable[Encoded]]
 """Encodes latent files, in any order."""
+Portion = list[tuple[np.ndarray, SampleRows]]
+"""Of every shape: the indices of the samples, and their rows."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class StoreJob:
     looked_at: Callable[[int], None] = lambda count: None
     """Called with the number of samples that have been read and hashed."""
     counts: Counts = field(default_factory=Counts)
+    _counting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def update(self, sources: Mapping[str, Source]) -> Generation:
         """Make the store hold the samples of some sources, by split, and return its generation."""
@@ -122,8 +128,8 @@ class StoreJob:
     def _update_split(self, split: str, source: Source, before: Generation) -> list[SampleEntry]:
         known = KnownSamples(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
         added: list[SampleEntry] = []
-        for portion in self._looked_at(source):
-            for indices, rows in portion:
+        with closing(self._portions(source)) as portions:
+            for indices, rows in (part for portion in portions for part in portion):
                 is_kept = known.keep(rows)
                 self.counts.kept += int(is_kept.sum())
                 new = np.flatnonzero(~is_kept)
@@ -133,8 +139,23 @@ class StoreJob:
         # Those of one shape lie together: they are a bucket.
         return sorted(known.entries(self._write) + added, key=lambda entry: entry.shape)
 
-    def _looked_at(self, source: Source) -> Iterator[list[tuple[np.ndarray, SampleRows]]]:
-        """Yield the readable samples of each portion: of every shape, their indices and their rows."""
+    def _portions(self, source: Source) -> Iterator[Portion]:
+        """Yield the readable samples, a portion at a time; the next one is looked at meanwhile."""
+        is_closed = threading.Event()
+        with ThreadPoolExecutor(self.num_threads, "look") as threads, ThreadPoolExecutor(1, "portion") as ahead:
+            waiting: deque[Future[Portion]] = deque()
+            try:
+                for begin in range(0, len(source), self.portion):
+                    waiting.append(ahead.submit(self._look_at, source, begin, threads, is_closed))
+                    if len(waiting) == 2:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                is_closed.set()
+
+    def _look_at(self, source: Source, begin: int, threads: ThreadPoolExecutor, is_closed: threading.Event) -> Portion:
+        """Read and hash the samples of a portion, until nobody wants them any more."""
         shapes = self.store.recipe.shapes
 
         def look(index: int) -> _Looked | str:
@@ -146,24 +167,27 @@ class StoreJob:
             except BadSample as reason:
                 return str(reason)
 
-        total = len(source)
-        with ThreadPoolExecutor(self.num_threads, "look") as pool:
-            for begin in range(0, total, self.portion):
-                end = min(begin + self.portion, total)
-                found: list[_Looked] = []
-                for at in range(begin, end, _READ_AT_ONCE):
-                    some = range(at, min(at + _READ_AT_ONCE, end))
-                    for index, sample in zip(some, pool.map(look, some)):
-                        if isinstance(sample, str):
-                            self.bad.count({source.name(index): sample})
-                        else:
-                            found.append(sample)
-                    self.counts.samples += len(some)
-                    self.looked_at(self.counts.samples)
-                _check_keys(found)
-                yield self._by_shape(found)
+        found: list[_Looked] = []
+        end = min(begin + self.portion, len(source))
+        for at in range(begin, end, _READ_AT_ONCE):
+            if is_closed.is_set():
+                return []
+            some = range(at, min(at + _READ_AT_ONCE, end))
+            for index, sample in zip(some, threads.map(look, some)):
+                if isinstance(sample, str):
+                    self._count_bad({source.name(index): sample})
+                else:
+                    found.append(sample)
+            self.counts.samples += len(some)
+            self.looked_at(self.counts.samples)
+        _check_keys(found)
+        return self._by_shape(found)
 
-    def _by_shape(self, found: Sequence[_Looked]) -> list[tuple[np.ndarray, SampleRows]]:
+    def _count_bad(self, bad: Mapping[str, str]) -> None:
+        with self._counting:
+            self.bad.count(bad)
+
+    def _by_shape(self, found: Sequence[_Looked]) -> Portion:
         if not found:
             return []
         shape_of = np.zeros(len(found), np.int64)
@@ -189,7 +213,7 @@ class StoreJob:
         is_bad = where[:, 0] < 0
         for number in np.flatnonzero(is_bad).tolist():
             reason = reasons[rows.images[number].tobytes().hex()]
-            self.bad.count({source.name(int(indices[number])): reason})
+            self._count_bad({source.name(int(indices[number])): reason})
         good = np.flatnonzero(~is_bad)
         self.counts.added += len(good)
         return self._write(rows.take(good), shards, where[good])

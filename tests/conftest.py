@@ -129,10 +129,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def no_trace_of_a_launcher() -> Iterator[None]:
-    """Forget what Lightning's launchers leave in the environment, by which later trainers would wait for others."""
+    """Forget a test's rank: later trainers would wait for other ranks, or log nothing because they are not rank 0."""
     yield
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    if "lightning" in sys.modules:
+        from lightning.pytorch.utilities import rank_zero_only
+
+        rank_zero_only.rank = 0
 
 
 @pytest.fixture(autouse=True)

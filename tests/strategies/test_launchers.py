@@ -16,7 +16,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_only
 
 from launched_training import BIN, TRAIN, Launched, losses
 from places import SUPPORT
@@ -38,9 +37,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in list(os.environ):
         if name in LAUNCHED or name.startswith("SLURM_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(
-        rank_zero_only, "rank", 0, raising=False
-    )  # of the process: a trainer of rank 5 would silence all later ones
     return monkeypatch
 
 

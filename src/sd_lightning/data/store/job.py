@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -139,7 +139,7 @@ class StoreJob:
         # Those of one shape lie together: they are a bucket.
         return sorted(known.entries(self._write) + added, key=lambda entry: entry.shape)
 
-    def _portions(self, source: Source) -> Iterator[Portion]:
+    def _portions(self, source: Source) -> Generator[Portion, None, None]:
         """Yield the readable samples, a portion at a time; the next one is looked at meanwhile."""
         is_closed = threading.Event()
         with ThreadPoolExecutor(self.num_threads, "look") as threads, ThreadPoolExecutor(1, "portion") as ahead:

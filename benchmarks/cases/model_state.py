@@ -1,6 +1,7 @@
 """Bytes of model state of each strategy against its closed form, on two gloo processes."""
 
 from sd_lightning.planner.state_bytes import FORMS
+
 from torchrun import torchrun
 
 WORLD_SIZE = 2

@@ -34,15 +34,17 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'sd_lightning' has no attribute {name!r}")
     if name == "SDLightningModule":  # training imports Lightning anyway
-        _register_strategies()
+        register_strategies()
     return getattr(importlib.import_module(f"sd_lightning.{_MODULES[name]}"), name)
 
 
-def _register_strategies() -> None:
-    from sd_lightning.strategies.registry import register_strategies
+def register_strategies() -> None:
+    """Tell Lightning and the planner which strategies there are."""
+    from sd_lightning.strategies import candidates, registry
 
-    register_strategies()
+    registry.register_strategies()
+    candidates.register_candidates()
 
 
 if "lightning.pytorch" in sys.modules:
-    _register_strategies()
+    register_strategies()

@@ -197,7 +197,7 @@ def need(option: str) -> None:
 
 def test_every_group_has_a_builder_here() -> None:
     assert {option.partition("/")[0] for option in OPTIONS} == BUILDERS.keys()
-    assert PROGRAMS == {"train", "dreambooth", "generate", "export", "precompute"} == {*apps.PROGRAMS}, (
+    assert PROGRAMS == {"train", "dreambooth", "generate", "export", "precompute", "plan"} == {*apps.PROGRAMS}, (
         "give it a test below"
     )
     assert {file.suffix for file in CONF.rglob("*") if file.is_file()} == {".yaml"}

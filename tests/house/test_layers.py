@@ -20,12 +20,12 @@ ORDER = (
     ("data",),
     ("quantization",),
     ("loading",),
+    ("planner",),
     ("strategies",),
     ("training",),
-    ("planner",),
     ("callbacks",),
     ("apps",),
-    ("train", "generate", "export", "precompute"),
+    ("train", "generate", "export", "precompute", "plan"),
     ("dreambooth",),
 )
 """Rooms (folders, and files in the root) from the lowest up. Those of one row do not know each other."""
@@ -52,6 +52,7 @@ MAY_KNOW = {
     "generate": HYDRA,
     "export": HYDRA,
     "precompute": HYDRA,
+    "plan": HYDRA,
 }
 """Which of these libraries a room may import; others none."""
 WITHOUT_TORCH = {"_errors", "_imports", "_launchers", "_console", "_conf"}

@@ -8,6 +8,8 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+from sd_lightning.planner.memory_forecast import DEVICE_ALLOWANCE, GB, Forecast, Training, forecast
+from sd_lightning.planner.memory_trace import peak_bytes
 
 from composing import Compose
 from sd_lightning import LatentDiffusion, _conf
@@ -16,8 +18,6 @@ from sd_lightning.apps.preflight import Parts
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.models.families import Architecture, architecture
 from sd_lightning.planner.inference_memory import inference_bytes
-from sd_lightning.planner.memory_forecast import DEVICE_ALLOWANCE, GB, Forecast, Training, forecast
-from sd_lightning.planner.memory_trace import peak_bytes
 from small_models import SMALL_SDXL
 from suites import keep
 

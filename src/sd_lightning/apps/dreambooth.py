@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import torch
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps import class_images, train
+from sd_lightning.apps import class_images, planning, train
 from sd_lightning.apps import dreambooth_checks as checks
 from sd_lightning.apps.preflight import LOAD_MODEL, Parts, is_lightning_checkpoint
 from sd_lightning.apps.trainer_checks import cuda_devices, num_processes
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from sd_lightning.models.generation import SamplingOptions
-    from sd_lightning.planner.memory_forecast import Forecast
+    from sd_lightning.planner.forecast import Forecast
 
 log = logging.getLogger(__name__)
 
@@ -73,48 +74,32 @@ def prepare(cfg: DictConfig, strategy: Strategy, parts: Parts) -> None:
     complete_class_images(cfg, parts)
 
 
-def predict_memory(cfg: DictConfig, strategy: Strategy, parts: Parts) -> Forecast | None:
-    """Return the memory forecast for ``strategy=gemini`` in bf16-true; None for other settings.
+def predict_memory(cfg: DictConfig, strategy: Strategy | str, parts: Parts) -> Forecast | None:
+    """Return the memory forecast of a run with one process per device; None if it depends on measurements in the run.
 
-    It is computed from the sizes of the loaded pipeline, with one process per device.
+    It is computed from the sizes of the loaded pipeline.
     """
-    from sd_lightning.planner import memory_forecast
-    from sd_lightning.strategies.gemini import GeminiStrategy
+    from sd_lightning.planner.forecast import Forecaster
+    from sd_lightning.strategies import engine_of
 
-    if not isinstance(strategy, GeminiStrategy) or strategy.config.placement != "static" or cfg.learn_token:
+    if cfg.learn_token or cfg.model["_target_"] != LOAD_MODEL:
         return None
-    if cfg.trainer.precision != "bf16-true" or cfg.model["_target_"] != LOAD_MODEL:
-        return None
-    pretrained, world_size = cfg.model.pretrained, num_processes(cfg)
+    pretrained = cfg.model.pretrained
     if pretrained is None:
         model = LatentDiffusion.build(cfg.model.architecture, device="meta")
     else:
         model = LatentDiffusion.describe(pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
     has_files = pretrained is not None and not Path(pretrained, LORA_NAME).is_file()  # adapters need loaded weights
-    ema, samples = cfg.callbacks.get("ema"), cfg.callbacks.get("samples")
-    num_samples = 0 if samples is None else len(samples.prompts or ()) or 2 * samples.columns
-    training = memory_forecast.Training(
-        batch_size=-(-cfg.data.batch_size // (world_size * cfg.trainer.accumulate_grad_batches)),
-        resolution=cfg.data.resolution,
-        train_text_encoder=cfg.module.train_text_encoder,
-        lora=parts.lora,
-        optimizer=parts.optimizer,  # type: ignore[arg-type]
-        gradient_checkpointing=cfg.speed.gradient_checkpointing,
-        encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
-        averages=ema is not None,
-        offload_averages=ema is not None and ema.get("offload", False),
-        offload_encoders=cfg.module.offload_encoders,
-        cache_latents=cfg.data.cache_latents,
-        sample_batch_size=min(cfg.sampling.batch_size, -(-num_samples // world_size)),
-        drawn_size=(cfg.sampling.get("height") or model.resolution, cfg.sampling.get("width") or model.resolution),
-        vae_tiling=bool(cfg.sampling.get("vae_tiling")),
+    run = replace(
+        planning.run_of(cfg, parts, model, num_processes(cfg)),
         num_images=cfg.num_class_images * cfg.with_prior_preservation + 10,
-        world_size=world_size,
         prior_batch_size=cfg.sample_batch_size * cfg.with_prior_preservation,
         prior_dtype=getattr(torch, cfg.prior_generation_precision or "bfloat16"),
         from_files=bool(train.deferral(cfg, ["all"])) and has_files,
     )
-    return memory_forecast.forecast(model, training, strategy.config)
+    forecaster = Forecaster(model, run)
+    footprint = engine_of(strategy).footprint(forecaster.workload)
+    return None if footprint is None else forecaster.forecast(footprint)
 
 
 def strip_slash(cfg: DictConfig) -> None:

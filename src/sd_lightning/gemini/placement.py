@@ -127,30 +127,41 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
     """
     world_size = demand.world_size
     total = 0
-    whole_gradients, sent_gradients = [0], [0]
     for layout, place, state_bytes in zip(layouts, placements, demand.state_bytes, strict=True):
         shard = layout.numel // world_size
         master = layout.master_dtype.itemsize
         if place.param_tier is Tier.FAST:
             total += (shard if place.is_sharded else layout.numel) * layout.dtype.itemsize
-        if not layout.is_trained:
-            continue
-        if place.is_resident(world_size):
-            whole_gradients.append(layout.numel * (master if world_size == 1 else layout.dtype.itemsize))
-        if demand.sent_dtype is not None and demand.sent_dtype.itemsize > layout.dtype.itemsize:
-            sent_gradients.append(layout.numel * demand.sent_dtype.itemsize)
-        if place.optim_tier is Tier.FAST:
+        if layout.is_trained and place.optim_tier is Tier.FAST:
             total += shard * master * (1 if place.aliases_master(layout) else 2) + state_bytes
     if demand.keeps_gradients:
         total += whole_gradient_bytes(layouts)
-    total += sum(sorted(whole_gradients)[-_WHOLE_GRADIENTS:]) + sum(sorted(sent_gradients)[-_SENT_GRADIENTS:])
+    whole, sent = separate_gradients(layouts, placements, world_size, demand.sent_dtype)
+    total += sum(sorted(whole)[-WHOLE_GRADIENTS:]) + sum(sorted(sent)[-SENT_GRADIENTS:])
     return total + smallest_budget(layouts, placements, demand)
 
 
-_WHOLE_GRADIENTS = 6
+WHOLE_GRADIENTS = 6
 """Chunks whose whole gradients can be in memory at a time: four in reduction, two being filled."""
-_SENT_GRADIENTS = 4
+SENT_GRADIENTS = 4
 """Chunks in reduction at a time."""
+
+
+def separate_gradients(
+    layouts: Sequence[ChunkLayout],
+    placements: Sequence[ChunkPlacement],
+    world_size: int,
+    sent_dtype: torch.dtype | None,
+) -> tuple[list[int], list[int]]:
+    """Return the bytes of each chunk's whole gradients in separate memory, and of those that are sent."""
+    whole, sent = [], []
+    for layout, place in zip(layouts, placements, strict=True):
+        numel = layout.numel * layout.is_trained
+        dtype = layout.master_dtype if world_size == 1 else layout.dtype
+        whole.append(numel * dtype.itemsize * place.is_resident(world_size))
+        width = 0 if sent_dtype is None else sent_dtype.itemsize
+        sent.append(numel * width * (width > layout.dtype.itemsize))
+    return whole, sent
 
 
 def whole_gradient_bytes(layouts: Sequence[ChunkLayout]) -> int:

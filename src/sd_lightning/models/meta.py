@@ -41,9 +41,9 @@ def meta_batch(
 
 
 def meta_conditioning(model: LatentDiffusion, batch: Mapping[str, Any], dtype: torch.dtype) -> Conditioning:
-    """Return the conditioning of a model on the meta device as frozen text encoders give it: without a graph."""
+    """Return the conditioning of a batch on the meta device as frozen text encoders give it: without a graph."""
     with torch.no_grad():
-        made = model.condition(model.text_encoders, batch)
+        made = model.condition(meta_networks(model, tuple(model.text_encoders)), batch)
     return map_conditioning(made, lambda tensor: torch.empty_like(tensor, dtype=dtype))
 
 

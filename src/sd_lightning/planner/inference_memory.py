@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_batch, meta_networks
-from sd_lightning.planner.memory_trace import peak_bytes
+from sd_lightning.planner.recording import record
 from sd_lightning.quantization.layers import Int8Linear, int8_layers, to_int8
 
 
@@ -42,7 +41,7 @@ def inference_bytes(
     counted = model.networks if dtype is None else twins  # only the live networks have LoRA weights
     weights = sum(map(weight_bytes, counted.values()))
     with torch.no_grad():
-        return weights, weights + max(map(peak_bytes, _calls(model, twins, height, width, batch_size)))
+        return weights, weights + max(record(call).peak() for call in _calls(model, twins, height, width, batch_size))
 
 
 def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Module:
@@ -66,15 +65,25 @@ def _twin(model: LatentDiffusion, name: str, dtype: torch.dtype | None) -> nn.Mo
 
 def _calls(
     model: LatentDiffusion, twins: Mapping[str, nn.Module], height: int, width: int, batch_size: int
-) -> Iterator[Callable[[], Any]]:
+) -> Iterator[Callable[[], None]]:
     """Yield a pipeline's calls of text encoders, denoiser and VAE decoder; inputs stay alive as in a pipeline."""
     family, vae = model.family, twins["vae"]
     denoiser = twins[family.denoiser]
     rows, dtype = 2 * batch_size, next(denoiser.parameters()).dtype  # guidance: with the caption and without
     batch = meta_batch(model, rows, height=height, width=width)
     latents = batch["latents"].to(dtype)
-    yield lambda: model.condition(twins, batch)
+
+    def encode() -> None:
+        model.condition(twins, batch)
+
+    def denoise() -> None:
+        family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
+
+    def decode() -> None:
+        vae.decode(decoded)  # type: ignore[operator]
+
+    yield encode
     conditioning = model.condition(twins, batch)
-    yield lambda: family.denoise(denoiser, latents, torch.empty((), device="meta"), conditioning)
+    yield denoise
     decoded = latents[:batch_size].to(next(vae.parameters()).dtype)
-    yield lambda: vae.decode(decoded)  # type: ignore[operator]
+    yield decode

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,31 +20,53 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 NEVER = 2**62
+PRIME = 1009
+"""Batch size of recordings that hold for all others: no layer has a multiple of it as its width."""
+ROUNDING = 512
+"""CUDA's caching allocator rounds every block up to a multiple of this, bytes."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number that is affine in the batch size."""
+
+    constant: int = 0
+    per_sample: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.constant + other.constant, self.per_sample + other.per_sample)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operator does with inputs of certain shapes."""
+
+    name: str
+    """Its name without overload: "addmm", "convolution"."""
+    flops: Amount
+    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
+    moved: Amount
+    """Bytes of its inputs and outputs; 0 if it only allocates."""
+    dtype: torch.dtype
+    """Of its largest floating-point tensor."""
 
 
 @dataclass
 class Operation:
-    """One call of an aten operator."""
+    """One call of an aten operator; views are no operations."""
 
-    name: str
-    """Its name without overload: "addmm", "convolution"."""
+    cost: Cost
     block: str
     """The repeated block that it belongs to, also in backward; "" outside of blocks."""
     is_backward: bool
     """Whether it ran in the backward pass, as a gradient or a recomputation."""
-    flops: int
-    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
-    moved: int
-    """Bytes of its inputs and outputs; 0 for views."""
-    dtype: torch.dtype
-    """Of its largest floating-point tensor."""
 
 
 @dataclass
 class Buffer:
     """A storage that an operation allocated."""
 
-    size: int
+    size: Amount
     """Bytes, not rounded."""
     born: int
     """Index of the operation that allocated it."""
@@ -61,6 +84,30 @@ class Recording:
     operations: list[Operation] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
 
+    def peak(self) -> int:
+        """Return the most bytes that are allocated at once, rounded as CUDA's allocator rounds."""
+        sizes = np.array([each.size.constant for each in self.buffers], np.int64)
+        return int(live_bytes(*self.spans(), rounded(sizes)).max(initial=0))
+
+    def spans(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return the first operation with each buffer, the first without it, and the number of operations."""
+        count = len(self.operations)
+        born = np.array([each.born for each in self.buffers], np.int64)
+        return born, np.minimum(np.array([each.freed for each in self.buffers], np.int64), count), count
+
+
+def rounded(sizes: np.ndarray) -> np.ndarray:
+    """Round bytes up as CUDA's caching allocator does."""
+    return -(-sizes // ROUNDING) * ROUNDING
+
+
+def live_bytes(born: np.ndarray, freed: np.ndarray, count: int, sizes: np.ndarray) -> np.ndarray:
+    """Return the bytes of the buffers that exist during each of ``count`` operations."""
+    changes = np.zeros(count + 1, np.int64)
+    np.add.at(changes, born, sizes)
+    np.add.at(changes, freed, -sizes)
+    return changes.cumsum()[:-1]
+
 
 def record(
     step: Callable[[], Tensor | None],
@@ -68,6 +115,7 @@ def record(
     blocks: Mapping[str, nn.Module] | None = None,
     parameters: Iterable[Tensor] = (),
     autocast: torch.dtype | None = None,
+    batch_size: int | None = None,
 ) -> Recording:
     """Run a computation on meta tensors, and its backward pass if it returns a loss.
 
@@ -78,18 +126,21 @@ def record(
         step: Computes a loss, or nothing.
         blocks: Modules by name, to which operations and storages are attributed.
         parameters: Those whose gradients are followed.
+        batch_size: A prime number of samples that divides no other dimension, such as :data:`PRIME`. Sizes that it
+            divides are proportional to the batch. Without it, all are constant.
         autocast: Dtype of matrix products, convolutions and attention, as ``torch.autocast("cuda")`` would choose; None
             leaves dtypes as they are.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(batch_size)
     hooks = recorder.follow(blocks or {}, parameters)
     try:
         with _Functions(autocast) as functions, recorder:
             loss = step()
             functions.forget_casts()
             if loss is not None:
-                # Not loss.backward(): function modes are off inside of a method of a tensor.
-                torch.autograd.backward([loss])
+                # Not loss.backward(): no function mode is active inside of it, so none would see a recomputation.
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
     finally:
         for hook in hooks:
             hook.remove()
@@ -97,28 +148,69 @@ def record(
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operation, and when each storage was allocated and freed."""
+    """Notes every operation, and when each storage was allocated and freed.
 
-    def __init__(self) -> None:
+    The meta device computes the shapes of results in Python, slowly. Blocks repeat, so results are remembered.
+    """
+
+    def __init__(self, batch_size: int | None) -> None:
         super().__init__()
         self.recording = Recording()
+        self._batch_size = batch_size
         self._live: dict[int, tuple[Any, Buffer]] = {}
         self._entered: list[str] = []
         # Nodes of the autograd graph are numbered in the order of the forward pass: from which number on which block.
         self._numbers, self._blocks = [-1], [""]
+        self._known: dict[Any, tuple[Any, Cost]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
-        result = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        block, index = self._block(), len(self.recording.operations)
-        old = {t.untyped_storage()._cdata for t in given}
-        new = [t for t in made if t.untyped_storage()._cdata not in old]
-        self.recording.operations.append(_operation(func, args, kwargs or {}, result, given, made, new, block))
-        for tensor in new:
-            self._allocate(tensor, index, block)
+        kwargs = kwargs or {}
+        if func in _UNSAFE_VIEWS or _is_view(func):
+            return func(*args, **kwargs)
+        is_mutable = func._schema.is_mutable
+        key = None if is_mutable else _key(func, args, kwargs)
+        if key is not None and key in self._known:
+            made, cost = self._known[key]
+            result = _remade(made)
+        else:
+            result = func(*args, **kwargs)
+            cost = self._cost(func, args, kwargs, result)
+            if key is not None:
+                self._known[key] = result, cost
+                result = _remade(result)
+        index, block = len(self.recording.operations), self._block()
+        self.recording.operations.append(Operation(cost, block, torch._C._current_graph_task_id() != -1))
+        if not is_mutable:
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, Tensor):
+                    self._allocate(tensor, index, block)
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+            # The kernel sums the query's gradient in float32, and keeps a number per row (Dao 2023, algorithm 2).
+            size = self._amount(args[1], 4) + self._amount(args[5], 4)
+            self.recording.buffers.append(Buffer(size, index, block, index + 1))
         return result
+
+    def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> Cost:
+        packet = func._overloadpacket
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        floats = [t for t in tensors if t.is_floating_point()]
+        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        moved = Amount()
+        if not packet.__name__.startswith(("empty", "new_empty")):
+            moved = sum((self._amount(tensor, tensor.element_size()) for tensor in tensors), moved)
+        dtype = max(floats, key=lambda t: t.nbytes).dtype if floats else torch.int64
+        return Cost(packet.__name__, self._share(flops), moved, dtype)
+
+    def _amount(self, tensor: Tensor, width: int) -> Amount:
+        """Return the bytes of a tensor with elements of a width."""
+        elements = self._share(tensor.numel())
+        return Amount(width * elements.constant, width * elements.per_sample)
+
+    def _share(self, count: int) -> Amount:
+        if self._batch_size is None or count % self._batch_size:
+            return Amount(count)
+        return Amount(0, count // self._batch_size)
 
     def follow(self, blocks: Mapping[str, nn.Module], parameters: Iterable[Tensor]) -> list[Any]:
         """Register hooks on blocks and parameters, and return them."""
@@ -156,7 +248,7 @@ class _Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return
-        buffer = Buffer(storage.nbytes(), index, block)
+        buffer = Buffer(self._amount(tensor, tensor.element_size()), index, block)
 
         def freed(_: Any) -> None:
             del self._live[key]
@@ -173,22 +265,42 @@ class _Recorder(TorchDispatchMode):
         parameter.grad = None
 
 
-def _operation(
-    func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor], made: list[Tensor], new: list[Tensor], block: str
-) -> Operation:
-    packet = func._overloadpacket
-    flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-    is_free = not (new or func._schema.is_mutable) or packet.__name__.startswith(("empty", "new_empty"))
-    floats = [t for t in (*given, *made) if t.is_floating_point()]
-    dtype = max(floats, key=lambda t: t.nbytes).dtype if floats else torch.int64
-    return Operation(
-        name=packet.__name__,
-        block=block,
-        is_backward=torch._C._current_graph_task_id() != -1,
-        flops=flops,
-        moved=0 if is_free else sum(t.nbytes for t in (*given, *made)),
-        dtype=dtype,
-    )
+_UNSAFE_VIEWS = frozenset((torch.ops.aten._unsafe_view.default,))
+"""Operators that return views although their schemas do not say so."""
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Return whether an operator returns views of its inputs, and changes nothing."""
+    schema = func._schema
+    return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what the shapes of an operator's results depend on; None if that cannot be compared."""
+    try:
+        key = func, _signature(args), _signature(tuple(kwargs.items()))
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(_signature(each) for each in value)
+    return type(value), value
+
+
+def _remade(result: Any) -> Any:
+    """Return new tensors like the results of an operator."""
+    if isinstance(result, Tensor):
+        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    if isinstance(result, tuple | list):
+        return type(result)(_remade(each) for each in result)
+    return result
 
 
 _LOW_PRECISION = frozenset(

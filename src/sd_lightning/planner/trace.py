@@ -1,4 +1,4 @@
-"""A training step as allocations and operations that are affine in the batch size, so that one trace serves all sizes.
+"""A computation as allocations and operations that are affine in the batch size: one recording serves all sizes.
 
 A line through the peaks of two batch sizes mispredicts others by half: the peak moves from one operation to another.
 Each single allocation is affine, though, and the peak is that of their sum.
@@ -6,68 +6,61 @@ Each single allocation is affine, though, and the peak is that of their sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from sd_lightning._errors import UsageError
-from sd_lightning.planner.recording import NEVER, Operation, Recording
-
-ROUNDING = 512
-"""CUDA's caching allocator rounds every block up to a multiple of this, bytes."""
-SIZES = (2, 3)
-"""Batch sizes that are recorded; 1 makes some tensors contiguous that are not at other sizes."""
+from sd_lightning.planner.recording import Amount, Recording, live_bytes, rounded
 
 
 @dataclass(frozen=True)
-class Affine:
+class Amounts:
     """One value per item, affine in the batch size."""
 
     constant: np.ndarray
-    slope: np.ndarray
+    per_sample: np.ndarray
 
     @classmethod
-    def through(cls, small: np.ndarray, large: np.ndarray) -> Affine:
-        """Return the line through the values at the two recorded sizes."""
-        slope = (large - small) // (SIZES[1] - SIZES[0])
-        return cls(small - SIZES[0] * slope, slope)
+    def of(cls, amounts: Iterable[Amount]) -> Amounts:
+        pairs = np.array([(each.constant, each.per_sample) for each in amounts], np.int64).reshape(-1, 2)
+        return cls(pairs[:, 0], pairs[:, 1])
 
     def at(self, batch_size: int) -> np.ndarray:
-        return self.constant + batch_size * self.slope
+        return self.constant + batch_size * self.per_sample
 
 
 class Trace:
-    """The operations and allocations of a computation at any batch size."""
+    """The operations and allocations of a computation at any batch size.
 
-    def __init__(self, recorded: Callable[[int], Recording]) -> None:
-        """Record a computation at two batch sizes.
+    Args:
+        recording: Made with a prime batch size, or with constant sizes.
+    """
 
-        Args:
-            recorded: Batch size -> recording.
-
-        Raises:
-            UsageError: The computation differs between batch sizes in more than the sizes of its tensors.
-        """
-        small, large = map(recorded, SIZES)
-        names = [[each.name for each in recording.operations] for recording in (small, large)]
-        if names[0] != names[1] or len(small.buffers) != len(large.buffers):
-            raise UsageError(
-                f"planner: a step calls {len(names[0])} operations at batch size {SIZES[0]} and {len(names[1])} at "
-                f"{SIZES[1]}; expected a model that computes the same for every sample"
-            )
-        self.operations: list[Operation] = small.operations
-        self.buffers = small.buffers
-        self.born = np.array([each.born for each in small.buffers])
-        self.freed = np.minimum([each.freed for each in small.buffers], len(small.operations))
-        self.size = self._affine(small.buffers, large.buffers, "size")
-        self.flops = self._affine(small.operations, large.operations, "flops")
-        self.moved = self._affine(small.operations, large.operations, "moved")
-
-    @staticmethod
-    def _affine(small: list, large: list, name: str) -> Affine:
-        return Affine.through(*(np.array([getattr(each, name) for each in side], np.int64) for side in (small, large)))
+    def __init__(self, recording: Recording) -> None:
+        self.operations, self.buffers = recording.operations, recording.buffers
+        self.born, self.freed, self._count = recording.spans()
+        self._size = Amounts.of(each.size for each in self.buffers)
+        self.flops = Amounts.of(each.cost.flops for each in self.operations)
+        self.moved = Amounts.of(each.cost.moved for each in self.operations)
+        self.is_backward = np.array([each.is_backward for each in self.operations], bool)
+        self.is_gradient = np.array([each.gradient_of is not None for each in self.buffers], bool)
 
     def sizes(self, batch_size: int) -> np.ndarray:
         """Return the bytes of each buffer, rounded as the allocator rounds."""
-        return -(-self.size.at(batch_size) // ROUNDING) * ROUNDING
+        return rounded(self._size.at(batch_size))
+
+    def live(self, batch_size: int) -> np.ndarray:
+        """Return the bytes that are allocated during each operation."""
+        return live_bytes(self.born, self.freed, self._count, self.sizes(batch_size))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of all trained weights."""
+        return int(self._size.constant[self.is_gradient].sum())
+
+    def ready(self) -> np.ndarray:
+        """Return the part of the trained weights whose gradients have been ready before each operation, 0 to 1."""
+        sizes = np.where(self.is_gradient, self._size.constant, 0)
+        born, never = self.freed.clip(max=self._count - 1), np.full_like(self.freed, self._count)
+        return live_bytes(born, never, self._count, sizes) / max(self.gradient_bytes, 1)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.planner.footprint import Footprint, Workload, replicated
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import TrainingState
 
@@ -70,6 +71,14 @@ class EngineStrategy:
         assert strategy.lightning_module is not None
         parameters = {n: p for n, p in strategy.lightning_module.named_parameters() if p.requires_grad}
         return ReplicatedState(parameters, strategy.optimizers, rank=strategy.global_rank)
+
+    def footprint(self, workload: Workload) -> Footprint | None:
+        """Return the memory that one process takes for the trained weights; needs no device and no trainer.
+
+        Returns:
+            None if it depends on measurements in the run.
+        """
+        return replicated(workload)
 
     def statistics(self) -> dict[str, Any]:
         """Return the engine's counters by name: bytes per memory tier, bytes moved, hits and evictions."""

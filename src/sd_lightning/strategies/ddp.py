@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.planner.footprint import Footprint, Holding, When, Workload, replicated
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.processes.group import WatchedProcesses, timeout_of
 from sd_lightning.strategies.restoring import put_together
@@ -45,6 +47,7 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
 
         if bucket_cap_mb < 1:
             raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
+        self._has_views = gradient_as_bucket_view
         hooks = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         if compression not in hooks:
             raise UsageError(f"DDPStrategy got compression={compression!r}; expected one of {', '.join(hooks)}")
@@ -56,6 +59,17 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
             ddp_comm_hook=hooks[compression],
             timeout=timeout_of("DDPStrategy", timeout_seconds),
         )
+
+    @override
+    def footprint(self, workload: Workload) -> Footprint:
+        """Count the buckets, which DDP keeps, and replaces by others after the first step."""
+        found = replicated(workload, buckets=self._has_views)
+        gradients = workload.lightning_dtype.itemsize * sum(weight.numel for weight in workload.trained)
+        buckets = [Holding("new buckets", gradients, When.UPDATE)]
+        if not self._has_views:
+            buckets.append(Holding("buckets", gradients))
+        sent = 2 * gradients if self._ddp_comm_hook is None else 2 * gradients * 2 // workload.lightning_dtype.itemsize
+        return replace(found, device=[*found.device, *buckets], traffic=replace(found.traffic, reduced_once=sent))
 
     @override
     def setup_environment(self) -> None:

@@ -22,8 +22,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.eight_bit import is_eight_bit
 from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.strategies.fsdp_footprint import footprint_of
 from sd_lightning.strategies.networks import (
     blocks_of,
     configured_optimizers,
@@ -89,6 +91,10 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
                     f"{type(optimizer).__name__} cannot step the shards of FSDP2: its kernels do not know distributed "
                     "tensors; choose optimizer=adamw, or strategy=gemini or ddp"
                 )
+
+    @override
+    def footprint(self, workload: Workload) -> Footprint:
+        return footprint_of(self, workload)
 
     @property
     @override

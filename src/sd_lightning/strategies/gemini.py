@@ -21,7 +21,9 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.gemini.networks import Reader
 from sd_lightning.models.families.blocks import execution_position
+from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.strategies.gemini_footprint import footprint_of
 from sd_lightning.strategies.gemini_precision import GeminiPrecision, engine_optimizer
 from sd_lightning.strategies.gemini_state import GeminiState
 from sd_lightning.strategies.networks import (
@@ -73,6 +75,11 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         """The engine of the current or the last run."""
         assert self._engine is not None
         return self._engine
+
+    @override
+    def footprint(self, workload: Workload) -> Footprint | None:
+        networks = list(dict.fromkeys(weight.name.partition(".")[0] for weight in workload.weights))
+        return footprint_of(self.config, workload, partial(_position, networks))
 
     @override
     def _engine_precision(self, plugin: Precision) -> Precision:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.models.families.blocks import enable_gradient_checkpointing, repeated_blocks
 
 log = logging.getLogger(__name__)
 
@@ -84,16 +84,3 @@ def _compile_blocks(network: nn.Module) -> None:
 
 def _call(block: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return compiled(*args, **kwargs) if block.training else block._call_impl(*args, **kwargs)
-
-
-def enable_gradient_checkpointing(network: Any) -> None:
-    """Recompute the activations of every block of a network in backward."""
-    if hasattr(network, "enable_gradient_checkpointing"):  # diffusers
-        network.enable_gradient_checkpointing()
-    elif hasattr(network, "gradient_checkpointing_enable"):  # transformers
-        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        raise UsageError(
-            f"gradient_checkpointing=true: {type(network).__name__} has no blocks that can be checkpointed; "
-            "set gradient_checkpointing=false"
-        )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
+from sd_lightning._errors import UsageError
 from sd_lightning.models.families import FAMILIES
 
 
@@ -50,6 +53,19 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
         for name, module in modules.items()
         if not any(name.startswith(other + ".") for other in modules if other != name)
     }
+
+
+def enable_gradient_checkpointing(network: Any) -> None:
+    """Recompute the activations of every block of a network in backward."""
+    if hasattr(network, "enable_gradient_checkpointing"):  # diffusers
+        network.enable_gradient_checkpointing()
+    elif hasattr(network, "gradient_checkpointing_enable"):  # transformers
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        raise UsageError(
+            f"gradient_checkpointing=true: {type(network).__name__} has no blocks that can be checkpointed; "
+            "set gradient_checkpointing=false"
+        )
 
 
 def execution_position(name: str) -> tuple[int, ...]:

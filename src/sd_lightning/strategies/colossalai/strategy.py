@@ -15,9 +15,11 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
+from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.strategies.base import is_in_colossalai_chunk
 from sd_lightning.strategies.colossalai import probe
 from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
+from sd_lightning.strategies.colossalai.footprint import footprint_of
 from sd_lightning.strategies.colossalai.precision import ColossalAIPrecision
 from sd_lightning.strategies.colossalai.refusals import DTYPES, check_optimizers, check_run
 from sd_lightning.strategies.colossalai.settings import WHO, ColossalAIConfig, Policy, config_of
@@ -71,6 +73,10 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
         check_optimizers(configured_optimizers(module))
         if is_first_process():
             probe.require_engine(timeout_seconds=self._build_timeout)
+
+    @override
+    def footprint(self, workload: Workload) -> Footprint | None:
+        return footprint_of(self.config, workload)
 
     @override
     def _engine_precision(self, plugin: Precision) -> Precision:

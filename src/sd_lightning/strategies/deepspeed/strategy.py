@@ -21,10 +21,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import build
+from sd_lightning.strategies.deepspeed.footprint import footprint_of
 from sd_lightning.strategies.deepspeed.host_checkpointing import checkpoint_on_host, checkpointed_blocks
 from sd_lightning.strategies.deepspeed.load import (
     ReadRange,
@@ -89,6 +91,10 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.settings.check(trainer, module)
+
+    @override
+    def footprint(self, workload: Workload) -> Footprint:
+        return footprint_of(self.settings, workload)
 
     @override
     def _engine_precision(self, plugin: Precision) -> Precision:

@@ -1,0 +1,234 @@
+"""The planning program: a table of strategies with their predicted memory, time and cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sd_lightning import _conf
+from sd_lightning._errors import UsageError
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner import plan
+from sd_lightning.planner.candidates import Candidate
+from sd_lightning.planner.devices import Device, device_names, load_device
+from sd_lightning.planner.forecast import GB
+from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.search import Cluster, Plan, Plans
+from sd_lightning.storage.atomic import new_file
+from sd_lightning.strategies import engine_of
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def run(cfg: DictConfig) -> int:
+    """Print the plans, and write them to ``output``.
+
+    Returns:
+        Exit code: 0 if a plan fits, 1 if none does.
+    """
+    check(cfg)
+    device = device_of(cfg.gpu)
+    price = device.price_per_hour if cfg.price is None else cfg.price
+    started = time.perf_counter()
+    model = described(cfg)
+    training = run_of(cfg, model)
+    found = plan(
+        model,
+        device,
+        cfg.gpus,
+        run=training,
+        host_memory=None if cfg.host_gb is None else int(cfg.host_gb * GB),
+        batch_size=cfg.data.batch_size,
+        checkpointing=cfg.speed.gradient_checkpointing,
+        candidates=None if cfg.get("strategy") is None else [chosen(cfg)],
+        tf32=cfg.speed.allow_tf32,
+    )
+    print(*table(found, title(cfg, training, found.cluster), images=cfg.images, price=price), sep="\n")
+    if cfg.output is not None:
+        with new_file(Path(cfg.output)) as path:
+            path.write_text(json.dumps(as_json(found, price), indent=1), encoding="utf-8")
+        print(f"written to {cfg.output} after {time.perf_counter() - started:.1f} s")
+    return 0 if found.best else 1
+
+
+def check(cfg: DictConfig) -> None:
+    """Check what no constructor sees.
+
+    Raises:
+        UsageError: A number is not positive, or the output is no JSON file.
+    """
+    for name, example in (("images", "1e6"), ("price", "2.5"), ("host_gb", "64")):
+        if cfg[name] is not None and not cfg[name] > 0:
+            raise UsageError(f"plan got {name}={cfg[name]}; expected a number above 0; write {name}={example}")
+    resolution = cfg.data.resolution
+    if resolution is not None and (resolution < 8 or resolution % 8):
+        raise UsageError(f"plan got data.resolution={resolution}; expected a multiple of 8 pixels, e.g. 512")
+    if cfg.output is not None and not cfg.output.endswith(".json"):
+        raise UsageError(f"plan got output={cfg.output}; expected a file that ends with .json; write output=plan.json")
+
+
+def device_of(name: str | None) -> Device:
+    """Return the device table by name, or that of this machine's GPU.
+
+    Raises:
+        UsageError: There is no such table, or no GPU here.
+    """
+    folder = Path(_conf.config_dir(), "device")
+    if name is not None:
+        return load_device(name, folder)
+    known = ", ".join(device_names(folder))
+    if not torch.cuda.is_available():
+        raise UsageError(f"plan got no gpu, and this machine has none; write gpu=<name>, one of {known}")
+    here = torch.cuda.get_device_name()
+    devices = [load_device(each, folder) for each in device_names(folder)]
+    found = next((device for device in devices if device.name == here), None)
+    if found is None:
+        raise UsageError(
+            f"plan has no table for this machine's {here}; write gpu=<name>, one of {known}, or a YAML file"
+        )
+    return found
+
+
+def described(cfg: DictConfig) -> LatentDiffusion:
+    """Return the model without weights."""
+    if cfg.model.get("pretrained") is None:
+        return LatentDiffusion.build(cfg.model.architecture, device="meta")
+    return LatentDiffusion.describe(cfg.model.pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
+
+
+def run_of(cfg: DictConfig, model: LatentDiffusion) -> TrainingRun:
+    """Return the settings of the run; batch size, accumulation and checkpointing are chosen by the search."""
+    return TrainingRun(
+        batch_size=1,
+        resolution=cfg.data.resolution or model.resolution,
+        precision=cfg.trainer.precision,
+        train_text_encoder=cfg.module.train_text_encoder,
+        lora=_conf.instantiate(cfg.get("lora")),
+        optimizer=_conf.instantiate(cfg.optimizer),
+        encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
+        averages=cfg.ema,
+        encodes=cfg.encoders != "none",
+        cache_latents=cfg.encoders != "all",
+        offload_encoders=cfg.module.offload_encoders,
+    )
+
+
+def chosen(cfg: DictConfig) -> Candidate:
+    """Return the strategy of the command line."""
+    from omegaconf import OmegaConf
+
+    own = sorted(key for key in _conf.overridden_keys() if key.startswith("strategy."))
+    settings = {key.removeprefix("strategy."): OmegaConf.select(cfg, key) for key in own}
+    return Candidate(cfg.strategy_name, lambda **_: engine_of(_conf.instantiate(cfg.strategy)), settings)
+
+
+def title(cfg: DictConfig, training: TrainingRun, cluster: Cluster) -> str:
+    """Return the first line of the table."""
+    what = "all weights" if training.lora is None else f"LoRA of rank {training.lora.rank}"
+    optimizer = str(cfg.optimizer["_target_"]).rpartition(".")[2]
+    size = training.resolution
+    return (
+        f"{cfg.model.get('pretrained') or cfg.model.architecture} at {size} x {size}, {what}, {training.precision}, "
+        f"{optimizer}, on {cluster.count} x {cluster.device.name} ({cluster.device.memory_gib:g} GiB, with "
+        f"{cluster.host / GB:.0f} GB of host memory each)"
+    )
+
+
+def table(found: Plans, first: str, *, images: float | None, price: float | None) -> list[str]:
+    """Return the plans as lines of text."""
+    count = found.cluster.count
+    header = ["strategy", "batch", "recompute", "GPU GB", "host GB", "s/step", "img/s"]
+    header += ["$/million"] * (price is not None) + ["days"] * (images is not None)
+    header += ["dollars"] * (images is not None and price is not None)
+    rows = [header, *(_row(each, images, price) for each in found.best)]
+    lines = [first, "", *_aligned(rows)] if found.best else [first, "", "nothing fits"]
+    if found.best:
+        fastest = found.best[0]
+        lines += ["", f"fastest: {' '.join(fastest.options())}", *(f"  {line}" for line in fastest.memory.lines())]
+    if found.too_large:
+        lines += ["", "do not fit, with the smallest batch:"]
+        lines += _aligned([_row_too_large(each) for each in found.too_large])
+    lines += [f"not considered: {reason}" for reason in found.missing]
+    source = found.speeds.source
+    lines += [
+        "",
+        f"GB are predicted from shapes; seconds are {source}" + (", from the data sheet" * (source == "assumed")),
+    ]
+    if count > 1:
+        lines.append(f"batch: samples on all {count} GPUs, in micro-batches per GPU")
+    return lines
+
+
+def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
+    run = each.run
+    parts = f"{each.cluster.count} x {run.batch_size}" if each.cluster.count > 1 else f"{run.batch_size}"
+    row = [
+        " ".join(each.candidate.options).replace("strategy=", "").replace("strategy.", ""),
+        f"{parts} x {run.accumulate}" if run.accumulate > 1 else parts,
+        "yes" if run.gradient_checkpointing else "no",
+        f"{each.memory.device / GB:.1f}",
+        f"{each.memory.host / GB:.1f}",
+        f"{each.time.total:.3g}",
+        f"{each.images_per_second:.3g}",
+    ]
+    days = None if images is None else images / each.images_per_second / 86400
+    if price is not None:
+        row.append(f"{each.dollars_per_million(price):,.2f}")
+    if days is not None:
+        row.append(f"{days:,.1f}")
+    if images is not None and price is not None:
+        row.append(f"{each.dollars_per_million(price) * images / 1e6:,.0f}")
+    return row
+
+
+def _row_too_large(each: Plan) -> list[str]:
+    name = " ".join(each.candidate.options).replace("strategy=", "").replace("strategy.", "")
+    device = each.memory.device - each.cluster.device.memory
+    host = each.memory.host - each.cluster.host
+    lacking = [f"{size / GB:.1f} GB of {where}" for size, where in ((device, "GPU"), (host, "host")) if size > 0]
+    return [f"  {name}", f"needs {' and '.join(lacking)} memory more"]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
+
+
+def as_json(found: Plans, price: float | None) -> dict[str, Any]:
+    """Return the plans as numbers and strings."""
+
+    def one(each: Plan) -> dict[str, Any]:
+        return {
+            "options": list(each.options()),
+            "fits": each.fits,
+            "micro_batch": each.run.batch_size,
+            "accumulate": each.run.accumulate,
+            "global_batch": each.global_batch,
+            "gradient_checkpointing": each.run.gradient_checkpointing,
+            "device_bytes": {phase.name: dict(phase.parts) for phase in each.memory.on_device},
+            "host_bytes": {phase.name: dict(phase.parts) for phase in each.memory.on_host},
+            "device_peak": each.memory.device,
+            "host_peak": each.memory.host,
+            "seconds": {**vars(each.time), "step": each.time.total},
+            "images_per_second": each.images_per_second,
+            "dollars_per_million": None if price is None else each.dollars_per_million(price),
+        }
+
+    return {
+        "device": found.cluster.device.name,
+        "count": found.cluster.count,
+        "speeds": found.speeds.source,
+        "plans": [one(each) for each in found.best],
+        "too_large": [one(each) for each in found.too_large],
+        "not_considered": list(found.missing),
+    }

@@ -1,0 +1,47 @@
+"""The strategies that the planner compares; :mod:`sd_lightning.strategies` registers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sd_lightning.planner.footprint import Footprint, Workload
+
+
+class HasFootprint(Protocol):
+    """A strategy, as the planner sees it."""
+
+    def footprint(self, workload: Workload) -> Footprint | None: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with settings."""
+
+    strategy: str
+    """Its name on the command line: ``strategy=<name>``."""
+    build: Callable[..., HasFootprint]
+    """Settings -> strategy; raises UsageError if a package is missing."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that differ from the name's defaults."""
+    processes: tuple[int, int | None] = (1, None)
+    """Least number of processes with which it divides anything, and the largest."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return the command line that chooses it."""
+        return (f"strategy={self.strategy}", *(f"strategy.{name}={value}" for name, value in self.settings.items()))
+
+    def suits(self, count: int) -> bool:
+        """Return whether it is for this number of processes."""
+        least, most = self.processes
+        return least <= count and (most is None or count <= most)
+
+    def footprint(self, workload: Workload) -> Footprint | None:
+        """Return what it holds; see :meth:`sd_lightning.strategies.EngineStrategy.footprint`."""
+        return self.build(**self.settings).footprint(workload)
+
+
+CANDIDATES: list[Candidate] = []
+"""The simplest first: of two that are equally fast, the planner takes the first."""

@@ -1,0 +1,103 @@
+"""Device tables: the memory, speed and price of GPUs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sd_lightning._errors import UsageError
+
+GIB = 2**30
+DTYPES = ("float32", "tf32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU; the figures of the tables that ship are the makers', not measurements."""
+
+    name: str
+    """As the driver calls it: "NVIDIA H100 80GB HBM3"."""
+    memory_gib: float
+    host_memory_gib: float
+    """Host memory per GPU."""
+    peak_tflops: Mapping[str, float]
+    """By name of :data:`DTYPES`: 10**12 floating-point operations per second."""
+    memory_gb_per_s: float
+    pcie_gb_per_s: float
+    """To and from host memory, each way."""
+    link_gb_per_s: float | None = None
+    """Between GPUs of a machine, each way; None: over PCIe."""
+    price_per_hour: float | None = None
+    """Dollars per GPU."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        return int(self.memory_gib * GIB)
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes."""
+        return int(self.host_memory_gib * GIB)
+
+
+def device_names(folder: str | Path) -> list[str]:
+    """Return the names of the tables in a folder."""
+    return sorted(path.stem for path in Path(folder).glob("*.yaml"))
+
+
+def load_device(name: str, folder: str | Path) -> Device:
+    """Return a device by the name of its table, or from a YAML file of the user's own.
+
+    Args:
+        name: "rtx-3060", or the path of a file.
+        folder: The tables that ship.
+
+    Raises:
+        UsageError: There is no such table, or it lacks a value.
+    """
+    file = Path(name) if name.endswith((".yaml", ".yml")) else Path(folder, f"{name.lower()}.yaml")
+    if not file.is_file():
+        known = device_names(folder)
+        near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4) or known
+        raise UsageError(
+            f"gpu={name}: no such GPU; the nearest are {', '.join(near)}. For another one, copy "
+            f"conf/device/{near[0]}.yaml, change its figures, and write gpu=<that file>"
+        )
+    try:
+        read = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UsageError(f"gpu={name}: {file} is not YAML: {str(error).splitlines()[0]}; mend the file") from error
+    return device_of(read, f"gpu={name}")
+
+
+def device_of(values: Any, who: str) -> Device:
+    """Return a device from the values of a table.
+
+    Raises:
+        UsageError: A value is missing, unknown or not positive.
+    """
+    known = [field.name for field in fields(Device)]
+    if not isinstance(values, dict):
+        raise UsageError(f"{who}: holds a {type(values).__name__}; expected the keys {', '.join(known)}")
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1) or ["one of " + ", ".join(known)]
+            raise UsageError(f"{who}: {key} is no key of a device table; expected {near[0]}")
+    for field in fields(Device):
+        if field.name not in values and field.name not in ("link_gb_per_s", "price_per_hour"):
+            raise UsageError(f"{who}: {field.name} is missing; copy it from a table of conf/device")
+    peaks = values["peak_tflops"]
+    missing = [name for name in DTYPES if name not in peaks] if isinstance(peaks, dict) else list(DTYPES)
+    if missing:
+        raise UsageError(f"{who}: peak_tflops has no {missing[0]}; expected {', '.join(DTYPES)}")
+    numbers = {**{k: v for k, v in values.items() if k not in ("name", "peak_tflops")}, **peaks}
+    for key, value in numbers.items():
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise UsageError(f"{who}: {key}={value}; expected a number above 0")
+    return Device(**values)

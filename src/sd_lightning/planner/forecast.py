@@ -1,0 +1,267 @@
+"""Forecast of the device and host memory of a training run, without allocating it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
+from sd_lightning.planner.passes import drawing_peak, encoding_peak, trained_networks, training_pass, weights_of
+from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.trace import Trace
+
+GB = 1e9
+DEVICE_ALLOWANCE = int(0.6 * GB)
+"""Assumed, not measured: the CUDA context, workspaces of cuBLAS and cuDNN, NCCL's buffers, and fragmentation."""
+HOST_ALLOWANCE = int(2.0 * GB)
+"""Assumed, not measured: Python, torch and the CUDA libraries in host memory."""
+_FLOAT_BYTES = 4
+_SLICE_BYTES = 3 * 16 * 2**20
+"""Buffers that stream a checkpoint to disk."""
+
+Parts = Mapping[str, int]
+"""Bytes by kind."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The memory of one process in a part of a run, at its peak."""
+
+    name: str
+    """For tables: "a training step", "the optimizer's step", …"""
+    parts: Parts
+    where: str = ""
+    """The moment of the peak: "at 61 % of the step, in unet.up_blocks.3.resnets.0"."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
+
+    def line(self) -> str:
+        """Return its parts as text, the largest first."""
+        largest = sorted(self.parts.items(), key=lambda part: -part[1])
+        told = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in largest if size >= 0.005 * GB)
+        return f"{self.nbytes / GB:5.2f} GB in {self.name}{self.where and ', '}{self.where}: {told or 'nothing'}"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted memory of one process: the phases of a run, none of which overlap."""
+
+    on_device: tuple[Phase, ...]
+    on_host: tuple[Phase, ...]
+    disk: int = 0
+    """Bytes of files that hold optimizer states."""
+
+    @property
+    def device(self) -> int:
+        """Peak of the device's memory, bytes."""
+        return self.device_phase.nbytes
+
+    @property
+    def host(self) -> int:
+        """Peak of host memory, bytes."""
+        return self.host_phase.nbytes
+
+    @property
+    def device_phase(self) -> Phase:
+        """The phase with the most device memory."""
+        return max(self.on_device, key=lambda phase: phase.nbytes)
+
+    @property
+    def host_phase(self) -> Phase:
+        """The phase with the most host memory."""
+        return max(self.on_host, key=lambda phase: phase.nbytes)
+
+    def lines(self) -> list[str]:
+        """Return a readable summary."""
+        found = [f"device {self.device_phase.line()}", f"host   {self.host_phase.line()}"]
+        return [*found, f"disk   {self.disk / GB:5.2f} GB of optimizer states"] if self.disk else found
+
+
+class Forecaster:
+    """Forecasts for one model and one way to train it, under any strategy and batch size.
+
+    Args:
+        model: On any device; it is not changed.
+        run: Settings of the run.
+    """
+
+    def __init__(self, model: LatentDiffusion, run: TrainingRun) -> None:
+        self.model = model
+        self.run = run
+        self._traces: dict[tuple[torch.dtype, torch.dtype | None], Trace] = {}
+        self._curves: dict[Footprint, StepCurves] = {}
+        self._drawn: dict[tuple[int, torch.dtype], int] = {}
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What a strategy is given to train."""
+        networks = trained_networks(self.model, self.run, torch.float32)
+        run = self.run
+        return Workload(weights_of(networks), run.precision, run.optimizer, run.world_size, run.accumulate > 1)
+
+    def trace(self, footprint: Footprint) -> Trace:
+        """Return the trace of a training step in a footprint's dtypes."""
+        key = footprint.dtype, footprint.autocast
+        if key not in self._traces:
+            self._traces[key] = training_pass(self.model, self.run, *key)
+        return self._traces[key]
+
+    def forecast(self, footprint: Footprint, batch_size: int | None = None) -> Forecast:
+        """Predict the memory of a run.
+
+        Args:
+            footprint: What the strategy holds: ``strategy.footprint(forecaster.workload)``.
+            batch_size: Samples per forward pass and process; the run's if not given.
+        """
+        run = self.run
+        always = _sum(held for held in footprint.device if held.when is When.ALWAYS)
+        always["allowance"] += DEVICE_ALLOWANCE
+        averaged = run.averages and not run.offload_averages
+        always["EMA"] += _FLOAT_BYTES * footprint.averaged * averaged
+        if run.encodes and not run.offload_encoders:
+            always["encoders"] += self._encoder_bytes
+        if footprint not in self._curves:
+            self._curves[footprint] = StepCurves(self.trace(footprint), footprint)
+        phases = [
+            self._curves[footprint].phase(batch_size or run.batch_size, always),
+            Phase("the optimizer's step", always + _sum(_in(footprint, When.AS_READY, When.UPDATE))),
+        ]
+        waiting = Counter({"encoders": self._encoder_bytes * run.offload_encoders})
+        if run.encodes:
+            phases.append(Phase("encoding", always + waiting + Counter(activations=self._encoding)))
+        if run.sample_batch_size:
+            drawn = self._drawing(run.sample_batch_size, footprint.dtype, run.encoder_dtype)
+            gathered = Counter({"gathered weights": footprint.drawing, "activations": drawn})
+            phases.append(Phase("drawing images", always + waiting + gathered))
+        if run.prior_batch_size:
+            phases.append(Phase("drawing class images", self._class_images))
+        return Forecast(tuple(phases), self._host_phases(footprint, waiting), footprint.disk)
+
+    def _host_phases(self, footprint: Footprint, waiting: Counter[str]) -> tuple[Phase, ...]:
+        run, model = self.run, self.model
+        kept = _sum(footprint.host) + waiting
+        in_host = footprint.averaged_on_host + footprint.averaged * run.offload_averages
+        training = Counter({"EMA": _FLOAT_BYTES * in_host * run.averages, "buffers": _SLICE_BYTES})
+        if run.cache_latents:
+            latents = math.prod(model.family.latent_shape(model.components, run.resolution, run.resolution))
+            training["cached latents"] = run.num_images * 2 * latents * _FLOAT_BYTES
+        allowance = Counter(allowance=HOST_ALLOWANCE)
+        # Encoders are read in float32; of the trained networks one weight at a time, if they are read from files.
+        whole = _FLOAT_BYTES * sum(self._numel.values())
+        frozen = _FLOAT_BYTES * sum(self._numel[name] for name in self._frozen)
+        largest = _FLOAT_BYTES * max(weight.numel for weight in self.workload.weights)
+        adapters = _FLOAT_BYTES * sum(w.numel for w in self.workload.trained) if run.lora is not None else 0
+        loading = Counter({"encoders": frozen, "weights being read": largest + adapters}) + _sum(footprint.host)
+        phases = [Phase("training", kept + training + allowance), Phase("loading", loading + allowance)]
+        if not run.from_files:
+            phases.append(Phase("loading", Counter({"the whole model": whole}) + allowance))
+        return tuple(phases)
+
+    @cached_property
+    def _frozen(self) -> list[str]:
+        """Names of the networks that only encode."""
+        trained = {weight.name.partition(".")[0] for weight in self.workload.weights}
+        return [name for name in self.model.networks if name not in trained]
+
+    @cached_property
+    def _numel(self) -> Mapping[str, int]:
+        """Number of weights by network."""
+        return {name: sum(p.numel() for p in network.parameters()) for name, network in self.model.networks.items()}
+
+    @cached_property
+    def _encoder_bytes(self) -> int:
+        return self.run.encoder_dtype.itemsize * sum(self._numel[name] for name in self._frozen)
+
+    @cached_property
+    def _encoding(self) -> int:
+        return encoding_peak(self.model, self.run)
+
+    def _drawing(self, count: int, dtype: torch.dtype, vae_dtype: torch.dtype) -> int:
+        key = count, dtype
+        if key not in self._drawn:
+            self._drawn[key] = drawing_peak(self.model, self.run, count, dtype, vae_dtype)
+        return self._drawn[key]
+
+    @cached_property
+    def _class_images(self) -> Parts:
+        """The whole model in the dtype of class images, and the activations of drawing them."""
+        model, dtype = self.model, self.run.prior_dtype
+        vae_dtype = model.family.vae_dtype(model.vae, dtype)
+        weights = sum((vae_dtype if name == "vae" else dtype).itemsize * self._numel[name] for name in model.networks)
+        drawn = drawing_peak(model, self.run, self.run.prior_batch_size, dtype, vae_dtype)
+        return {"weights": weights, "activations": drawn, "allowance": DEVICE_ALLOWANCE}
+
+
+class StepCurves:
+    """The memory of a training step under a strategy, operation by operation.
+
+    Args:
+        trace: Of the step, in the footprint's dtypes.
+        footprint: What the strategy holds.
+        holdings: Of these; by default of the device.
+    """
+
+    def __init__(self, trace: Trace, footprint: Footprint, holdings: Iterable[Holding] | None = None) -> None:
+        self.trace = trace
+        ready, is_backward = trace.ready(), trace.is_backward
+        shapes = {
+            When.FORWARD: ~is_backward,
+            When.COMPUTE: np.ones_like(ready),
+            When.BACKWARD: is_backward,
+            When.AS_READY: ready,
+            When.UNTIL_UPDATE: ready,
+            When.UNTIL_READY: 1 - ready,
+        }
+        in_block = [
+            (footprint.in_backward if operation.is_backward else footprint.in_forward).get(operation.block, 0)
+            for operation in trace.operations
+        ]
+        self.curves: dict[str, np.ndarray] = {"blocks in use": np.array(in_block)}
+        """Bytes that are held in part of the step, by kind."""
+        for held in footprint.device if holdings is None else holdings:
+            if held.when in shapes:
+                self.curves[held.kind] = self.curves.get(held.kind, 0) + held.nbytes * shapes[held.when]
+        self._sum = sum(self.curves.values(), np.zeros(len(ready)))
+
+    def total(self, batch_size: int) -> np.ndarray:
+        """Return the bytes of activations and of what is held in part of the step, for each operation."""
+        found: np.ndarray = self.trace.live(batch_size) + self._sum
+        return found
+
+    def phase(self, batch_size: int, always: Parts) -> Phase:
+        """Return the memory of the step at its peak.
+
+        Args:
+            batch_size: Samples per forward pass and process.
+            always: Bytes that are held during the whole step.
+        """
+        total = self.total(batch_size)
+        peak = int(total.argmax())
+        parts = Counter(always)
+        for kind, curve in self.curves.items():
+            parts[kind] += int(curve[peak])
+        parts["activations"] += int(total[peak] - self._sum[peak])
+        operation = self.trace.operations[peak]
+        direction = "backward" if operation.is_backward else "forward"
+        where = f"at {100 * peak / len(total):.0f} % of its operations, {direction}"
+        return Phase("a training step", +parts, where + (f" in {operation.block}" if operation.block else ""))
+
+
+def _in(footprint: Footprint, *when: When) -> Iterable[Holding]:
+    return (held for held in footprint.device if held.when in when)
+
+
+def _sum(holdings: Iterable[Holding]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for held in holdings:
+        found[held.kind] += held.nbytes
+    return found

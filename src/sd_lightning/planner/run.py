@@ -1,0 +1,56 @@
+"""The settings of a training run that its memory and time depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from sd_lightning.models.adapters.lora import Lora
+from sd_lightning.planner.footprint import OptimizerFactory
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Settings of a run, with one process per device."""
+
+    batch_size: int
+    """Samples per forward pass and process."""
+    resolution: int
+    """Side of the images, pixels."""
+    precision: str = "bf16-mixed"
+    """Lightning's name: "32-true", "bf16-mixed", "bf16-true", "16-mixed"."""
+    world_size: int = 1
+    accumulate: int = 1
+    """Forward passes per step."""
+    train_text_encoder: bool = False
+    lora: Lora | None = None
+    optimizer: OptimizerFactory = partial(torch.optim.AdamW, lr=1e-5)
+    """Parameters -> optimizer."""
+    gradient_checkpointing: bool = False
+    encoder_dtype: torch.dtype = torch.float32
+    averages: bool = False
+    """Whether an EMA of the weights is kept."""
+    offload_averages: bool = False
+    """Whether the EMA is in host memory instead of beside the master weights."""
+    encodes: bool = True
+    """Whether frozen encoders are loaded; not with latents and text embeddings from a store."""
+    offload_encoders: bool = False
+    """Whether frozen encoders are on the device only while they encode, one image at a time."""
+    cache_latents: bool = False
+    """Whether images are encoded before training instead of in each step."""
+    num_images: int = 100
+    """Images whose moments are cached in host memory with ``cache_latents``."""
+    drawn_size: tuple[int, int] | None = None
+    """Height and width of generated images, pixels; ``resolution`` if not given."""
+    vae_tiling: bool = False
+    """Whether generated images are decoded in tiles."""
+    sample_batch_size: int = 0
+    """Images generated at a time during and after training; 0 for none."""
+    prior_batch_size: int = 0
+    """Class images generated at a time before training; 0 for none."""
+    prior_dtype: torch.dtype = torch.bfloat16
+    """Dtype in which class images are generated."""
+    from_files: bool = True
+    """Whether weights are read from files tensor by tensor, not built as a whole model."""

@@ -1,0 +1,272 @@
+"""Search for the fastest plan that fits: strategy, offload fractions, checkpointing, micro-batch and accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sd_lightning._conf.folder import config_dir
+from sd_lightning._errors import UsageError
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.candidates import CANDIDATES, Candidate
+from sd_lightning.planner.devices import Device, load_device
+from sd_lightning.planner.footprint import Footprint
+from sd_lightning.planner.forecast import GB, Forecast, Forecaster
+from sd_lightning.planner.passes import encoding_recordings
+from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
+from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.trace import Trace
+
+_MOST = 4096
+"""Largest micro-batch that is considered."""
+_EQUAL = 0.01
+"""Two plans whose speeds differ by less are equally fast."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a run, of one kind, in one machine."""
+
+    device: Device
+    count: int = 1
+    host_memory: int | None = None
+    """Bytes per GPU; the device table's if not given."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"plan got gpus={self.count}; expected at least 1")
+        if self.host_memory is not None and self.host_memory <= 0:
+            raise UsageError(f"plan got host_gb={self.host_memory / GB}; expected gigabytes per GPU, above 0")
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory per GPU."""
+        return self.device.host_memory if self.host_memory is None else self.host_memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to train, with its predicted memory and time."""
+
+    candidate: Candidate
+    run: TrainingRun
+    """With the chosen micro-batch, accumulation and checkpointing."""
+    memory: Forecast
+    time: StepTime
+    cluster: Cluster
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into the memory of device and host."""
+        return self.memory.device <= self.cluster.device.memory and self.memory.host <= self.cluster.host
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step on all GPUs."""
+        return self.run.batch_size * self.run.accumulate * self.cluster.count
+
+    @property
+    def images_per_second(self) -> float:
+        return self.global_batch / self.time.total
+
+    def dollars_per_million(self, price: float) -> float:
+        """Return the dollars for a million images, given those per hour and GPU."""
+        return 1e6 / self.images_per_second / 3600 * price * self.cluster.count
+
+    def options(self) -> tuple[str, ...]:
+        """Return the command line that trains by this plan."""
+        chosen = [*self.candidate.options, f"data.batch_size={self.global_batch}"]
+        chosen += [f"trainer.accumulate_grad_batches={self.run.accumulate}"] * (self.run.accumulate > 1)
+        chosen += ["speed.gradient_checkpointing=true"] * self.run.gradient_checkpointing
+        chosen += [f"trainer.devices={self.cluster.count}"] * (self.cluster.count > 1)
+        return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The result of a search."""
+
+    best: tuple[Plan, ...]
+    """The fastest plan of each candidate that fits, the fastest first."""
+    too_large: tuple[Plan, ...]
+    """Candidates that do not fit, with a micro-batch of 1 or the smallest allowed; the smallest first."""
+    missing: tuple[str, ...]
+    """Why candidates could not be considered."""
+    speeds: Speeds
+    cluster: Cluster
+
+
+class Search:
+    """The candidates for one model and one kind of training on one cluster.
+
+    Args:
+        model: On any device; it is not changed.
+        run: Settings of the run. Its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here.
+        cluster: The GPUs.
+        speeds: What they reach; assumed from the device table if not given.
+        batch_size: Samples per optimizer step on all GPUs; if not given, the fastest.
+        checkpointing: Whether blocks are recomputed; None tries both.
+        candidates: Strategies to compare; all that are registered if not given.
+
+    Raises:
+        UsageError: The batch size cannot be divided among the GPUs.
+    """
+
+    def __init__(
+        self,
+        model: LatentDiffusion,
+        run: TrainingRun,
+        cluster: Cluster,
+        *,
+        speeds: Speeds | None = None,
+        batch_size: int | None = None,
+        checkpointing: bool | None = None,
+        candidates: Iterable[Candidate] | None = None,
+        tf32: bool = False,
+    ) -> None:
+        if batch_size is not None and (batch_size < 1 or batch_size % cluster.count):
+            raise UsageError(
+                f"plan got data.batch_size={batch_size} for {cluster.count} GPU(s); expected a multiple of "
+                f"{cluster.count}, e.g. data.batch_size={8 * cluster.count}"
+            )
+        self._model = model
+        self._run = replace(run, world_size=cluster.count)
+        self._cluster = cluster
+        self._speeds = speeds or Speeds.of(cluster.device)
+        self._per_gpu = None if batch_size is None else batch_size // cluster.count
+        self._choices = (False, True) if checkpointing is None else (checkpointing,)
+        self._candidates = list(CANDIDATES if candidates is None else candidates)
+        self._tf32 = tf32
+
+    def plans(self) -> Plans:
+        """Compare all candidates."""
+        found: list[Plan] = []
+        large: list[Plan] = []
+        missing: dict[str, None] = {}
+        forecasters = {choice: self._forecaster(choice) for choice in self._choices}
+        for candidate in self._candidates:
+            if not candidate.suits(self._cluster.count):
+                continue
+            try:
+                made = [plan for each in forecasters.values() for plan in self._of(candidate, each)]
+            except UsageError as error:  # a package is missing, or the engine cannot train this
+                missing[str(error)] = None
+                continue
+            fitting = [plan for plan in made if plan.fits]
+            if fitting:
+                found.append(max(fitting, key=lambda plan: plan.images_per_second))
+            elif made:
+                large.append(min(made, key=self._excess))
+        return Plans(
+            _fastest_first(found), tuple(sorted(large, key=self._excess)), tuple(missing), self._speeds, self._cluster
+        )
+
+    def _forecaster(self, checkpointing: bool) -> Forecaster:
+        return Forecaster(self._model, replace(self._run, gradient_checkpointing=checkpointing))
+
+    def _of(self, candidate: Candidate, forecaster: Forecaster) -> Iterator[Plan]:
+        """Yield plans of a candidate with the batch sizes that are worth a try; with the smallest if none fits."""
+        once = candidate.footprint(forecaster.workload)
+        several = candidate.footprint(replace(forecaster.workload, accumulates=True))
+        if once is None or several is None:
+            return
+        sizes = self._micro_batches()
+
+        def of(size: int) -> Plan:
+            return self._plan(candidate, forecaster, once if self._per_gpu in (None, size) else several, size)
+
+        fitting = _count_that_fit(sizes, lambda size: of(size).fits)
+        tried = sizes[: max(fitting, 1)]
+        if self._per_gpu is None:
+            tried = sorted({size for size in tried if size & (size - 1) == 0} | {tried[-1]})
+        yield from map(of, tried)
+
+    def _micro_batches(self) -> Sequence[int]:
+        """Return the micro-batches to choose from, ascending."""
+        if self._per_gpu is None:
+            return range(1, _MOST + 1)
+        return [size for size in range(1, self._per_gpu + 1) if self._per_gpu % size == 0]
+
+    def _plan(self, candidate: Candidate, forecaster: Forecaster, footprint: Footprint, size: int) -> Plan:
+        accumulate = 1 if self._per_gpu is None else self._per_gpu // size
+        run = replace(forecaster.run, batch_size=size, accumulate=accumulate)
+        memory = forecaster.forecast(footprint, size)
+        encoding = self._encoding(size) if run.encodes else 0.0
+        work = Work(run.world_size, accumulate, encoding, footprint.averaged * run.averages, self._tf32)
+        time = step_time(forecaster.trace(footprint), size, footprint.traffic, self._speeds, work)
+        return Plan(candidate, run, memory, time, self._cluster)
+
+    def _encoding(self, count: int) -> float:
+        """Return the seconds to encode images and captions, which grow with their number."""
+        return count * self._encoding_per_sample
+
+    @cached_property
+    def _encoding_per_sample(self) -> float:
+        count = 4
+        seconds = 0.0
+        for recording in encoding_recordings(self._model, self._run, count):
+            trace = Trace(recording)
+            work = trace.flops.constant, trace.moved.constant
+            seconds += float(self._speeds.seconds(trace.operations, *work, tf32=self._tf32).sum())
+        return seconds / count
+
+    def _excess(self, plan: Plan) -> int:
+        return max(plan.memory.device - self._cluster.device.memory, plan.memory.host - self._cluster.host)
+
+
+def _count_that_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """Return how many of the ascending sizes fit, by bisection: memory grows with the batch."""
+    low, high = 0, 1
+    while high <= len(sizes) and fits(sizes[high - 1]):
+        low, high = high, 2 * high
+    high = min(high, len(sizes) + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(sizes[middle - 1]) else (low, middle)
+    return low
+
+
+def _fastest_first(plans: list[Plan]) -> tuple[Plan, ...]:
+    """Sort by speed; among those that are equally fast, the simpler strategy is first."""
+    left, found = list(plans), []
+    while left:
+        fastest = max(plan.images_per_second for plan in left)
+        chosen = next(plan for plan in left if plan.images_per_second >= (1 - _EQUAL) * fastest)
+        found.append(chosen)
+        left.remove(chosen)
+    return tuple(found)
+
+
+def plan(
+    model: LatentDiffusion,
+    device: str | Device,
+    num_devices: int = 1,
+    *,
+    run: TrainingRun | None = None,
+    host_memory: int | None = None,
+    **options: Any,
+) -> Plans:
+    """Compare strategies on GPUs of one kind, without one.
+
+    Args:
+        model: On any device; it is not changed.
+        device: Name of a table in ``conf/device``, path of a YAML file like these, or the figures themselves.
+        num_devices: GPUs.
+        run: Settings of the run; training of all weights at the model's own resolution if not given.
+        host_memory: Bytes per GPU; what the device's table assumes if not given.
+        **options: Of :class:`Search`.
+
+    Raises:
+        UsageError: The device is unknown, or an option is invalid.
+    """
+    if isinstance(device, str):
+        device = load_device(device, Path(config_dir(), "device"))
+    if not CANDIDATES:
+        import sd_lightning
+
+        sd_lightning.register_strategies()
+    cluster = Cluster(device, num_devices, host_memory)
+    return Search(model, run or TrainingRun(1, model.resolution), cluster, **options).plans()

@@ -1,0 +1,74 @@
+"""The memory that FSDP2 takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload
+
+if TYPE_CHECKING:
+    from sd_lightning.strategies.fsdp import FSDPStrategy
+
+
+def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
+    """Count shards of rows, the blocks that are gathered, and gradients on their way.
+
+    An all-gather fills a flat buffer, from which the block's weights are copied; the buffer is kept until the next
+    one is full. A reduce-scatter reads another flat buffer (``torch.distributed.fsdp._fully_shard``).
+    """
+    own, precision = workload.lightning_dtype, strategy.mixed_precision
+    gathered = precision.param_dtype or own
+    reduced = precision.reduce_dtype or gathered
+    parts = workload.world_size // strategy.replicas
+    sizes = [weight.rows_of(parts) for weight in workload.trained]
+    shards = own.itemsize * sum(weight.rows_of(parts) for weight in workload.weights)
+    gradients = own.itemsize * sum(sizes)
+    held = [Holding("weights", shards), Holding("optimizer states", workload.states(sizes, own))]
+    if strategy.cpu_offload or workload.accumulates:
+        held.append(Holding("gradients", gradients))
+    else:
+        held += [Holding("gradients", gradients, When.FORWARD), Holding("gradients", gradients, When.AS_READY)]
+    blocks = {name: list(weights) for name, weights in groupby(workload.weights, key=lambda weight: weight.block)}
+    size = {name: gathered.itemsize * sum(w.numel for w in weights) for name, weights in blocks.items()}
+    sent = {name: reduced.itemsize * _trained(weights) for name, weights in blocks.items()}
+    raw = {name: gathered.itemsize * _trained(weights) for name, weights in blocks.items()}
+    names = [name for name in size if name]
+    outside = gathered.itemsize * sum(weight.numel for weight in workload.weights if not weight.block)
+    kept = [Holding("gathered weights", outside, When.COMPUTE)]
+    before = dict(zip(names[1:], names))
+    if strategy.reshard_after_forward:
+        in_forward = {name: 2 * size[name] for name in names}
+    else:
+        kept.append(Holding("gathered weights", sum(size[name] for name in names), When.UNTIL_READY))
+        in_forward = {name: size[name] for name in names}
+    in_backward = {
+        name: size[name] * strategy.reshard_after_forward + size.get(before.get(name, ""), 0) + raw[name] + sent[name]
+        for name in names
+    }
+    numel = sum(sizes)
+    passes = 2 if strategy.reshard_after_forward else 1
+    traffic = Traffic(
+        gathered=passes * sum(size.values()),
+        reduced=sum(sent.values()),
+        to_device=passes * shards if strategy.cpu_offload else 0,
+        to_host=gradients if strategy.cpu_offload else 0,
+        stepped=0 if strategy.cpu_offload else numel,
+        stepped_on_host=numel if strategy.cpu_offload else 0,
+    )
+    return Footprint(
+        dtype=gathered,
+        autocast=workload.half if workload.is_mixed else None,
+        device=kept if strategy.cpu_offload else [*held, *kept],
+        host=held if strategy.cpu_offload else [],
+        in_forward=in_forward,
+        in_backward=in_backward,
+        traffic=traffic,
+        averaged=0 if strategy.cpu_offload else numel,
+        averaged_on_host=numel if strategy.cpu_offload else 0,
+    )
+
+
+def _trained(weights: Sequence[Weight]) -> int:
+    return sum(weight.numel for weight in weights if weight.is_trained)

@@ -1,0 +1,144 @@
+"""The memory that our Gemini engine takes, in its own layout and placement."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from sd_lightning.gemini.config import GeminiConfig
+from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, Shard, pack_as_set
+from sd_lightning.gemini.own_update import update_of
+from sd_lightning.gemini.placement import (
+    SENT_GRADIENTS,
+    WHOLE_GRADIENTS,
+    ChunkPlacement,
+    plan_static,
+    separate_gradients,
+    whole_gradient_bytes,
+)
+from sd_lightning.gemini.tiers import Tier
+from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload
+
+Sizes = dict[tuple[Tier, str], int]
+
+
+def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str], tuple[int, ...]]) -> Footprint | None:
+    """Count chunks as the engine packs and places them.
+
+    Args:
+        config: Settings of the engine.
+        workload: What is trained.
+        order: Name of a weight -> key that sorts by execution order.
+
+    Returns:
+        None for ``placement="auto"``, which measures a step and fills the memory that there is.
+    """
+    if config.placement == "auto":
+        return None
+    world_size, dtype = workload.world_size, config.compute_dtype or workload.engine_dtype
+    weights = sorted(workload.weights, key=lambda weight: order(weight.name))
+    specs = [ParameterSpec(weight.name, weight.numel, dtype, weight.is_trained) for weight in weights]
+    layouts = pack_as_set(specs, config, world_size)
+    places = plan_static(layouts, config).chunks
+    held = _held(layouts, places, workload)
+    temporary = {a.index: a.nbytes for a, place in zip(layouts, places) if not place.is_resident(world_size)}
+    gathered, when = sum(temporary.values()), When.UNTIL_READY
+    if config.gathered_budget is not None:  # it fills, as chunks are only released for others
+        gathered, when = min(config.gathered_budget, gathered), When.COMPUTE
+    units = _units(layouts, weights)
+    # One unit is always gathered as a whole, whatever the budget.
+    above = {name: max(sum(temporary.get(i, 0) for i in unit) - gathered, 0) for name, unit in units.items()}
+    moving = _moving(*separate_gradients(layouts, places, world_size, config.reduce_dtype if world_size > 1 else None))
+    device = [
+        *(Holding(kind, size) for (tier, kind), size in held.items() if tier is Tier.FAST and kind != "gradients"),
+        Holding("gradients", held[Tier.FAST, "gradients"], When.ALWAYS if workload.accumulates else When.AS_READY),
+        Holding("gathered weights", gathered, when),
+    ]
+    if workload.accumulates and config.reduce_once is True:
+        device.append(Holding("gradients", whole_gradient_bytes(layouts)))
+    trained = [(a.numel // world_size, place.optim_tier) for a, place in zip(layouts, places) if a.is_trained]
+    return Footprint(
+        dtype=dtype,
+        autocast=workload.half if workload.is_mixed else None,
+        device=[each for each in device if each.nbytes],
+        host=[
+            Holding(kind, size, When.AS_READY if kind == "gradients" else When.ALWAYS)
+            for (tier, kind), size in held.items()
+            if tier is Tier.SLOW
+        ],
+        disk=sum(size for (tier, _), size in held.items() if tier is Tier.DISK),
+        in_forward=above,
+        in_backward={name: size + max(moving[i] for i in units[name]) for name, size in above.items() if name},
+        traffic=_traffic(config, layouts, places, world_size),
+        averaged=sum(numel for numel, tier in trained if tier is Tier.FAST),
+        averaged_on_host=sum(numel for numel, tier in trained if tier is not Tier.FAST),
+    )
+
+
+def _held(layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], workload: Workload) -> Sizes:
+    """Return the bytes of this process's weights, gradients and states by tier and kind."""
+    optimizer = workload.optimizer([nn.Parameter(torch.empty(1))])
+    update, group = update_of(optimizer), optimizer.param_groups[0]
+    count = len(update.states(group))
+    held: Sizes = defaultdict(int)
+    for layout, place in zip(layouts, places, strict=True):
+        shard = Shard(layout, 0, workload.world_size)
+        master = layout.master_dtype.itemsize * shard.numel
+        held[place.param_tier, "weights"] += (shard.numel if place.is_sharded else layout.numel) * layout.dtype.itemsize
+        if not layout.is_trained:
+            continue
+        if not place.aliases_master(layout):
+            held[place.optim_tier, "master weights"] += master
+        size, dtype = update.size(shard)
+        held[place.optim_tier, "optimizer states"] += count * size * dtype.itemsize
+        held[place.step_tier, "gradients"] += master
+    return held
+
+
+def _traffic(
+    config: GeminiConfig, layouts: Sequence[ChunkLayout], places: Sequence[ChunkPlacement], world_size: int
+) -> Traffic:
+    """Return what moves; weights that are gathered within a budget are gathered again for the backward pass."""
+    passes = 1 if config.gathered_budget is None else 2
+    gathered = exposed = reduced = to_device = to_host = refreshed = stepped = on_host = 0
+    for layout, place in zip(layouts, places, strict=True):
+        shard = layout.numel // world_size
+        narrow, wide = layout.dtype.itemsize, layout.master_dtype.itemsize
+        gathered += passes * layout.nbytes * (not place.is_resident(world_size))
+        to_device += passes * narrow * shard * (place.param_tier is Tier.SLOW)
+        if not layout.is_trained:
+            continue
+        exposed += layout.nbytes * (not place.is_sharded)
+        reduced += layout.numel * max(narrow, config.reduce_dtype.itemsize)
+        if place.optim_tier is Tier.FAST:
+            stepped += shard
+            continue
+        on_host += shard
+        to_host += shard * (narrow if world_size == 1 else wide)
+        refreshed += narrow * shard * (place.param_tier is Tier.FAST)
+    return Traffic(gathered, reduced, 0, exposed, to_device, to_host, refreshed, stepped, on_host)
+
+
+def _moving(whole: Sequence[int], sent: Sequence[int]) -> list[int]:
+    """Return the bytes of whole gradients in separate memory while each chunk is filled: its own and later chunks'."""
+    return [
+        sum(whole[index : index + WHOLE_GRADIENTS]) + sum(sent[index + 1 : index + 1 + SENT_GRADIENTS])
+        for index in range(len(whole))
+    ]
+
+
+def _units(layouts: Sequence[ChunkLayout], weights: Sequence[Weight]) -> dict[str, set[int]]:
+    """Return the chunks that each block needs, and for "" those of the largest module outside of blocks."""
+    chunk_of = {slot.name: layout.index for layout in layouts for slot in layout.slots}
+    blocks: dict[str, set[int]] = defaultdict(set)
+    others: dict[str, set[int]] = defaultdict(set)
+    for weight in weights:
+        if weight.block:
+            blocks[weight.block].add(chunk_of[weight.name])
+        else:
+            others[weight.name.rpartition(".")[0]].add(chunk_of[weight.name])
+    largest = max(others.values(), key=lambda unit: sum(layouts[index].nbytes for index in unit), default=set())
+    return {**blocks, "": largest}

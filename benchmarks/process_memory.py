@@ -31,6 +31,15 @@ def bytes_beyond(before: Storages) -> int:
     return sum(size for address, size in storages().items() if before.get(address) != size)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def return_at_once() -> None:
+    """Make glibc return every freed block of 64 KiB or more, so that the memory in use is what is allocated."""
+    for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(option, 2**16)
+
+
 def begin_peak() -> int:
     """Give unused memory back and forget the highest use so far; return the bytes in use."""
     gc.collect()

@@ -34,7 +34,8 @@ from sd_lightning.quantization import Int8
 from sd_lightning.training.speed import Speed
 
 PROGRAMS = {file.stem for file in CONF.glob("*.yaml")}
-OPTIONS = sorted(str(file.relative_to(CONF).with_suffix("")) for file in CONF.glob("*/**/*.yaml"))
+FILES = sorted(str(file.relative_to(CONF).with_suffix("")) for file in CONF.glob("*/**/*.yaml"))
+OPTIONS = [file for file in FILES if not file.startswith("device/")]  # tables, read by the planner: no Hydra group
 NEEDS = {
     "data/huggingface": "datasets",
     "data/parquet": "pyarrow",
@@ -314,7 +315,7 @@ def test_help_shows_a_programs_own_groups_settings_and_examples_that_work(
     groups = [name for each in choices if each != "_self_" for name in each if not name.startswith("override")]
     assert re.findall(r"^  (\w+) \[\w+\]: \w", shown, flags=re.M) == groups
     assert ("dreambooth_8gb" in re.findall(r"\w+", shown)) == (program == "dreambooth")
-    assert ("store: " if program == "precompute" else "output_dir: ") in shown and "_target_" not in shown
+    assert {"precompute": "store: ", "plan": "gpu: "}.get(program, "output_dir: ") in shown and "_target_" not in shown
     examples = re.findall(rf"^  python -m sd_lightning\.{program}(.*)$", shown.replace("\\\n", ""), flags=re.M)
     assert len(examples) >= 2
     for example in examples:

@@ -12,12 +12,12 @@ import torch
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.planner import plan
 from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.devices import Device, device_names, load_device
 from sd_lightning.planner.forecast import GB
+from sd_lightning.planner.remedies import Remedy, remedies
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.search import Cluster, Plan, Plans
+from sd_lightning.planner.search import Cluster, Plan, Plans, search
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
 
@@ -37,7 +37,7 @@ def run(cfg: DictConfig) -> int:
     started = time.perf_counter()
     model = described(cfg)
     training = run_of(cfg, model)
-    found = plan(
+    prepared = search(
         model,
         device,
         cfg.gpus,
@@ -48,7 +48,10 @@ def run(cfg: DictConfig) -> int:
         candidates=None if cfg.get("strategy") is None else [chosen(cfg)],
         tf32=cfg.speed.allow_tf32,
     )
+    found = prepared.plans()
     print(*table(found, title(cfg, training, found.cluster), images=cfg.images, price=price), sep="\n")
+    if not found.best:
+        print(*advice(remedies(prepared, found)), sep="\n")
     if cfg.output is not None:
         with new_file(Path(cfg.output)) as path:
             path.write_text(json.dumps(as_json(found, price), indent=1), encoding="utf-8")
@@ -142,7 +145,7 @@ def title(cfg: DictConfig, training: TrainingRun, cluster: Cluster) -> str:
 def table(found: Plans, first: str, *, images: float | None, price: float | None) -> list[str]:
     """Return the plans as lines of text."""
     count = found.cluster.count
-    header = ["strategy", "batch", "recompute", "GPU GB", "host GB", "s/step", "img/s"]
+    header = ["strategy", "micro-batch", "recompute", "GPU GB", "host GB", "s/step", "img/s"]
     header += ["$/million"] * (price is not None) + ["days"] * (images is not None)
     header += ["dollars"] * (images is not None and price is not None)
     rows = [header, *(_row(each, images, price) for each in found.best)]
@@ -162,6 +165,13 @@ def table(found: Plans, first: str, *, images: float | None, price: float | None
     if count > 1:
         lines.append(f"batch: samples on all {count} GPUs, in micro-batches per GPU")
     return lines
+
+
+def advice(found: list[Remedy]) -> list[str]:
+    """Return what makes the run fit as lines of text."""
+    if not found:
+        return ["", "no single change makes it fit: try a smaller model, a lower resolution or several changes"]
+    return ["", "it fits with one of these:", *_aligned([[f"  {each.option}", each.strategy] for each in found])]
 
 
 def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
@@ -188,18 +198,18 @@ def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
 
 def _row_too_large(each: Plan) -> list[str]:
     name = " ".join(each.candidate.options).replace("strategy=", "").replace("strategy.", "")
-    device = each.memory.device - each.cluster.device.memory
+    device = each.memory.device - each.cluster.memory
     host = each.memory.host - each.cluster.host
     lacking = [f"{size / GB:.1f} GB of {where}" for size, where in ((device, "GPU"), (host, "host")) if size > 0]
     return [f"  {name}", f"needs {' and '.join(lacking)} memory more"]
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
+    """Align columns: numbers at the right, the others at the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    at_left = [i == 0 or " " in rows[-1][i] or "=" in rows[-1][i] for i in range(len(widths))]
     return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
-        )
+        "  ".join(cell.ljust(w) if left else cell.rjust(w) for cell, w, left in zip(row, widths, at_left)).rstrip()
         for row in rows
     ]
 

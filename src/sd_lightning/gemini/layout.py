@@ -120,7 +120,7 @@ def align(numel: int, multiple: int = ALIGNMENT) -> int:
 def pack_as_set(specs: Sequence[ParameterSpec], config: GeminiConfig, world_size: int) -> list[ChunkLayout]:
     """Pack parameters into chunks of the size in the settings; by default the one with the least padding."""
     search = config.chunk_search or default_search(specs)
-    return pack(specs, config.chunk_numel or search_chunk_numel(tuple(specs), search, world_size), world_size)
+    return pack(specs, config.chunk_numel or search_chunk_numel(specs, search, world_size), world_size)
 
 
 def pack(specs: Sequence[ParameterSpec], chunk_numel: int, world_size: int) -> list[ChunkLayout]:
@@ -179,9 +179,8 @@ def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
     return lower, 8 * lower
 
 
-@functools.lru_cache(maxsize=8)  # the planner asks for the same weights in many placements
 def search_chunk_numel(
-    specs: tuple[ParameterSpec, ...], search: tuple[int, int], world_size: int, *, candidates: int = 256
+    specs: Sequence[ParameterSpec], search: tuple[int, int], world_size: int, *, candidates: int = 256
 ) -> int:
     """Return the chunk size with the least padding; the largest one in a tie.
 
@@ -191,6 +190,11 @@ def search_chunk_numel(
         world_size: Number of shards of a chunk.
         candidates: Number of sizes to try, evenly spread.
     """
+    return _searched(tuple(specs), search, world_size, candidates)
+
+
+@functools.lru_cache(maxsize=8)  # the planner asks for the same weights in many placements
+def _searched(specs: tuple[ParameterSpec, ...], search: tuple[int, int], world_size: int, candidates: int) -> int:
     unit = ALIGNMENT * world_size
     lower, upper = align(search[0], unit), align(search[1], unit)
     stride = max(align((upper - lower) // max(candidates - 1, 1), unit), unit)

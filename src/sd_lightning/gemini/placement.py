@@ -137,11 +137,11 @@ def fast_bytes(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlaceme
     if demand.keeps_gradients:
         total += whole_gradient_bytes(layouts)
     whole, sent = separate_gradients(layouts, placements, world_size, demand.sent_dtype)
-    total += sum(sorted(whole)[-WHOLE_GRADIENTS:]) + sum(sorted(sent)[-SENT_GRADIENTS:])
+    total += sum(sorted(whole)[-_WHOLE_GRADIENTS:]) + sum(sorted(sent)[-SENT_GRADIENTS:])
     return total + smallest_budget(layouts, placements, demand)
 
 
-WHOLE_GRADIENTS = 6
+_WHOLE_GRADIENTS = 6
 """Chunks whose whole gradients can be in memory at a time: four in reduction, two being filled."""
 SENT_GRADIENTS = 4
 """Chunks in reduction at a time."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ _SLICE_BYTES = 3 * 16 * 2**20
 
 Parts = Mapping[str, int]
 """Bytes by kind."""
+_TRACES: WeakKeyDictionary[LatentDiffusion, dict[Hashable, Trace]] = WeakKeyDictionary()
+"""Training steps of each model by what they depend on: most forecasts differ in other settings."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,6 @@ class Forecaster:
     def __init__(self, model: LatentDiffusion, run: TrainingRun) -> None:
         self.model = model
         self.run = run
-        self._traces: dict[tuple[torch.dtype, torch.dtype | None], Trace] = {}
         self._curves: dict[Footprint, StepCurves] = {}
         self._drawn: dict[tuple[int, torch.dtype], int] = {}
 
@@ -110,10 +112,12 @@ class Forecaster:
 
     def trace(self, footprint: Footprint) -> Trace:
         """Return the trace of a training step in a footprint's dtypes."""
-        key = footprint.dtype, footprint.autocast
-        if key not in self._traces:
-            self._traces[key] = training_pass(self.model, self.run, *key)
-        return self._traces[key]
+        run, dtypes = self.run, (footprint.dtype, footprint.autocast)
+        known = _TRACES.setdefault(self.model, {})
+        key = run.resolution, run.train_text_encoder, repr(run.lora), run.gradient_checkpointing, *dtypes
+        if key not in known:
+            known[key] = training_pass(self.model, run, *dtypes)
+        return known[key]
 
     def forecast(self, footprint: Footprint, batch_size: int | None = None) -> Forecast:
         """Predict the memory of a run.
@@ -148,7 +152,8 @@ class Forecaster:
 
     def _host_phases(self, footprint: Footprint, waiting: Counter[str]) -> tuple[Phase, ...]:
         run, model = self.run, self.model
-        kept = _sum(footprint.host) + waiting
+        offloaded = _sum(held for held in footprint.host if held.when in (When.ALWAYS, When.AS_READY))
+        kept = offloaded + waiting
         in_host = footprint.averaged_on_host + footprint.averaged * run.offload_averages
         training = Counter({"EMA": _FLOAT_BYTES * in_host * run.averages, "buffers": _SLICE_BYTES})
         if run.cache_latents:
@@ -160,7 +165,7 @@ class Forecaster:
         frozen = _FLOAT_BYTES * sum(self._numel[name] for name in self._frozen)
         largest = _FLOAT_BYTES * max(weight.numel for weight in self.workload.weights)
         adapters = _FLOAT_BYTES * sum(w.numel for w in self.workload.trained) if run.lora is not None else 0
-        loading = Counter({"encoders": frozen, "weights being read": largest + adapters}) + _sum(footprint.host)
+        loading = Counter({"encoders": frozen, "weights being read": largest + adapters}) + offloaded
         phases = [Phase("training", kept + training + allowance), Phase("loading", loading + allowance)]
         if not run.from_files:
             phases.append(Phase("loading", Counter({"the whole model": whole}) + allowance))

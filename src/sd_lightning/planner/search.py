@@ -22,6 +22,7 @@ from sd_lightning.planner.trace import Trace
 
 _MOST = 4096
 """Largest micro-batch that is considered."""
+_USABLE = 0.97
 _EQUAL = 0.01
 """Two plans whose speeds differ by less are equally fast."""
 
@@ -40,6 +41,11 @@ class Cluster:
             raise UsageError(f"plan got gpus={self.count}; expected at least 1")
         if self.host_memory is not None and self.host_memory <= 0:
             raise UsageError(f"plan got host_gb={self.host_memory / GB}; expected gigabytes per GPU, above 0")
+
+    @property
+    def memory(self) -> int:
+        """Usable bytes of a GPU: drivers report about 3 % less than the nominal size."""
+        return int(_USABLE * self.device.memory)
 
     @property
     def host(self) -> int:
@@ -61,7 +67,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether it fits into the memory of device and host."""
-        return self.memory.device <= self.cluster.device.memory and self.memory.host <= self.cluster.host
+        return self.memory.device <= self.cluster.memory and self.memory.host <= self.cluster.host
 
     @property
     def global_batch(self) -> int:
@@ -133,7 +139,7 @@ class Search:
                 f"{cluster.count}, e.g. data.batch_size={8 * cluster.count}"
             )
         self._model = model
-        self._run = replace(run, world_size=cluster.count)
+        self.run = replace(run, world_size=cluster.count)
         self._cluster = cluster
         self._speeds = speeds or Speeds.of(cluster.device)
         self._per_gpu = None if batch_size is None else batch_size // cluster.count
@@ -164,8 +170,29 @@ class Search:
             _fastest_first(found), tuple(sorted(large, key=self._excess)), tuple(missing), self._speeds, self._cluster
         )
 
+    def with_changes(self, run: TrainingRun, cluster: Cluster) -> Search:
+        """Return a search for any batch size, in which blocks are recomputed unless that was excluded."""
+        options: dict[str, Any] = {"checkpointing": self._choices[-1], "candidates": self._candidates}
+        return Search(self._model, run, cluster, **options)
+
+    def smallest_that_fits(self) -> Plan | None:
+        """Return a plan with a micro-batch of 1 that fits, if there is one; of the simplest strategy."""
+        forecaster = self._forecaster(self._choices[-1])
+        for candidate in self._candidates:
+            if not candidate.suits(self._cluster.count):
+                continue
+            try:
+                footprint = candidate.footprint(forecaster.workload)
+            except UsageError:
+                continue
+            if footprint is not None:
+                plan = self._plan(candidate, forecaster, footprint, 1)
+                if plan.fits:
+                    return plan
+        return None
+
     def _forecaster(self, checkpointing: bool) -> Forecaster:
-        return Forecaster(self._model, replace(self._run, gradient_checkpointing=checkpointing))
+        return Forecaster(self._model, replace(self.run, gradient_checkpointing=checkpointing))
 
     def _of(self, candidate: Candidate, forecaster: Forecaster) -> Iterator[Plan]:
         """Yield plans of a candidate with the batch sizes that are worth a try; with the smallest if none fits."""
@@ -207,14 +234,14 @@ class Search:
     def _encoding_per_sample(self) -> float:
         count = 4
         seconds = 0.0
-        for recording in encoding_recordings(self._model, self._run, count):
+        for recording in encoding_recordings(self._model, self.run, count):
             trace = Trace(recording)
             work = trace.flops.constant, trace.moved.constant
             seconds += float(self._speeds.seconds(trace.operations, *work, tf32=self._tf32).sum())
         return seconds / count
 
     def _excess(self, plan: Plan) -> int:
-        return max(plan.memory.device - self._cluster.device.memory, plan.memory.host - self._cluster.host)
+        return max(plan.memory.device - self._cluster.memory, plan.memory.host - self._cluster.host)
 
 
 def _count_that_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
@@ -262,6 +289,19 @@ def plan(
     Raises:
         UsageError: The device is unknown, or an option is invalid.
     """
+    return search(model, device, num_devices, run=run, host_memory=host_memory, **options).plans()
+
+
+def search(
+    model: LatentDiffusion,
+    device: str | Device,
+    num_devices: int = 1,
+    *,
+    run: TrainingRun | None = None,
+    host_memory: int | None = None,
+    **options: Any,
+) -> Search:
+    """Prepare a search; the arguments are those of :func:`plan`."""
     if isinstance(device, str):
         device = load_device(device, Path(config_dir(), "device"))
     if not CANDIDATES:
@@ -269,4 +309,4 @@ def plan(
 
         sd_lightning.register_strategies()
     cluster = Cluster(device, num_devices, host_memory)
-    return Search(model, run or TrainingRun(1, model.resolution), cluster, **options).plans()
+    return Search(model, run or TrainingRun(1, model.resolution), cluster, **options)

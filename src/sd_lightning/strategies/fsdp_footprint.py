@@ -26,7 +26,7 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
     shards = own.itemsize * sum(weight.rows_of(parts) for weight in workload.weights)
     gradients = own.itemsize * sum(sizes)
     held = [Holding("weights", shards), Holding("optimizer states", workload.states(sizes, own))]
-    if strategy.cpu_offload or workload.accumulates:
+    if workload.accumulates:
         held.append(Holding("gradients", gradients))
     else:
         held += [Holding("gradients", gradients, When.FORWARD), Holding("gradients", gradients, When.AS_READY)]

@@ -13,7 +13,6 @@ from sd_lightning.gemini.layout import ChunkLayout, ParameterSpec, Shard, pack_a
 from sd_lightning.gemini.own_update import update_of
 from sd_lightning.gemini.placement import (
     SENT_GRADIENTS,
-    WHOLE_GRADIENTS,
     ChunkPlacement,
     plan_static,
     separate_gradients,
@@ -125,7 +124,7 @@ def _traffic(
 def _moving(whole: Sequence[int], sent: Sequence[int]) -> list[int]:
     """Return the bytes of whole gradients in separate memory while each chunk is filled: its own and later chunks'."""
     return [
-        sum(whole[index : index + WHOLE_GRADIENTS]) + sum(sent[index + 1 : index + 1 + SENT_GRADIENTS])
+        sum(whole[index : index + 1 + SENT_GRADIENTS]) + sum(sent[index + 1 : index + 1 + SENT_GRADIENTS])
         for index in range(len(whole))
     ]
 

@@ -1,4 +1,4 @@
-"""What a run will take of memory: the trace against torch's own tracker, the forms against the engine, the presets."""
+"""What a run will take of memory: the presets, what settings change, and the engine's own count of its states."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,8 +8,6 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from sd_lightning.planner.memory_forecast import DEVICE_ALLOWANCE, GB, Forecast, Training, forecast
-from sd_lightning.planner.memory_trace import peak_bytes
 
 from composing import Compose
 from sd_lightning import LatentDiffusion, _conf
@@ -17,7 +15,14 @@ from sd_lightning.apps.dreambooth import predict_memory
 from sd_lightning.apps.preflight import Parts
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.models.families import Architecture, architecture
+from sd_lightning.models.families.blocks import execution_position, repeated_blocks
+from sd_lightning.planner.footprint import When
+from sd_lightning.planner.forecast import GB, Forecast, Forecaster
 from sd_lightning.planner.inference_memory import inference_bytes
+from sd_lightning.planner.run import TrainingRun
+from sd_lightning.strategies import engine_of
+from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.gemini import GeminiStrategy
 from small_models import SMALL_SDXL
 from suites import keep
 
@@ -68,56 +73,86 @@ def test_every_preset_stays_a_gigabyte_below_what_it_is_named_for(
     assert found.host <= HOST_GB[name] * GB, found.lines()
     assert found.device > 0.4 * PRESETS[preset] * GB, "the preset makes use of its memory"
     device, host = found.lines()
-    assert device.startswith(f"device  {found.device / GB:5.2f} GB = weights and states")
-    assert host.startswith(f"host    {found.host / GB:5.2f} GB = the larger of offloaded states")
+    assert device.startswith(f"device {found.device / GB:5.2f} GB in ") and "weights " in device
+    assert host.startswith(f"host   {found.host / GB:5.2f} GB in loading: ") and "encoders " in host
+
+
+def phases(found: Forecast) -> dict[str, dict[str, int]]:
+    """Return the parts of each phase on the device."""
+    return {phase.name: dict(phase.parts) for phase in found.on_device}
 
 
 @pytest.mark.full("platform")
 def test_what_a_setting_saves_shows_in_the_forecast(compose: Compose, tmp_path: Path) -> None:  # noqa: F811
     base = predicted(compose, tmp_path, "8gb")
     more = predicted(compose, tmp_path, "8gb", "strategy.offload_optim_frac=1.0")
-    assert more.weights_and_states < base.weights_and_states - 2 * GB and more.host > base.host + 2 * GB
+    assert more.device < base.device - GB and more.host > base.host + 2 * GB
     kept = predicted(compose, tmp_path, "8gb", "gradient_checkpointing=false")
-    assert kept.activations > 2 * base.activations
+    assert kept.device > base.device + GB
     small = predicted(compose, tmp_path, "8gb", "trainable=lora")
-    assert small.weights_and_states < 2.2 * GB and small.host_states < 0.1 * GB
+    assert "optimizer states" not in dict(small.host_phase.parts) or small.host < base.host - 8 * GB
     many = predicted(compose, tmp_path, "sdxl_lora_12gb", "sample_batch_size=4")
-    assert many.device == many.class_images + DEVICE_ALLOWANCE > 12 * GB, "four class images at a time are too many"
+    assert many.device_phase.name == "drawing class images" and many.device > 12 * GB, "four at a time are too many"
     eight = predicted(compose, tmp_path, "8gb", "optimizer=adamw8bit")
-    assert eight.host < base.host - 3 * GB and eight.weights_and_states < base.weights_and_states - 0.5 * GB
+    assert eight.host < base.host - 3 * GB and eight.device < base.device - 0.5 * GB
     made = predicted(compose, tmp_path, "8gb", "trainable=lora", "model.pretrained=null")
     networks = LatentDiffusion.build("sd15", device="meta").networks.values()
     whole = sum(4 * parameter.numel() for network in networks for parameter in network.parameters())
-    assert made.host_loading == whole > 4 * small.host_loading, "random weights are made in float32, all at once"
-    cfg = compose("dreambooth", "experiment=dreambooth_tiny", f"instance_data_dir={tmp_path}")
-    assert predict_memory(cfg, _conf.instantiate(cfg.strategy), Parts.build(cfg)) is None, (
-        "nothing is said of settings without a form"
-    )
+    assert made.host_phase.parts["the whole model"] == whole, "random weights are made in float32, all at once"
+    every = predicted(compose, tmp_path, "8gb", "strategy=ddp", "trainer.precision=bf16-mixed")
+    assert every.device > base.device + 5 * GB, "any strategy has a forecast"
+    cfg = compose("dreambooth", "experiment=dreambooth_8gb", f"instance_data_dir={tmp_path}", "strategy=gemini_auto")
+    assert predict_memory(cfg, _conf.instantiate(cfg.strategy), Parts.build(cfg)) is None, "it measures its first step"
+
+
+def of_tiny(strategy: Any = None, **options: Any) -> Forecast:
+    run = TrainingRun(**{"batch_size": 1, "resolution": 32, "num_images": 16, **options})
+    forecaster = Forecaster(LatentDiffusion.build("tiny", device="meta"), run)
+    footprint = engine_of(strategy or GeminiStrategy()).footprint(forecaster.workload)
+    assert footprint is not None
+    return forecaster.forecast(footprint)
 
 
 def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:
-    def of_tiny(**options: Any) -> Forecast:
-        training = Training(batch_size=1, resolution=32, num_images=16, **options)
-        return forecast(LatentDiffusion.build("tiny", device="meta"), training, GeminiConfig())
-
-    plain = of_tiny()
-    kept = of_tiny(offload_encoders=False)
-    encoders = plain.host_others - kept.host_others
     networks = LatentDiffusion.build("tiny", device="meta").networks
-    assert encoders == sum(2 * p.numel() for name in ("vae", "text_encoder") for p in networks[name].parameters())
-    assert kept.weights_and_states == plain.weights_and_states + encoders
-    assert kept.drawing > 4 * (plain.drawing - encoders), "16 images are encoded at a time, and not one"
-    each_step = of_tiny(offload_encoders=False, cache_latents=False)
-    assert each_step.drawing < kept.drawing, "no more than a batch"
-    assert each_step.host_others == kept.host_others - 16 * 8 * 8 * 8 * 4
-    assert of_tiny(drawn_size=(64, 64)).drawing > plain.drawing
-    assert of_tiny(sample_batch_size=8).drawing - encoders > 4 * (plain.drawing - encoders)
-    averaged, offloaded = of_tiny(averages=True), of_tiny(averages=True, offload_averages=True)
+    encoders = sum(4 * p.numel() for name in ("vae", "text_encoder") for p in networks[name].parameters())
+    kept = of_tiny(cache_latents=True)
+    moved = of_tiny(cache_latents=True, offload_encoders=True)
+    assert phases(kept)["a training step"]["encoders"] == encoders == phases(moved)["encoding"]["encoders"]
+    assert "encoders" not in phases(moved)["a training step"]
+    assert "encoding" not in phases(of_tiny(encodes=False))
+    encoded = [phases(found)["encoding"]["activations"] for found in (kept, moved, of_tiny())]
+    assert encoded[0] > 4 * encoded[1], "16 images are encoded at a time, and not one"
+    assert encoded[2] == encoded[1], "no more than a batch"
+    parts = {phase.name: phase.parts for phase in moved.on_host}
+    assert parts["training"]["cached latents"] == 16 * 8 * 8 * 8 * 4
+    drawn = [
+        phases(of_tiny(sample_batch_size=count, drawn_size=size))["drawing images"]["activations"]
+        for count, size in ((1, None), (1, (64, 64)), (8, None))
+    ]
+    assert drawn[1] > 2 * drawn[0] and drawn[2] > 4 * drawn[0]
     average = 4 * sum(p.numel() for p in networks["unet"].parameters())
-    assert averaged.weights_and_states == plain.weights_and_states + average and averaged.host == plain.host
-    assert offloaded.device == plain.device and offloaded.host_others == plain.host_others + average
-    prior = [of_tiny(prior_batch_size=4, encoder_dtype=dtype).class_images for dtype in (torch.float32, torch.bfloat16)]
-    assert prior[0] == prior[1] < of_tiny(prior_batch_size=4, prior_dtype=torch.float32).class_images
+    averaged, offloaded = of_tiny(averages=True), of_tiny(averages=True, offload_averages=True)
+    assert phases(averaged)["a training step"]["EMA"] == pytest.approx(average, rel=0.1), "chunks are padded"
+    assert "EMA" not in phases(offloaded)["a training step"] and offloaded.device == of_tiny().device
+    prior = [of_tiny(prior_batch_size=4, encoder_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    drawing = [phases(found)["drawing class images"] for found in prior]
+    wider = phases(of_tiny(prior_batch_size=4, prior_dtype=torch.float32))["drawing class images"]
+    assert drawing[0] == drawing[1] and wider["weights"] == 2 * drawing[0]["weights"]
+
+
+def test_lightnings_own_strategies_and_precisions_are_known() -> None:
+    count = sum(p.numel() for p in LatentDiffusion.build("tiny", device="meta").denoiser.parameters())
+    full, half = (phases(of_tiny("auto", precision=precision)) for precision in ("32-true", "bf16-true"))
+    for parts, width in ((full, 4), (half, 2)):
+        assert parts["the optimizer's step"]["weights"] == width * count == parts["the optimizer's step"]["gradients"]
+        assert parts["the optimizer's step"]["optimizer states"] == 2 * width * count
+    ddp = phases(of_tiny(DDPStrategy(), precision="32-true", world_size=2))
+    assert ddp["the optimizer's step"]["new buckets"] == 4 * count
+    sgd = phases(of_tiny("auto", optimizer=partial(torch.optim.SGD, lr=1e-3)))
+    assert not sgd["the optimizer's step"].get("optimizer states")
+    eight = phases(of_tiny("auto", optimizer=partial(bitsandbytes.optim.AdamW8bit, lr=1e-3)))
+    assert 2 * count < eight["the optimizer's step"]["optimizer states"] < 2.5 * count
 
 
 def test_settings_of_a_run_reach_the_forecast(
@@ -125,10 +160,19 @@ def test_settings_of_a_run_reach_the_forecast(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sd_lightning.planner.memory_forecast.forecast", lambda model, training, config: training)
+    noted: list[TrainingRun] = []
+    build = Forecaster.__init__
 
-    def read(*options: str) -> Any:
-        return predicted(compose, tmp_path, "8gb", *options)
+    def note(self: Forecaster, model: LatentDiffusion, run: TrainingRun) -> None:
+        noted.append(run)
+        build(self, model, run)
+
+    monkeypatch.setattr(Forecaster, "__init__", note)
+    monkeypatch.setattr(Forecaster, "forecast", lambda self, footprint: "forecast")
+
+    def read(*options: str) -> TrainingRun:
+        predicted(compose, tmp_path, "8gb", *options)
+        return noted[-1]
 
     preset = read()
     assert (preset.sample_batch_size, preset.offload_encoders, preset.cache_latents) == (1, True, True)
@@ -163,23 +207,13 @@ def test_the_forecast_is_of_the_pipeline_that_is_loaded(
     built: Architecture,
     compose: Compose,  # noqa: F811
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = without_weights(LatentDiffusion.build(built, device="meta"), tmp_path / "own")
-    noted: list[Any] = []
-
-    def note(model: LatentDiffusion, training: Training, gemini: GeminiConfig) -> Forecast:
-        noted[:] = training, gemini
-        return forecast(model, training, gemini)
-
-    monkeypatch.setattr("sd_lightning.planner.memory_forecast.forecast", note)
     found = predicted(compose, tmp_path, "8gb", f"model={model}", f"model.pretrained={folder}", "resolution=32")
-    training, gemini = noted
-    assert found == forecast(LatentDiffusion.build(built, device="meta"), training, gemini)
-    assert training.drawn_size == ((64, 64) if built is WIDE else (32, 32))
-    plain = forecast(LatentDiffusion.build("tiny", device="meta"), training, gemini)
-    assert plain.weights_and_states < found.weights_and_states < 0.1 * GB
     loaded = LatentDiffusion.describe(folder)
+    denoiser = sum(p.numel() for p in LatentDiffusion.build(built, device="meta").denoiser.parameters())
+    weights = dict(found.on_device[0].parts)["weights"]
+    assert weights == pytest.approx(2 * denoiser, rel=0.2), "of the pipeline, not of the architecture that is named"
     assert all(p.is_meta for network in loaded.networks.values() for p in [*network.parameters(), *network.buffers()])
     whole = inference_bytes(LatentDiffusion.build(built), height=64, width=64)
     assert inference_bytes(loaded, height=64, width=64) == whole, "what generate prints is of its pipeline, too"
@@ -200,43 +234,25 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 def test_states_are_what_the_engine_keeps_in_a_step(fraction: float, optimizer: Any) -> None:
     network: Any = LatentDiffusion.build("tiny", seed=1).denoiser.requires_grad_(True)
     config = GeminiConfig(offload_optim_frac=fraction, compute_dtype=torch.bfloat16, chunk_numel=2**17)
-    engine = GeminiEngine({"unet": network}, config, device=torch.device("cpu"))
+    engine = GeminiEngine(
+        {"unet": network},
+        config,
+        device=torch.device("cpu"),
+        blocks=list(repeated_blocks(network).values()),
+        order=lambda name: execution_position(name.removeprefix("unet.")),
+    )
     stepping = engine.optimizer(optimizer(list(network.parameters())))
     latents = torch.randn(1, 4, 8, 8, dtype=torch.bfloat16)
     hidden = torch.randn(1, 8, 64, dtype=torch.bfloat16)
     network(latents, torch.tensor([3]), encoder_hidden_states=hidden).sample.square().mean().backward()
     stepping.step()
     found = engine.statistics()
-    model = LatentDiffusion.build("tiny", device="meta")
-    expected = forecast(model, Training(batch_size=1, resolution=32, optimizer=optimizer), config)
-    assert expected.host_states == found.get("peak_bytes/slow", 0)
-    in_flight = 6 * 4 * config.chunk_numel  # type: ignore[operator]
-    assert 0 <= expected.weights_and_states - found["peak_bytes/fast"] <= in_flight, "gradients that are being reduced"
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_trace_agrees_with_real_allocations(checkpointing: bool) -> None:
-    """The same passes on the CPU, where torch's tracker adds up real storages."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    def network(device: str) -> Any:
-        unet = LatentDiffusion.build("tiny", device=device).denoiser.train()
-        if checkpointing:
-            unet.enable_gradient_checkpointing()
-        return unet
-
-    def step(unet: Any, device: str) -> None:
-        with torch.device(device):
-            latents, hidden = torch.ones(8, 4, 8, 8), torch.ones(8, 8, 64)
-            unet(latents, torch.ones(8), encoder_hidden_states=hidden).sample.square().mean().backward()
-
-    meta = network("meta")
-    traced = peak_bytes(lambda: step(meta, "meta"))
-    real = network("cpu")
-    tracker = MemTracker()
-    tracker.track_external(real)
-    with tracker:
-        step(real, "cpu")
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    weights = sum(p.numel() * 4 for p in real.parameters())
-    assert traced == pytest.approx(peak["Total"] - weights, rel=0.06)
+    run = TrainingRun(batch_size=1, resolution=32, precision="bf16-true", optimizer=optimizer)
+    forecaster = Forecaster(LatentDiffusion.build("tiny", device="meta"), run)
+    footprint = GeminiStrategy(config).footprint(forecaster.workload)
+    assert footprint is not None
+    host = sum(held.nbytes for held in footprint.host)
+    assert host == found.get("peak_bytes/slow", 0)
+    kept = sum(held.nbytes for held in footprint.device if held.when in (When.ALWAYS, When.AS_READY))
+    moving = max(footprint.in_backward.values())
+    assert kept <= found["peak_bytes/fast"] <= kept + moving, "gradients that are being reduced"

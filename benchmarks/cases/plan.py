@@ -1,0 +1,33 @@
+"""Time of the planner on two cores, after imports: all strategies for SDXL on eight GPUs, and one prediction."""
+
+import time
+
+BARS = {"plan_s": "<= 10", "prediction_s": "<= 2"}
+TABLE = {"planner, SDXL: all strategies on eight GPUs; one prediction": "{plan_s} s; {prediction_s} s"}
+
+
+def measure() -> dict[str, float]:
+    """Each with a new model: traces of a model are remembered."""
+    import deepspeed  # noqa: F401  counted as an import
+    import torch
+
+    from sd_lightning import LatentDiffusion
+    from sd_lightning.planner import plan
+    from sd_lightning.planner.forecast import Forecaster
+    from sd_lightning.planner.run import TrainingRun
+    from sd_lightning.strategies.gemini import GeminiStrategy
+
+    torch.zeros(2, device="meta").sum()
+    seconds = {}
+    run = TrainingRun(1, 1024, averages=True, encoder_dtype=torch.bfloat16)
+    for name in ("plan_s", "prediction_s"):
+        model = LatentDiffusion.build("sdxl", device="meta")
+        started = time.perf_counter()
+        if name == "plan_s":
+            assert len(plan(model, "a100-80gb", 8, run=run).best) > 10
+        else:
+            forecaster = Forecaster(model, run)
+            footprint = GeminiStrategy().footprint(forecaster.workload)
+            assert footprint is not None and forecaster.forecast(footprint).device > 0
+        seconds[name] = time.perf_counter() - started
+    return seconds

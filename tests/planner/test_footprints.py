@@ -1,0 +1,131 @@
+"""What strategies declare: conservation laws, and the table in docs/strategies.md. Real peaks: `memory_forecast`."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from places import REPO
+from sd_lightning import LatentDiffusion
+from sd_lightning.planner.candidates import CANDIDATES, Candidate
+from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
+from sd_lightning.planner.forecast import Forecaster
+from sd_lightning.planner.run import TrainingRun
+from sd_lightning.strategies.candidates import register_candidates
+
+register_candidates()
+BY_NAME = {candidate.strategy: candidate for candidate in reversed(CANDIDATES)}
+PAGE = (REPO / "docs" / "strategies.md").read_text(encoding="utf-8")
+TABLE = PAGE[PAGE.index("| `strategy=` |") :].split("\n\n")[0]
+ROWS = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \|", TABLE, re.MULTILINE)}
+STATE = ("weights", "master weights", "gradients", "optimizer states", "float32 gradients")
+MODELS = ("sd21", "sdxl")
+
+
+@pytest.fixture(scope="module")
+def workloads() -> dict[str, Workload]:
+    """By model: training of all weights of the denoiser on one process."""
+    found = {}
+    for name in MODELS:
+        model = LatentDiffusion.build(name, device="meta")
+        run = TrainingRun(1, model.resolution, optimizer=partial(torch.optim.AdamW, lr=1e-4))
+        found[name] = Forecaster(model, run).workload
+    return found
+
+
+def held(holdings: Any) -> int:
+    """Return the bytes of model state at the optimizer's step."""
+    at_step = (When.ALWAYS, When.AS_READY, When.UPDATE)
+    return sum(each.nbytes for each in holdings if each.kind in STATE and each.when in at_step)
+
+
+def footprint(candidate: Candidate, workload: Workload, world_size: int) -> Footprint:
+    found = candidate.footprint(replace(workload, world_size=world_size))
+    assert found is not None
+    return found
+
+
+def cell(candidate: Candidate, workload: Workload) -> str:
+    """Return the text of a cell: GB on the device, and in host memory, on 1, 2 and 8 processes."""
+    texts = []
+    for world_size in (1, 2, 8):
+        found = footprint(candidate, workload, world_size)
+        parts = [f"{held(found.device) / 1e9:.1f}"] if held(found.device) else []
+        parts += [f"{held(found.host) / 1e9:.1f} h"] if found.host else []
+        texts.append(" + ".join(parts))
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_guide_gives_what_strategies_declare(name: str, workloads: dict[str, Workload]) -> None:
+    expected = [cell(BY_NAME[name], workloads[model]) for model in MODELS]
+    assert [each.strip() for each in ROWS.get(name, ())] == expected, f"docs/strategies.md: {' | '.join(expected)}"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_processes_divide_what_is_sharded(name: str, workloads: dict[str, Workload]) -> None:
+    candidate, workload = BY_NAME[name], workloads["sd21"]
+    count = sum(weight.numel for weight in workload.trained)
+    alone, two, eight = (footprint(candidate, workload, world_size) for world_size in (1, 2, 8))
+    for side in ("device", "host"):
+        sizes = [held(getattr(found, side)) for found in (alone, two, eight)]
+        whole = (4 * (sizes[2] - sizes[1] / 4) / 3) / count  # what eight processes do not divide
+        assert -0.1 < whole < 16.1 and sizes[0] >= sizes[1] >= sizes[2]
+    least = 16 if name in ("single", "ddp") or name.startswith("fsdp") else 14
+    assert held(alone.device) + held(alone.host) >= least * count, "nothing of AdamW's state is lost by moving it"
+    assert alone.averaged + alone.averaged_on_host >= count, "all weights are averaged"
+    assert alone.traffic.stepped + alone.traffic.stepped_on_host >= count, "and stepped"
+
+
+def test_offloaded_states_cross_pcie_and_sharded_weights_cross_the_link(workloads: dict[str, Workload]) -> None:
+    workload = workloads["sd21"]
+    count = sum(weight.numel for weight in workload.trained)
+    for name in ("fsdp_offload", "deepspeed_zero2_offload", "deepspeed_zero3_offload", "gemini_offload"):
+        traffic = footprint(BY_NAME[name], workload, 2).traffic
+        assert traffic.to_host >= count and traffic.to_device + traffic.refreshed >= count
+        assert traffic.stepped == 0 and traffic.stepped_on_host >= count // 2
+    for name in ("fsdp", "deepspeed_zero3", "gemini"):
+        traffic = footprint(BY_NAME[name], workload, 2).traffic
+        assert traffic.gathered >= 2 * count and traffic.reduced >= 2 * count and not traffic.to_host
+    assert footprint(BY_NAME["ddp"], workload, 2).traffic.reduced_once == 8 * count, "gradients are sent and come back"
+
+
+def test_accumulation_keeps_gradients_in_the_forward_pass(workloads: dict[str, Workload]) -> None:
+    for name in ("single", "fsdp", "gemini"):
+        found = BY_NAME[name].footprint(replace(workloads["sd21"], accumulates=True))
+        assert found is not None
+        assert [each.when for each in found.device if each.kind == "gradients"] == [When.ALWAYS], name
+
+
+def test_blocks_are_gathered_one_at_a_time(workloads: dict[str, Workload]) -> None:
+    workload = workloads["sd21"]
+    found = footprint(BY_NAME["fsdp"], workload, 2)
+    sizes: dict[str, int] = {}
+    for weight in workload.weights:
+        sizes[weight.block] = sizes.get(weight.block, 0) + 4 * weight.numel
+    outside = sizes.pop("")
+    assert found.in_forward == {name: 2 * size for name, size in sizes.items()}
+    assert found.in_backward.keys() == sizes.keys() and all(found.in_backward[n] >= 3 * sizes[n] for n in sizes)
+    assert Holding("gathered weights", outside, When.COMPUTE) in found.device
+    kept = footprint(BY_NAME["gemini"], workload, 2)
+    assert any(each.when is When.UNTIL_READY and each.nbytes >= 2 * sum(sizes.values()) // 4 for each in kept.device)
+
+
+def test_colossalai_is_counted_by_its_chunks(workloads: dict[str, Workload]) -> None:
+    from sd_lightning.strategies.colossalai.footprint import footprint_of
+    from sd_lightning.strategies.colossalai.settings import ColossalAIConfig
+
+    workload = replace(workloads["sd21"], world_size=8)
+    count = sum(weight.numel for weight in workload.trained)
+    found = footprint_of(ColossalAIConfig(), workload)
+    assert found is not None and not found.host
+    state = sum(each.nbytes for each in found.device if each.when is When.ALWAYS)
+    assert state == pytest.approx(14 * count / 8, rel=0.05)
+    offloaded = footprint_of(ColossalAIConfig(offload_optim_frac=1.0), workload)
+    assert offloaded is not None and sum(each.nbytes for each in offloaded.host) == pytest.approx(
+        12 * count / 8, rel=0.05
+    )
+    assert footprint_of(ColossalAIConfig(placement_policy="auto"), workload) is None

@@ -1,0 +1,141 @@
+"""The planning program: what it prints and writes, and what it refuses."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composing import Compose
+from sd_lightning import LatentDiffusion, UsageError
+from sd_lightning.apps import plan
+
+TINY = ("model=tiny", "gpu=t4", "optimizer.fused=false")
+
+
+def planned(compose: Compose, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """Return exit code and output."""
+    code = plan.run(compose("plan", *TINY, *options))
+    return code, capsys.readouterr().out
+
+
+def test_a_plan_is_a_table_a_command_and_a_file(
+    compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    options = ("gpus=2", "images=1e6", "price=0.5", "data.batch_size=64", f"output={file}")
+    code, text = planned(compose, capsys, *options)
+    lines = text.splitlines()
+    assert code == 0
+    assert lines[0].startswith("tiny at 32 x 32, all weights, bf16-mixed, AdamW, on 2 x Tesla T4 (16 GiB")
+    header = lines[2].split()
+    assert header[0] == "strategy" and header[-3:] == ["$/million", "days", "dollars"]
+    written = json.loads(file.read_text(encoding="utf-8"))
+    best = written["plans"][0]
+    chosen = next(line for line in lines if line.startswith("fastest: ")).removeprefix("fastest: ")
+    assert shlex.split(chosen) == best["options"] and "data.batch_size=64" in best["options"]
+    compose("train", *best["options"], "model=tiny")  # the command is one that train takes
+    assert best["global_batch"] == 64 and best["fits"] and written["speeds"] == "assumed"
+    speed, price = best["images_per_second"], 0.5
+    assert best["dollars_per_million"] == pytest.approx(1e6 / speed / 3600 * price * 2)
+    assert best["device_peak"] == max(sum(phase.values()) for phase in best["device_bytes"].values())
+    assert best["seconds"]["step"] == pytest.approx(64 / speed)
+    days, dollars = (float(cell.replace(",", "")) for cell in lines[3].split()[-2:])
+    assert days == pytest.approx(1e6 / speed / 86400, abs=0.051) and dollars == pytest.approx(
+        best["dollars_per_million"], abs=0.51
+    )
+    assert "seconds are assumed, from the data sheet" in text
+
+
+def test_one_strategy_and_its_settings_can_be_asked_for(
+    compose: Compose, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    options = ("strategy=gemini", "strategy.offload_optim_frac=0.5", f"output={file}")
+    monkeypatch.setattr("sys.argv", ["plan", *TINY, *options])
+    code, text = planned(compose, capsys, *options)
+    assert code == 0 and "fastest: strategy=gemini strategy.offload_optim_frac=0.5 data.batch_size=" in text
+    assert "ddp" not in text and "zero" not in text
+    (only,) = json.loads(file.read_text(encoding="utf-8"))["plans"]
+    states = [
+        side["optimizer states"] for side in (only["device_bytes"]["a training step"], only["host_bytes"]["training"])
+    ]
+    assert 0.8 < states[0] / states[1] < 1.2, "half of them"
+
+
+def test_settings_change_the_plan(compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def best(*options: str) -> dict[str, Any]:
+        file = tmp_path / "plan.json"
+        planned(compose, capsys, "strategy=single", "data.batch_size=8", f"output={file}", *options)
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["plans"][0]
+        return found
+
+    base = best()
+    parts = base["device_bytes"]["a training step"]
+    assert parts["EMA"] and parts["encoders"]
+    assert "EMA" not in best("ema=false")["device_bytes"]["a training step"]
+    none = best("encoders=none")
+    assert "encoding" not in none["device_bytes"] and none["seconds"]["encoding"] == 0
+    assert 0 < best("encoders=text")["seconds"]["encoding"] < base["seconds"]["encoding"]
+    assert best("speed.gradient_checkpointing=true")["gradient_checkpointing"]
+    large = best("data.resolution=64")
+    assert large["device_bytes"]["a training step"]["activations"] > 2 * parts["activations"]
+    lora = best("trainable=lora")
+    assert lora["device_bytes"]["the optimizer's step"]["optimizer states"] < 0.2 * parts["optimizer states"]
+    text = best("module.train_text_encoder=true")
+    assert text["device_bytes"]["the optimizer's step"]["weights"] > parts["weights"]
+    pure = best("trainer.precision=bf16-true")
+    assert pure["device_bytes"]["the optimizer's step"]["weights"] == parts["weights"] // 2
+
+
+def test_a_pipeline_folder_is_planned_by_its_own_sizes(
+    compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    LatentDiffusion.build("tiny").save_pretrained(tmp_path / "model")
+    code, text = planned(compose, capsys, f"model.pretrained={tmp_path / 'model'}", "strategy=single")
+    assert code == 0 and text.startswith(f"{tmp_path / 'model'} at 32 x 32")
+
+
+def test_what_does_not_fit_is_told_with_what_would(
+    compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    card = tmp_path / "small.yaml"
+    table = Path(plan._conf.config_dir(), "device", "t4.yaml").read_text(encoding="utf-8")
+    card.write_text(table.replace("memory_gib: 16", "memory_gib: 0.57", 1))
+    code, text = planned(compose, capsys, f"gpu={card}")
+    assert code == 1 and "nothing fits" in text and "GB of GPU memory more" in text
+    assert "it fits with one of these:" in text and "  gpu=rtx-3060  strategy=single" in text
+    code, text = planned(compose, capsys, "host_gb=0.5")
+    assert code == 1 and "GB of host memory more" in text and "  host_gb=3 " in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["gpu=rtx-306"], "gpu=rtx-306: no such GPU; the nearest are rtx-3060"),
+        (["price=-1"], "plan got price=-1; expected a number above 0; write price=2.5"),
+        (["images=0"], "plan got images=0; expected a number above 0; write images=1e6"),
+        (["host_gb=-2"], "plan got host_gb=-2; expected a number above 0"),
+        (["data.resolution=100"], "plan got data.resolution=100; expected a multiple of 8 pixels, e.g. 512"),
+        (["output=plan.txt"], "plan got output=plan.txt; expected a file that ends with .json"),
+        (["gpus=0"], "plan got gpus=0; expected at least 1"),
+        (["data.batch_size=3", "gpus=2"], r"plan got data.batch_size=3 for 2 GPU\(s\); expected a multiple of 2"),
+        (["gpu=null"], "plan got no gpu, and this machine has none; write gpu=<name>, one of a100-40gb"),
+    ],
+)
+def test_bad_input_names_what_was_given_and_the_remedy(compose: Compose, options: list[str], told: str) -> None:
+    if options == ["gpu=null"] and plan.torch.cuda.is_available():
+        options = ["gpu=none"]
+        told = "gpu=none: no such GPU"
+    with pytest.raises(UsageError, match=told):
+        plan.run(compose("plan", *TINY, *options))
+
+
+def test_a_gpu_of_this_machine_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A10G")
+    assert plan.device_of(None).memory_gib == 24
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Z1")
+    with pytest.raises(UsageError, match="plan has no table for this machine's NVIDIA Z1; write gpu=<name>"):
+        plan.device_of(None)

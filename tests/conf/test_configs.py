@@ -35,7 +35,7 @@ from sd_lightning.training.speed import Speed
 
 PROGRAMS = {file.stem for file in CONF.glob("*.yaml")}
 FILES = sorted(str(file.relative_to(CONF).with_suffix("")) for file in CONF.glob("*/**/*.yaml"))
-OPTIONS = [file for file in FILES if not file.startswith("device/")]  # tables, read by the planner: no Hydra group
+OPTIONS = [file for file in FILES if not file.startswith("devices/")]  # tables, read by the planner: no Hydra group
 NEEDS = {
     "data/huggingface": "datasets",
     "data/parquet": "pyarrow",

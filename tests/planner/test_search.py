@@ -22,7 +22,7 @@ from sd_lightning.planner.roofline import Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Plans, _count_that_fit
 
-TABLES = CONF / "device"
+TABLES = CONF / "devices"
 NOTHING = Traffic()
 RUN = TrainingRun(1, 32, optimizer=partial(torch.optim.AdamW, lr=1e-4))
 

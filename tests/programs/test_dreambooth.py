@@ -491,7 +491,7 @@ def test_a_preset_says_what_it_will_take_and_trains(
     )
     assert call(command) == 0
     out = capfd.readouterr().out
-    assert "predicted peak of memory per process\n  device   0." in out and "\n  host " in out
+    assert "predicted peak of memory per process\n  device  0." in out and "\n  host " in out
     pipeline = LatentDiffusion.from_pretrained(f"{preset}/pipeline")
     weights, base = pipeline.denoiser.state_dict(), LatentDiffusion.from_pretrained("base").denoiser.state_dict()
     assert any(not torch.equal(weights[key], base[key]) for key in base)

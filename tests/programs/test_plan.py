@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_told_with_what_would(
     compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     card = tmp_path / "small.yaml"
-    table = Path(plan._conf.config_dir(), "device", "t4.yaml").read_text(encoding="utf-8")
+    table = Path(plan._conf.config_dir(), "devices", "t4.yaml").read_text(encoding="utf-8")
     card.write_text(table.replace("memory_gib: 16", "memory_gib: 0.57", 1))
     code, text = planned(compose, capsys, f"gpu={card}")
     assert code == 1 and "nothing fits" in text and "GB of GPU memory more" in text

@@ -66,12 +66,17 @@ def run(cfg: DictConfig) -> int:
 def prepare(cfg: DictConfig, strategy: Strategy, parts: Parts) -> None:
     """Print the predicted peak memory, and draw missing class images."""
     checks.check_base(cfg)
-    if is_first_process():
-        checks.check_drawing(cfg)
-        predicted = predict_memory(cfg, strategy, parts)
-        if predicted is not None:
-            print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
-    complete_class_images(cfg, parts)
+    if not is_first_process():
+        if cfg.data.class_prompts:
+            class_images.wait_for(cfg.class_data_dir, list(cfg.data.class_prompts), cfg.num_class_images)
+        return
+    checks.check_drawing(cfg)
+    missing = missing_class_images(cfg)
+    predicted = predict_memory(cfg, strategy, parts)
+    if predicted is not None:
+        print("predicted peak of memory per process", *predicted.lines(), sep="\n  ")
+    if missing:
+        draw_class_images(cfg, parts, missing)
 
 
 def predict_memory(cfg: DictConfig, strategy: Strategy | str, parts: Parts) -> Forecast | None:
@@ -142,28 +147,35 @@ def use_8bit_adam(cfg: DictConfig) -> None:
     cfg.optimizer = OmegaConf.create({**settings, "_target_": _ADAMW_8BIT})
 
 
-def complete_class_images(cfg: DictConfig, parts: Parts) -> None:
-    """Draw missing class images on the first process; the others wait for them."""
+def missing_class_images(cfg: DictConfig) -> Sequence[class_images.Missing]:
+    """Return the class images that are still to be drawn.
+
+    Raises:
+        UsageError: The folder holds other pictures, or the model that would draw them is unknown.
+    """
     prompts: Sequence[str] = list(cfg.data.class_prompts)
     folder, count = cfg.class_data_dir, cfg.num_class_images
     if not prompts:
-        return
-    if not is_first_process():
-        class_images.wait_for(folder, prompts, count)
-        return
+        return []
     base = checks.base_of(cfg)
     missing = class_images.missing_pictures(folder, prompts, count, seed=cfg.seed)
     if base is not None:
         class_images.warn_of_other_models(folder, prompts, count, source=base)
     if not missing:
         log.info("class images: all %d are in %s", count, folder)
-        return
-    if base is None:
+    elif base is None:
         raise UsageError(
             f"dreambooth got resume={cfg.resume} with {len(missing)} of {count} class images missing in {folder}, and "
             "no config.yaml that says which model the run started from; add model.pretrained=<that model>, which draws "
             "them"
         )
+    return missing
+
+
+def draw_class_images(cfg: DictConfig, parts: Parts, missing: Sequence[class_images.Missing]) -> None:
+    """Draw class images; the other processes wait for them."""
+    folder, count, base = cfg.class_data_dir, cfg.num_class_images, checks.base_of(cfg)
+    assert base is not None
     sampling: SamplingOptions = _conf.instantiate(cfg.sampling, batch_size=cfg.sample_batch_size)
     model = load_base(cfg, parts)
     log.info("class images: drawing %d of %d in %s", len(missing), count, folder)

@@ -81,7 +81,7 @@ def device_of(name: str | None) -> Device:
     Raises:
         UsageError: There is no such table, or no GPU here.
     """
-    folder = Path(_conf.config_dir(), "device")
+    folder = Path(_conf.config_dir(), "devices")
     if name is not None:
         return load_device(name, folder)
     known = ", ".join(device_names(folder))

@@ -67,7 +67,7 @@ def load_device(name: str, folder: str | Path) -> Device:
         near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4) or known
         raise UsageError(
             f"gpu={name}: no such GPU; the nearest are {', '.join(near)}. For another one, copy "
-            f"conf/device/{near[0]}.yaml, change its figures, and write gpu=<that file>"
+            f"conf/devices/{near[0]}.yaml, change its figures, and write gpu=<that file>"
         )
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def device_of(values: Any, who: str) -> Device:
             raise UsageError(f"{who}: {key} is no key of a device table; expected {near[0]}")
     for field in fields(Device):
         if field.name not in values and field.name not in ("link_gb_per_s", "price_per_hour"):
-            raise UsageError(f"{who}: {field.name} is missing; copy it from a table of conf/device")
+            raise UsageError(f"{who}: {field.name} is missing; copy it from a table of conf/devices")
     peaks = values["peak_tflops"]
     missing = [name for name in DTYPES if name not in peaks] if isinstance(peaks, dict) else list(DTYPES)
     if missing:

@@ -69,7 +69,7 @@ def _changes(run: TrainingRun, cluster: Cluster) -> Iterator[tuple[str, str, Tra
     for count in _COUNTS:
         if count > cluster.count:
             yield "count", f"gpus={count}", run, replace(cluster, count=count)
-    folder = Path(config_dir(), "device")
+    folder = Path(config_dir(), "devices")
     devices = {name: load_device(name, folder) for name in device_names(folder)}
     for name in sorted(devices, key=lambda name: devices[name].memory_gib):
         if devices[name].memory > cluster.device.memory:

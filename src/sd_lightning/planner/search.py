@@ -280,7 +280,7 @@ def plan(
 
     Args:
         model: On any device; it is not changed.
-        device: Name of a table in ``conf/device``, path of a YAML file like these, or the figures themselves.
+        device: Name of a table in ``conf/devices``, path of a YAML file like these, or the figures themselves.
         num_devices: GPUs.
         run: Settings of the run; training of all weights at the model's own resolution if not given.
         host_memory: Bytes per GPU; what the device's table assumes if not given.
@@ -303,7 +303,7 @@ def search(
 ) -> Search:
     """Prepare a search; the arguments are those of :func:`plan`."""
     if isinstance(device, str):
-        device = load_device(device, Path(config_dir(), "device"))
+        device = load_device(device, Path(config_dir(), "devices"))
     if not CANDIDATES:
         import sd_lightning
 

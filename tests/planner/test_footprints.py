@@ -110,6 +110,7 @@ def test_blocks_are_gathered_one_at_a_time(workloads: dict[str, Workload]) -> No
     assert found.in_forward == {name: 2 * size for name, size in sizes.items()}
     assert found.in_backward.keys() == sizes.keys() and all(found.in_backward[n] >= 3 * sizes[n] for n in sizes)
     assert Holding("gathered weights", outside, When.COMPUTE) in found.device
+    assert found.traffic.gathered == 2 * (outside + sum(sizes.values())), "before forward and before backward"
     kept = footprint(BY_NAME["gemini"], workload, 2)
     assert any(each.when is When.UNTIL_READY and each.nbytes >= 2 * sum(sizes.values()) // 4 for each in kept.device)
 

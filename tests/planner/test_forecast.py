@@ -131,6 +131,7 @@ def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:
     encoded = [phases(found)["encoding"]["activations"] for found in (kept, moved, of_tiny())]
     assert encoded[0] > 4 * encoded[1], "16 images are encoded at a time, and not one"
     assert encoded[2] == encoded[1], "no more than a batch"
+    assert phases(of_tiny(batch_size=16))["encoding"]["activations"] == encoded[0], "a batch at a time"
     parts = {phase.name: phase.parts for phase in moved.on_host}
     assert parts["training"]["cached latents"] == 16 * 8 * 8 * 8 * 4
     drawn = [

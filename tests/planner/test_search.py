@@ -165,6 +165,7 @@ def test_a_global_batch_is_kept_by_accumulation(tiny: LatentDiffusion) -> None:
     assert one.run.accumulate > 1
     assert f"trainer.accumulate_grad_batches={one.run.accumulate}" in one.options()
     assert {"strategy=ddp", "data.batch_size=512", "trainer.devices=2"} <= set(one.options())
+    assert {"trainer.precision=bf16-mixed", "module.encoder_dtype=float32"} <= set(one.options()), "train's differ"
     (roomy,) = searched(tiny, gpu(4000), 2, batch_size=512, candidates=[_named("ddp")]).best
     assert roomy.run.accumulate == 1
 

@@ -163,7 +163,7 @@ def table(found: Plans, first: str, *, images: float | None, price: float | None
         f"GB are predicted from shapes; seconds are {source}" + (", from the data sheet" * (source == "assumed")),
     ]
     if count > 1:
-        lines.append(f"batch: samples on all {count} GPUs, in micro-batches per GPU")
+        lines.append(f"micro-batch: {count} GPUs x samples per GPU and pass, x passes per step")
     return lines
 
 

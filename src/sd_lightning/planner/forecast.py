@@ -14,7 +14,14 @@ import torch
 
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
-from sd_lightning.planner.passes import drawing_peak, encoding_peak, trained_networks, training_pass, weights_of
+from sd_lightning.planner.passes import (
+    drawing_peak,
+    encoded_at_a_time,
+    encoding_peak,
+    trained_networks,
+    training_pass,
+    weights_of,
+)
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.trace import Trace
 
@@ -101,6 +108,7 @@ class Forecaster:
         self.model = model
         self.run = run
         self._curves: dict[Footprint, StepCurves] = {}
+        self._encoded: dict[int, int] = {}
         self._drawn: dict[tuple[int, torch.dtype], int] = {}
 
     @cached_property
@@ -141,7 +149,8 @@ class Forecaster:
         ]
         waiting = Counter({"encoders": self._encoder_bytes * run.offload_encoders})
         if run.encodes:
-            phases.append(Phase("encoding", always + waiting + Counter(activations=self._encoding)))
+            encoding = Counter(activations=self._encoding(batch_size or run.batch_size))
+            phases.append(Phase("encoding", always + waiting + encoding))
         if run.sample_batch_size:
             drawn = self._drawing(run.sample_batch_size, footprint.dtype, run.encoder_dtype)
             gathered = Counter({"gathered weights": footprint.drawing, "activations": drawn})
@@ -186,9 +195,11 @@ class Forecaster:
     def _encoder_bytes(self) -> int:
         return self.run.encoder_dtype.itemsize * sum(self._numel[name] for name in self._frozen)
 
-    @cached_property
-    def _encoding(self) -> int:
-        return encoding_peak(self.model, self.run)
+    def _encoding(self, batch_size: int) -> int:
+        count = encoded_at_a_time(self.run, batch_size)
+        if count not in self._encoded:
+            self._encoded[count] = encoding_peak(self.model, self.run, count)
+        return self._encoded[count]
 
     def _drawing(self, count: int, dtype: torch.dtype, vae_dtype: torch.dtype) -> int:
         key = count, dtype

@@ -118,11 +118,16 @@ def drawing_peak(
         return max(record(compute).peak() for compute in (denoise, decode))
 
 
-def encoding_peak(model: LatentDiffusion, run: TrainingRun) -> int:
-    """Return the bytes of activations while images are encoded, for as many as are encoded at a time."""
+def encoded_at_a_time(run: TrainingRun, batch_size: int) -> int:
+    """Return the number of images that are encoded at a time, before training or in its steps."""
+    if run.offload_encoders:
+        return 1
+    return min(run.num_images if run.cache_latents else batch_size, images_per_call(run.resolution, run.resolution))
+
+
+def encoding_peak(model: LatentDiffusion, run: TrainingRun, count: int) -> int:
+    """Return the bytes of activations while images are encoded, ``count`` at a time."""
     size, dtype = run.resolution, run.encoder_dtype
-    num_images = run.num_images if run.cache_latents else run.batch_size
-    count = 1 if run.offload_encoders else min(num_images, images_per_call(size, size))
     vae = cast(meta_networks(model, ["vae"])["vae"], dtype)
 
     def encode() -> None:

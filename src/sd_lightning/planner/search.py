@@ -23,6 +23,7 @@ from sd_lightning.planner.trace import Trace
 _MOST = 4096
 """Largest micro-batch that is considered."""
 _USABLE = 0.97
+"""Part of a GPU's nominal memory that can be used; assumed."""
 _EQUAL = 0.01
 """Two plans whose speeds differ by less are equally fast."""
 
@@ -44,7 +45,7 @@ class Cluster:
 
     @property
     def memory(self) -> int:
-        """Usable bytes of a GPU: drivers report about 3 % less than the nominal size."""
+        """Usable bytes of a GPU."""
         return int(_USABLE * self.device.memory)
 
     @property
@@ -85,6 +86,8 @@ class Plan:
     def options(self) -> tuple[str, ...]:
         """Return the command line that trains by this plan."""
         chosen = [*self.candidate.options, f"data.batch_size={self.global_batch}"]
+        chosen += [f"trainer.precision={self.run.precision}"]
+        chosen += [f"module.encoder_dtype={str(self.run.encoder_dtype).removeprefix('torch.')}"] * self.run.encodes
         chosen += [f"trainer.accumulate_grad_batches={self.run.accumulate}"] * (self.run.accumulate > 1)
         chosen += ["speed.gradient_checkpointing=true"] * self.run.gradient_checkpointing
         chosen += [f"trainer.devices={self.cluster.count}"] * (self.cluster.count > 1)
@@ -267,7 +270,12 @@ def _fastest_first(plans: list[Plan]) -> tuple[Plan, ...]:
     return tuple(found)
 
 
-def plan(
+def plan(model: LatentDiffusion, device: str | Device, num_devices: int = 1, **options: Any) -> Plans:
+    """Compare strategies on GPUs of one kind, without one; the arguments are those of :func:`search`."""
+    return search(model, device, num_devices, **options).plans()
+
+
+def search(
     model: LatentDiffusion,
     device: str | Device,
     num_devices: int = 1,
@@ -275,8 +283,8 @@ def plan(
     run: TrainingRun | None = None,
     host_memory: int | None = None,
     **options: Any,
-) -> Plans:
-    """Compare strategies on GPUs of one kind, without one.
+) -> Search:
+    """Prepare a search.
 
     Args:
         model: On any device; it is not changed.
@@ -289,19 +297,6 @@ def plan(
     Raises:
         UsageError: The device is unknown, or an option is invalid.
     """
-    return search(model, device, num_devices, run=run, host_memory=host_memory, **options).plans()
-
-
-def search(
-    model: LatentDiffusion,
-    device: str | Device,
-    num_devices: int = 1,
-    *,
-    run: TrainingRun | None = None,
-    host_memory: int | None = None,
-    **options: Any,
-) -> Search:
-    """Prepare a search; the arguments are those of :func:`plan`."""
     if isinstance(device, str):
         device = load_device(device, Path(config_dir(), "devices"))
     if not CANDIDATES:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload
@@ -30,21 +30,25 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
         held.append(Holding("gradients", gradients))
     else:
         held += [Holding("gradients", gradients, When.FORWARD), Holding("gradients", gradients, When.AS_READY)]
-    blocks = {name: list(weights) for name, weights in groupby(workload.weights, key=lambda weight: weight.block)}
+    blocks: dict[str, list[Weight]] = defaultdict(list)
+    for weight in workload.weights:
+        blocks[weight.block].append(weight)
     size = {name: gathered.itemsize * sum(w.numel for w in weights) for name, weights in blocks.items()}
     sent = {name: reduced.itemsize * _trained(weights) for name, weights in blocks.items()}
     raw = {name: gathered.itemsize * _trained(weights) for name, weights in blocks.items()}
     names = [name for name in size if name]
-    outside = gathered.itemsize * sum(weight.numel for weight in workload.weights if not weight.block)
-    kept = [Holding("gathered weights", outside, When.COMPUTE)]
-    before = dict(zip(names[1:], names))
+    kept = [Holding("gathered weights", size.get("", 0), When.COMPUTE)]
+    before = dict(zip(names[1:], names))  # the backward pass gathers it ahead
     if strategy.reshard_after_forward:
         in_forward = {name: 2 * size[name] for name in names}
     else:
         kept.append(Holding("gathered weights", sum(size[name] for name in names), When.UNTIL_READY))
         in_forward = {name: size[name] for name in names}
     in_backward = {
-        name: size[name] * strategy.reshard_after_forward + size.get(before.get(name, ""), 0) + raw[name] + sent[name]
+        name: size[name] * strategy.reshard_after_forward
+        + (size[before[name]] if name in before else 0)
+        + raw[name]
+        + sent[name]
         for name in names
     }
     numel = sum(sizes)

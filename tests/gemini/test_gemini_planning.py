@@ -81,7 +81,7 @@ def test_the_searched_chunk_size_wastes_the_least(
     specs: list[ParameterSpec], lower: int, extra: int, world_size: int
 ) -> None:
     unit = ALIGNMENT * world_size
-    found = search_chunk_numel(specs, (lower, lower + extra), world_size, candidates=10_000)
+    found = search_chunk_numel(specs, [lower, lower + extra], world_size, candidates=10_000)
 
     def waste(size: int) -> int:
         return sum(chunk.padding for chunk in pack(specs, size, world_size))

@@ -180,7 +180,7 @@ def default_search(specs: Sequence[ParameterSpec]) -> tuple[int, int]:
 
 
 def search_chunk_numel(
-    specs: Sequence[ParameterSpec], search: tuple[int, int], world_size: int, *, candidates: int = 256
+    specs: Sequence[ParameterSpec], search: Sequence[int], world_size: int, *, candidates: int = 256
 ) -> int:
     """Return the chunk size with the least padding; the largest one in a tie.
 
@@ -190,7 +190,7 @@ def search_chunk_numel(
         world_size: Number of shards of a chunk.
         candidates: Number of sizes to try, evenly spread.
     """
-    return _searched(tuple(specs), search, world_size, candidates)
+    return _searched(tuple(specs), (search[0], search[1]), world_size, candidates)  # a configuration has a list
 
 
 @functools.lru_cache(maxsize=8)  # the planner asks for the same weights in many placements

@@ -149,7 +149,7 @@ def measure(name: str, hand: Recipe, yardstick: Step, *, rounds: int, warm_up: i
     batches = make_batches(steps, dist.get_rank(), dist.get_world_size())
     turns = Turns(lambda: make_peer(build().denoiser, hand), yardstick, batches, warm_up=warm_up)
     model = build()
-    Speed(channels_last=name == "ddp").apply_([model.denoiser])  # as by hand
+    Speed(channels_last=name == "ddp").apply_({"unet": model.denoiser})  # as by hand
     module = SDLightningModule(model, optimizer=partial(torch.optim.AdamW, lr=LR, fused=True))
     trainer = pl.Trainer(
         strategy=make_ours(),

@@ -108,7 +108,7 @@ def _network(architecture: str) -> nn.Module:
 
     with torch.device("meta"):
         network = instantiate(families.architecture(architecture).networks["unet"])
-    Speed(gradient_checkpointing=True, allow_tf32=True).apply_([network])
+    Speed(gradient_checkpointing=True, allow_tf32=True).apply_({"unet": network})
     return network
 
 

@@ -53,7 +53,7 @@ def _train(
 
     model = LatentDiffusion.build(architecture)
     module = SDLightningModule(model, optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))
-    Speed(gradient_checkpointing=gradient_checkpointing, allow_tf32=True).apply_(module.trained_networks().values())
+    Speed(gradient_checkpointing=gradient_checkpointing, allow_tf32=True).apply_(module.trained_networks())
     resolution = model.resolution
     source = SourceSubset(Digits("train", size=resolution), range(4 * batch_size))
     data = SDDataModule(

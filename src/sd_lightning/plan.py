@@ -28,7 +28,7 @@ PROGRAM = _conf.Program(
         "module.train_text_encoder": bool,
         "module.encoder_dtype": Literal["float32", "bfloat16", "float16"],
         "module.offload_encoders": bool,
-        "speed.gradient_checkpointing": bool | None,
+        "speed.gradient_checkpointing": bool | Literal["auto"] | None,
         "speed.allow_tf32": bool,
     },
 )

@@ -16,7 +16,7 @@ from sd_lightning.planner import plan
 from sd_lightning.planner.candidates import CANDIDATES, Candidate
 from sd_lightning.planner.devices import Device, device_names, device_of, load_device
 from sd_lightning.planner.footprint import Footprint, Traffic, Workload, replicated
-from sd_lightning.planner.forecast import DEVICE_ALLOWANCE, HOST_ALLOWANCE
+from sd_lightning.planner.forecast import DEVICE_ALLOWANCE, HOST_ALLOWANCE, Forecaster
 from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.roofline import Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
@@ -177,6 +177,31 @@ def test_a_smaller_card_is_given_recomputation_or_offloading(tiny: LatentDiffusi
     assert best[1] and best[1][0].images_per_second < best[0][0].images_per_second
     peaks = [plans[0].memory.device for plans in best if plans]
     assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_plan_that_recomputes_some_has_the_memory_and_time_of_a_trace(tiny: LatentDiffusion) -> None:
+    found = [each for each in searched(tiny, gpu(14), batch_size=16).best if each.run.kept]
+    assert len(found) >= 3 and all("speed.gradient_checkpointing=auto" in each.options() for each in found)
+    for each in found:
+        forecaster = Forecaster(tiny, each.run)
+        footprint = each.candidate.footprint(forecaster.workload)
+        assert footprint is not None
+        assert each.memory.device == pytest.approx(forecaster.forecast(footprint).device, rel=0.01)
+        work = Work(1, each.run.accumulate, each.time.encoding / each.run.accumulate, 0)
+        speeds = Speeds.of(each.cluster.device)
+        traced = step_time(forecaster.trace(footprint), each.run.batch_size, footprint.traffic, speeds, work)
+        assert each.time.backward == pytest.approx(traced.backward, rel=0.02)
+    plain = searched(tiny, gpu(14), batch_size=16, checkpointing=False).best
+    assert found[0].images_per_second > plain[0].images_per_second if plain else True
+
+
+def test_as_little_as_fits_is_recomputed(tiny: LatentDiffusion) -> None:
+    def times(choice: Any) -> list[float]:
+        options = {"batch_size": 16, "candidates": [_named("single")], "checkpointing": choice}
+        return [plans.best[0].time.total for size in (18, 16) if (plans := searched(tiny, gpu(size), **options))]
+
+    some, whole = times("auto"), times(True)
+    assert len(some) == 2 and some[0] <= some[1] and all(ours <= its for ours, its in zip(some, whole))
 
 
 def test_what_does_not_fit_tells_what_is_missing(tiny: LatentDiffusion) -> None:

@@ -1,6 +1,7 @@
 """The traced step against real allocations, and one trace for all batch sizes."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from sd_lightning import LatentDiffusion
+from sd_lightning.models.checkpointing import Kept, recompute_
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.recording import PRIME, record
@@ -19,10 +21,14 @@ from small_models import SMALL_SDXL
 BATCH = 8
 
 
-def unet(device: str, *, checkpointing: bool, model: str = "tiny") -> Any:
+def unet(device: str, *, checkpointing: bool = False, model: str = "tiny", kept: Iterable[Kept] = ()) -> Any:
+    """Return a denoiser; its blocks keep what ``kept`` has in turn."""
     network: Any = LatentDiffusion.build(model, device=device).denoiser.train()
     if checkpointing:
         network.enable_gradient_checkpointing()
+    if kept:
+        blocks = repeated_blocks(network)
+        recompute_(blocks, dict(zip(blocks, itertools.cycle(kept))))
     return network
 
 
@@ -59,11 +65,14 @@ def allocated(step: Callable[[], Any]) -> int:
     return int(np.cumsum([size for _, size in events]).max())
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_trace_agrees_with_the_allocator(checkpointing: bool) -> None:
-    real = unet("cpu", checkpointing=checkpointing)
+KEPT = [{"kept": (each,)} for each in Kept] + [{"kept": tuple(Kept)}]
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, *KEPT], ids=str)
+def test_a_trace_agrees_with_the_allocator(options: dict[str, Any]) -> None:
+    real = unet("cpu", **options)
     found = allocated(lambda: loss_of(real, "cpu", BATCH).backward())
-    trace = traced(unet("meta", checkpointing=checkpointing))
+    trace = traced(unet("meta", **options))
     assert trace.live(BATCH).max() == pytest.approx(found, rel=0.01)
 
 

@@ -78,7 +78,8 @@ def test_settings_change_the_plan(compose: Compose, capsys: pytest.CaptureFixtur
     none = best("encoders=none")
     assert "encoding" not in none["device_bytes"] and none["seconds"]["encoding"] == 0
     assert 0 < best("encoders=text")["seconds"]["encoding"] < base["seconds"]["encoding"]
-    assert best("speed.gradient_checkpointing=true")["gradient_checkpointing"]
+    assert best("speed.gradient_checkpointing=true")["gradient_checkpointing"] is True
+    assert best("speed.gradient_checkpointing=auto")["gradient_checkpointing"] is False, "everything fits"
     large = best("data.resolution=64")
     assert large["device_bytes"]["a training step"]["activations"] > 2 * parts["activations"]
     lora = best("trainable=lora")

@@ -22,6 +22,7 @@ import small_training as small
 from places import REPO
 from ranks import run_jobs
 from sd_lightning import UsageError
+from sd_lightning.models.checkpointing import Kept
 from sd_lightning.strategies.colossalai import probe
 from sd_lightning.strategies.colossalai.refusals import check_optimizers, check_run
 from sd_lightning.strategies.colossalai.settings import config_of
@@ -358,6 +359,7 @@ def test_it_imports_beside_our_versions() -> None:
 
 Results = dict[str, dict[str, Any]]
 NOT_CLIPPED = {"gradient_clip_val": None}
+KEPT = [each.value for each in Kept]
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0},
     "partly_offloaded": {"offload_optim_frac": 0.02},  # a chunk of twenty parameters counts twenty times
@@ -387,6 +389,11 @@ def jobs_of(folder: Path, accelerator: str, world_size: int = 1) -> dict[str, di
         "refused": {"strategy": PLACEMENTS["offloaded"]},
         "unchecked": {"strategy": PLACEMENTS["offloaded"], "unchecked": True},
         "unused": {"unused": [3, 2]},
+        "kept": {
+            "trainer": NOT_CLIPPED,
+            "kept": KEPT,
+            "speed": {"gradient_checkpointing": 1.0},
+        },
     }
     if accelerator == "cuda":
         jobs["pinned"] = {"trainer": NOT_CLIPPED, "strategy": {"pin_memory": True, **PLACEMENTS["offloaded"]}}
@@ -440,6 +447,11 @@ def test_where_things_lie_does_not_change_what_is_computed(results: Results, acc
             assert results[name]["losses"] == results["plain"]["losses"], name
         else:  # Adam is another program in host memory
             assert results[name]["losses"] == pytest.approx(results["plain"]["losses"], rel=1e-2), name
+
+
+@slow
+def test_what_blocks_keep_does_not_change_what_is_computed(results: Results) -> None:
+    assert results["kept"]["losses"] == results["plain"]["losses"]
 
 
 @slow

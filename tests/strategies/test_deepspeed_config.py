@@ -17,6 +17,8 @@ pytest.importorskip("deepspeed")
 
 from sd_lightning import UsageError
 from sd_lightning.apps import preflight
+from sd_lightning.models.checkpointing import Kept, recompute_
+from sd_lightning.planner.footprint import Workload
 from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
 from sd_lightning.strategies.deepspeed import keys as deepspeed_keys
 from sd_lightning.strategies.deepspeed import precedence
@@ -480,6 +482,19 @@ def test_an_unused_cpu_checkpointing_is_refused_as_an_argument_and_named_in_a_fi
     assert (
         "activation_checkpointing.cpu_checkpointing has no effect without speed.gradient_checkpointing" in caplog.text
     )
+
+
+def test_blocks_that_keep_products_are_refused_at_stage_3() -> None:
+    """DeepSpeed's linear layers add the bias to a kept product in place, unseen by autograd: gradients were wrong."""
+    module = Module()
+    module.block = torch.nn.Linear(2, 2)
+    recompute_({"block": module.block}, {"block": Kept.PRODUCTS})
+    strategy = deepspeed(stage=2)
+    strategy.check(trainer_of(strategy), module)
+    strategy = deepspeed(stage=3)
+    with pytest.raises(UsageError, match='stage 3 .* gradients would be wrong; let blocks keep "convolutions" or "inp'):
+        strategy.check(trainer_of(strategy), module)
+    assert Kept.PRODUCTS not in strategy.footprint(Workload([], "32-true", torch.optim.SGD, 1)).menu
 
 
 def test_a_swap_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

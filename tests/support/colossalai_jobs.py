@@ -27,8 +27,7 @@ from sd_lightning.strategies.colossalai import strategy as colossalai
 from sd_lightning.strategies.colossalai.precision import ColossalAIPrecision
 from sd_lightning.strategies.colossalai.strategy import ColossalAIStrategy
 from sd_lightning.training.precision import HalfWeights
-from sd_lightning.training.speed import Speed
-from small_training import data, module, trainer_of
+from small_training import apply_speed, data, module, trainer_of
 from strategy_jobs import Losses
 
 ACCELERATOR = "cpu"
@@ -134,7 +133,7 @@ def module_of(job: dict[str, Any]) -> Any:
             parameter.requires_grad_(job.get("train_only", "") in name)
     if job.get("unused"):  # a chunk of its own, of which nothing is ever gathered
         pl_module.unet.register_parameter("never_used", torch.nn.Parameter(torch.ones(*job["unused"])))
-    Speed(**job.get("speed", {})).apply_(pl_module.trained_networks().values())
+    apply_speed(job, pl_module)
     return pl_module
 
 

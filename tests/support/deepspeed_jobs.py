@@ -184,7 +184,7 @@ def train(job: Job) -> dict[str, Any]:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(job.trains in name)
     if job.checkpointing:
-        Speed(gradient_checkpointing=True).apply_(module.trained_networks().values())
+        Speed(gradient_checkpointing=True).apply_(module.trained_networks())
     if job.fake_aio:
         fake_aio.install()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])

@@ -1,7 +1,9 @@
 """A training small enough for a unit test: the tiny model on a few digits; and how tests compare two of them."""
 
+import itertools
 import json
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.loader import LoaderOptions
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.subset import SourceSubset
+from sd_lightning.models.checkpointing import Kept
+from sd_lightning.models.families.blocks import recomputable
 from sd_lightning.storage import typed_json
 from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.training.speed import Speed
 from small_models import few_blocks
 
 BATCH_SIZE = 8
@@ -41,6 +46,13 @@ def data(*, batch_size: int = BATCH_SIZE, num_workers: int = 0, cache_latents: b
         loader=LoaderOptions(num_workers),
         cache_latents=cache_latents,
     )
+
+
+def apply_speed(job: Mapping[str, Any], module: SDLightningModule) -> None:
+    """Apply the ``speed`` of a job; its blocks keep what ``kept`` has in turn, under a limit."""
+    networks = module.trained_networks()
+    levels = itertools.cycle([Kept(each) for each in job.get("kept", ("all",))])
+    Speed(**job.get("speed", {})).apply_(networks, dict(zip(recomputable(networks), levels)))
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

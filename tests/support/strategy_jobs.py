@@ -30,8 +30,7 @@ from sd_lightning.storage.tensor_store import ShardedTensors
 from sd_lightning.strategies import training_state
 from sd_lightning.training.lr_schedules import cosine
 from sd_lightning.training.precision import precision_options
-from sd_lightning.training.speed import Speed
-from small_training import data, fit, module, trainer_of
+from small_training import apply_speed, data, fit, module, trainer_of
 from strategy_table import strategy_of
 
 # Adam divides by the root of small second moments, so rounding grows with the learning rate: at 2e-3 the losses of two
@@ -161,7 +160,7 @@ def module_of(job: dict[str, Any]) -> Any:
                 parameter.requires_grad_(job["train_only"] in name)
     if job.get("unused"):
         pl_module.unet.register_parameter("never_used", torch.nn.Parameter(torch.ones(3, 2)))
-    Speed(**job.get("speed", {})).apply_(pl_module.trained_networks().values())
+    apply_speed(job, pl_module)
     return pl_module
 
 

@@ -1,9 +1,12 @@
 """Every switch for precision and speed has the effect that its name says, and the model computes the same."""
 
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +33,7 @@ from suites import keep
 @pytest.fixture(autouse=True)
 def _process_wide_settings() -> Iterator[None]:
     yield
-    Speed().apply_([])
+    Speed().apply_({})
 
 
 def composed(*overrides: str) -> Any:
@@ -193,9 +196,90 @@ def test_gradient_checkpointing_keeps_fewer_activations_and_the_same_gradients()
             torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
+LIMIT = 0.03
+"""GB; activations of 32 samples take 0.044, and 0.017 with all blocks recomputed."""
+
+
+def limited(*overrides: str, limit: float | str = LIMIT, strategy: str = "auto") -> tuple[Any, Parts]:
+    """Return a configuration with a limit of activations, and its parts with what blocks keep."""
+    cfg = composed(f"speed.gradient_checkpointing={limit}", *overrides)
+    return cfg, cli.with_recomputation(cfg, strategy, Parts.build(cfg))  # type: ignore[arg-type]
+
+
+def test_a_limit_of_activations_is_kept_and_trains_bit_for_bit_alike(caplog: pytest.LogCaptureFixture) -> None:
+    peaks, losses = [], []
+    with caplog.at_level("INFO"):
+        given = [(cfg := composed("data.batch_size=32"), Parts.build(cfg)), limited("data.batch_size=32")]
+    for cfg, parts in given:
+        watch, module = Watch(), cli.build_module(cfg, parts)
+        with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+            small.fit(module, small.data(batch_size=32), 2, watch)
+        results: Any = profiled.kineto_results
+        events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+        peaks.append(max(itertools.accumulate(size for _, size in events)))
+        losses.append(watch.losses)
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    assert given[1][1].recomputation is not None and len(set(given[1][1].recomputation.kept.values())) > 1
+    assert peaks[0] - peaks[1] > 0.8 * (0.044 - LIMIT) * 1e9
+    (message,) = [each.getMessage() for each in caplog.records if "gradient_checkpointing" in each.getMessage()]
+    assert re.search(
+        r"=0.03: activations take 0.02\d+ GB; of the blocks, .*(products|convolutions).*; recomputing takes "
+        r"\d+.\d % of forward and "
+        r"backward \(assumed, from the data sheet of NVIDIA A100-SXM4-80GB\)",
+        message,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        (
+            (),
+            {"limit": 0.001},
+            "64 sample.* activations take 0.0.* GB even if .* write trainer.accumulate_grad_batches=2",
+        ),
+        (
+            (),
+            {"limit": "auto"},
+            "=auto fills the memory of a GPU, and there is none; write GB of activations, e.g. 2.5",
+        ),
+        ((), {"limit": -1}, "gradient_checkpointing=-1; expected true, false, auto, or GB of activations"),
+        (("data.resolution=null",), {}, "needs the size of the images; write data.resolution="),
+        (("model._target_=my.model",), {}, "memory of model._target_=my.model cannot be predicted; write .*=true"),
+    ],
+)
+def test_a_limit_that_cannot_be_kept_is_refused(overrides: Any, options: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        limited(*overrides, **options)
+
+
+def test_auto_fills_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(gigabytes: float) -> dict[str, Any]:
+        cuda = {
+            "is_available": lambda: True,
+            "get_device_name": lambda: "of no table",
+            "get_device_properties": lambda _: SimpleNamespace(total_memory=gigabytes * 1e9),
+        }
+        for name, value in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        return dict(limited(limit="auto", strategy=GeminiStrategy())[1].recomputation.kept)  # type: ignore
+
+    assert kept(80) == {}
+    assert 0 < len(kept(0.68)) <= len(kept(0.67)), "0.6 GB of them are the allowance for context and workspaces"
+    with pytest.raises(
+        UsageError, match=r"=auto: with 64 .*, a step takes 0.6\d+ GB even if all blocks .* limit is 0.5"
+    ):
+        kept(0.52)
+
+
+def test_a_placement_that_is_measured_in_the_run_has_no_limit() -> None:
+    with pytest.raises(UsageError, match="chooses what it offloads by measurements .* write strategy=gemini"):
+        limited(strategy=GeminiStrategy(placement="auto", memory_cap=0.9))  # type: ignore[arg-type]
+
+
 def test_gradient_checkpointing_refuses_a_network_without_blocks() -> None:
     with pytest.raises(UsageError, match="gradient_checkpointing=true: Linear has no blocks"):
-        Speed(gradient_checkpointing=True).apply_([nn.Linear(2, 2)])
+        Speed(gradient_checkpointing=True).apply_({"linear": nn.Linear(2, 2)})
 
 
 @pytest.mark.parametrize(("kernel", "fused"), [("auto", True), ("flash", True), ("math", False)])
@@ -244,7 +328,7 @@ def _nhwc(tensors: Mapping[Any, Tensor]) -> set[bool]:
 def test_channels_last_lasts_through_training_average_checkpoint_and_resume(tmp_path: Path) -> None:
     def run(name: str, max_steps: int, resume: Path | None = None) -> tuple[Path, Watch]:
         module, watch, ema = small.module(), Watch(), EMA(0.9)
-        Speed(channels_last=True).apply_(module.trained_networks().values())
+        Speed(channels_last=True).apply_(module.trained_networks())
         saving = small.Saving(tmp_path / name, (2,), resume=resume)
         trainer = small.fit(module, small.data(), max_steps, ema, watch, saving)
         states = trainer.optimizers[0].state
@@ -298,7 +382,7 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled(nam
         model.networks["unet"] = UNet2DConditionModel(**config)
         sgd = partial(torch.optim.SGD, lr=0.1)  # Adam makes much of small differences
         module, watch, begin = SDLightningModule(model, optimizer=sgd), Watch(), graphs()
-        Speed(compile_blocks=compiled).apply_(module.trained_networks().values())
+        Speed(compile_blocks=compiled).apply_(module.trained_networks())
         strategy = GeminiStrategy(**offloaded) if compiled and name == "gemini_offload" else "auto"
         small.fit(module, small.data(), 3, EMA(0.9), watch, strategy=strategy)
         trained = graphs() - begin
@@ -406,9 +490,9 @@ def test_cuda_gradient_checkpointing_lowers_the_peak_of_memory() -> None:
 def test_cuda_tf32_rounds_matrix_products_when_it_is_allowed() -> None:
     a, b = torch.randn(512, 512, device="cuda"), torch.randn(512, 512, device="cuda")
     exact = a.double() @ b.double()
-    Speed(allow_tf32=False).apply_([])
+    Speed(allow_tf32=False).apply_({})
     fine = (a @ b - exact).abs().max()
-    Speed(allow_tf32=True).apply_([])
+    Speed(allow_tf32=True).apply_({})
     assert (a @ b - exact).abs().max() > 10 * fine
 
 
@@ -430,7 +514,7 @@ def test_cuda_the_attention_kernel_that_is_named_computes_and_a_whole_step_runs(
     assert op in ops.names
     # The frozen encoders compute in float32, for which the math kernel stands in.
     module, watch = small.module(train_text_encoder=False), Watch()
-    Speed(attention=kernel).apply_(module.trained_networks().values())
+    Speed(attention=kernel).apply_(module.trained_networks())
     small.fit(module, small.data(cache_latents=False), 2, watch, accelerator="cuda", precision="bf16-mixed")
     assert len(watch.losses) == 2
 

@@ -89,11 +89,7 @@ def predict_memory(cfg: DictConfig, strategy: Strategy | str, parts: Parts) -> F
 
     if cfg.learn_token or cfg.model["_target_"] != LOAD_MODEL:
         return None
-    pretrained = cfg.model.pretrained
-    if pretrained is None:
-        model = LatentDiffusion.build(cfg.model.architecture, device="meta")
-    else:
-        model = LatentDiffusion.describe(pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
+    pretrained, model = cfg.model.pretrained, planning.described(cfg)
     has_files = pretrained is not None and not Path(pretrained, LORA_NAME).is_file()  # adapters need loaded weights
     run = replace(
         planning.run_of(cfg, parts, model, num_processes(cfg)),

@@ -11,6 +11,7 @@ import torch
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
+from sd_lightning.apps.planning import described, device_here
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.devices import Device, device_names, load_device
@@ -87,21 +88,13 @@ def device_of(name: str | None) -> Device:
     known = ", ".join(device_names(folder))
     if not torch.cuda.is_available():
         raise UsageError(f"plan got no gpu, and this machine has none; write gpu=<name>, one of {known}")
-    here = torch.cuda.get_device_name()
-    devices = [load_device(each, folder) for each in device_names(folder)]
-    found = next((device for device in devices if device.name == here), None)
+    found = device_here()
     if found is None:
         raise UsageError(
-            f"plan has no table for this machine's {here}; write gpu=<name>, one of {known}, or a YAML file"
+            f"plan has no table for this machine's {torch.cuda.get_device_name()}; write gpu=<name>, one of {known}, "
+            "or a YAML file"
         )
     return found
-
-
-def described(cfg: DictConfig) -> LatentDiffusion:
-    """Return the model without weights."""
-    if cfg.model.get("pretrained") is None:
-        return LatentDiffusion.build(cfg.model.architecture, device="meta")
-    return LatentDiffusion.describe(cfg.model.pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
 
 
 def run_of(cfg: DictConfig, model: LatentDiffusion) -> TrainingRun:
@@ -180,7 +173,7 @@ def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
     row = [
         " ".join(each.candidate.options).replace("strategy=", "").replace("strategy.", ""),
         f"{parts} x {run.accumulate}" if run.accumulate > 1 else parts,
-        "yes" if run.gradient_checkpointing else "no",
+        "some" if each.recompute == "auto" else "all" if each.recompute else "no",
         f"{each.memory.device / GB:.1f}",
         f"{each.memory.host / GB:.1f}",
         f"{each.time.total:.3g}",
@@ -224,7 +217,8 @@ def as_json(found: Plans, price: float | None) -> dict[str, Any]:
             "micro_batch": each.run.batch_size,
             "accumulate": each.run.accumulate,
             "global_batch": each.global_batch,
-            "gradient_checkpointing": each.run.gradient_checkpointing,
+            "gradient_checkpointing": each.recompute,
+            "kept": {name: what.value for name, what in each.run.kept.items()},
             "device_bytes": {phase.name: dict(phase.parts) for phase in each.memory.on_device},
             "host_bytes": {phase.name: dict(phase.parts) for phase in each.memory.on_host},
             "device_peak": each.memory.device,

@@ -1,17 +1,107 @@
-"""Settings of a run, read from its configuration for the planner."""
+"""Settings of a run, read from its configuration for the planner; and what its blocks keep for backward."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from sd_lightning.apps.preflight import Parts
+from sd_lightning import _conf
+from sd_lightning._errors import UsageError
+from sd_lightning.apps.preflight import LOAD_MODEL, Parts
+from sd_lightning.apps.trainer_checks import num_processes
+from sd_lightning.models.checkpointing import Kept, told
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.checkpointing import Recomputation, choose
+from sd_lightning.planner.devices import USABLE, Device, device_names, load_device
+from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
+from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.trace import Trace
+from sd_lightning.strategies import engine_of
 
 if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
     from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
+
+_TYPICAL = "a100-80gb"
+"""Its speeds decide what is cheap to recompute on a device without a table, and on a CPU."""
+
+
+def described(cfg: DictConfig) -> LatentDiffusion:
+    """Return the model of ``model=`` without weights."""
+    if cfg.model.get("pretrained") is None:
+        return LatentDiffusion.build(cfg.model.architecture, device="meta")
+    return LatentDiffusion.describe(cfg.model.pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
+
+
+def device_here() -> Device | None:
+    """Return the table of this machine's GPU; None if there is no GPU, or no table of it."""
+    if not torch.cuda.is_available():
+        return None
+    folder = Path(_conf.config_dir(), "devices")
+    devices = [load_device(each, folder) for each in device_names(folder)]
+    return next((device for device in devices if device.name == torch.cuda.get_device_name()), None)
+
+
+def recomputation(cfg: DictConfig, strategy: Strategy | str, parts: Parts) -> Recomputation:
+    """Choose what blocks keep for backward, for the limit in ``speed.gradient_checkpointing``.
+
+    Raises:
+        UsageError: The limit cannot be kept, or what depends on it is not known.
+    """
+    given = parts.speed.gradient_checkpointing
+    who = f"speed.gradient_checkpointing={given}"
+    if cfg.get("learned_token") is not None or cfg.model["_target_"] != LOAD_MODEL:
+        what = "a learned token" if cfg.get("learned_token") is not None else f"model._target_={cfg.model['_target_']}"
+        raise UsageError(f"{who}: the memory of {what} cannot be predicted; write speed.gradient_checkpointing=true")
+    if cfg.data.resolution is None:
+        raise UsageError(f"{who} needs the size of the images; write data.resolution=<that of the store>")
+    if given == "auto" and not torch.cuda.is_available():
+        raise UsageError(f"{who} fills the memory of a GPU, and there is none; write GB of activations, e.g. 2.5")
+    forecaster = Forecaster(model := described(cfg), run_of(cfg, parts, model, num_processes(cfg)))
+    footprint = engine_of(strategy).footprint(forecaster.workload)
+    if footprint is None:
+        raise UsageError(
+            f"{who}: the strategy chooses what it offloads by measurements in the run, so its memory is not known "
+            "before; write strategy=gemini, or speed.gradient_checkpointing=true"
+        )
+    size = forecaster.run.batch_size
+    if given == "auto":
+        limit = int(USABLE * torch.cuda.get_device_properties(0).total_memory)
+        always = sum(forecaster.always(footprint).values())
+    else:
+        limit, always = int(GB * float(given)), 0
+
+    def traced(kept: Mapping[str, Kept]) -> Trace:
+        return Forecaster(model, replace(forecaster.run, kept=kept)).trace(footprint)
+
+    def total(trace: Trace) -> np.ndarray:
+        return StepCurves(trace, footprint).total(size) + always if given == "auto" else trace.live(size)
+
+    device = device_here() or load_device(_TYPICAL, Path(_conf.config_dir(), "devices"))
+    found = choose(traced, total, limit, size, Speeds.of(device), menu=footprint.menu, tf32=parts.speed.allow_tf32)
+    what = "a step takes" if given == "auto" else "activations take"
+    if found.peak > limit:
+        raise UsageError(
+            f"{who}: with {size} sample(s) per pass, {what} {found.peak / GB:.3g} GB even if all blocks are "
+            f"recomputed, and the limit is {limit / GB:.3g}; write trainer.accumulate_grad_batches="
+            f"{2 * cfg.trainer.accumulate_grad_batches} or a smaller data.batch_size"
+        )
+    log.info(
+        "%s: %s %.3g GB; of the blocks, %s; recomputing takes %.1f %% of forward and backward (assumed, from the data "
+        "sheet of %s)",
+        *(who, what, found.peak / GB, told(found.kept.values()) or "all keep everything"),
+        *(100 * found.slowdown, device.name),
+    )
+    return found
 
 
 def run_of(cfg: DictConfig, parts: Parts, model: LatentDiffusion, world_size: int) -> TrainingRun:
@@ -34,7 +124,8 @@ def run_of(cfg: DictConfig, parts: Parts, model: LatentDiffusion, world_size: in
         train_text_encoder=cfg.module.train_text_encoder,
         lora=parts.lora,
         optimizer=parts.optimizer,  # type: ignore[arg-type]
-        gradient_checkpointing=cfg.speed.gradient_checkpointing,
+        gradient_checkpointing=cfg.speed.gradient_checkpointing is True,
+        kept={} if parts.recomputation is None else parts.recomputation.kept,
         encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
         averages=ema is not None,
         offload_averages=ema is not None and ema.get("offload", False),

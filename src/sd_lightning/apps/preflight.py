@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sd_lightning.models.adapters.learned_token import LearnedToken
     from sd_lightning.models.adapters.lora import Lora
     from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.planner.checkpointing import Recomputation
     from sd_lightning.training.module import OptimizerFactory, SchedulerFactory
     from sd_lightning.training.speed import Speed
 
@@ -51,6 +52,8 @@ class Parts:
     speed: Speed
     lora: Lora | None
     learned_token: LearnedToken | None
+    recomputation: Recomputation | None = None
+    """What blocks keep for backward, if ``speed.gradient_checkpointing`` is a limit."""
 
     @classmethod
     def build(cls, cfg: DictConfig) -> Parts:

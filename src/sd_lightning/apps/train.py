@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
     quiet_libraries()
     trainer = build_trainer(cfg, resume)
     check_model(cfg)
+    parts = with_recomputation(cfg, trainer.strategy, parts)
     if prepare is not None:
         prepare(cfg, trainer.strategy, parts)
     datamodule = _conf.instantiate(cfg.data)
@@ -65,6 +67,15 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
                 catch_up(trainer, module, datamodule)
             return finish(trainer, datamodule, run_dir)
+
+
+def with_recomputation(cfg: DictConfig, strategy: Strategy, parts: Parts) -> Parts:
+    """Choose what blocks keep for backward, if ``speed.gradient_checkpointing`` is a limit."""
+    if not parts.speed.limits_activations:
+        return parts
+    from sd_lightning.apps.planning import recomputation
+
+    return replace(parts, recomputation=recomputation(cfg, strategy, parts))
 
 
 def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
@@ -98,7 +109,8 @@ def build_module(cfg: DictConfig, parts: Parts) -> SDLightningModule:
     module = wrap(cfg, _conf.instantiate(cfg.model, **deferral(cfg, deferred)), parts)
     if is_lightning_checkpoint(cfg.init_from):
         runs.load_lightning_checkpoint(cfg.init_from, module)
-    parts.speed.apply_(module.trained_networks().values())
+    chosen = parts.recomputation
+    parts.speed.apply_(module.trained_networks(), None if chosen is None else chosen.kept)
     return module
 
 

@@ -13,6 +13,8 @@ import yaml
 from sd_lightning._errors import UsageError
 
 GIB = 2**30
+USABLE = 0.97
+"""Part of a GPU's nominal memory that can be used; assumed."""
 DTYPES = ("float32", "tf32", "float16", "bfloat16")
 
 
@@ -39,6 +41,11 @@ class Device:
     def memory(self) -> int:
         """Bytes."""
         return int(self.memory_gib * GIB)
+
+    @property
+    def usable_memory(self) -> int:
+        """Bytes; the driver takes the rest."""
+        return int(USABLE * self.memory)
 
     @property
     def host_memory(self) -> int:

@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from sd_lightning.models.checkpointing import Kept
+
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -175,6 +177,8 @@ class Footprint:
     """Trained elements whose master weights are on the device; their EMA is kept beside them."""
     averaged_on_host: int = 0
     """The same for host memory and disk."""
+    menu: tuple[Kept, ...] = tuple(Kept)
+    """What blocks may keep for backward."""
 
     @property
     def drawing(self) -> int:

@@ -122,29 +122,34 @@ class Forecaster:
         """Return the trace of a training step in a footprint's dtypes."""
         run, dtypes = self.run, (footprint.dtype, footprint.autocast)
         known = _TRACES.setdefault(self.model, {})
-        key = run.resolution, run.train_text_encoder, repr(run.lora), run.gradient_checkpointing, *dtypes
+        recomputed = run.gradient_checkpointing, *sorted((name, each.value) for name, each in run.kept.items())
+        key = run.resolution, run.train_text_encoder, repr(run.lora), recomputed, *dtypes
         if key not in known:
             known[key] = training_pass(self.model, run, *dtypes)
         return known[key]
 
-    def forecast(self, footprint: Footprint, batch_size: int | None = None) -> Forecast:
+    def step_memory(self, footprint: Footprint, batch_size: int) -> np.ndarray:
+        """Return the bytes on the device during each operation of a forward and backward pass."""
+        return self._curves_of(footprint).total(batch_size) + sum(self.always(footprint).values())
+
+    def _curves_of(self, footprint: Footprint) -> StepCurves:
+        if footprint not in self._curves:
+            self._curves[footprint] = StepCurves(self.trace(footprint), footprint)
+        return self._curves[footprint]
+
+    def forecast(
+        self, footprint: Footprint, batch_size: int | None = None, change: np.ndarray | None = None
+    ) -> Forecast:
         """Predict the memory of a run.
 
         Args:
             footprint: What the strategy holds: ``strategy.footprint(forecaster.workload)``.
             batch_size: Samples per forward pass and process; the run's if not given.
+            change: Bytes that are simulated to be more or less during each operation of a pass.
         """
-        run = self.run
-        always = _sum(held for held in footprint.device if held.when is When.ALWAYS)
-        always["allowance"] += DEVICE_ALLOWANCE
-        averaged = run.averages and not run.offload_averages
-        always["EMA"] += _FLOAT_BYTES * footprint.averaged * averaged
-        if run.encodes and not run.offload_encoders:
-            always["encoders"] += self._encoder_bytes
-        if footprint not in self._curves:
-            self._curves[footprint] = StepCurves(self.trace(footprint), footprint)
+        run, always = self.run, self.always(footprint)
         phases = [
-            self._curves[footprint].phase(batch_size or run.batch_size, always),
+            self._curves_of(footprint).phase(batch_size or run.batch_size, always, change),
             Phase("the optimizer's step", always + _sum(_in(footprint, When.AS_READY, When.UPDATE))),
         ]
         waiting = Counter({"encoders": self._encoder_bytes * run.offload_encoders})
@@ -158,6 +163,17 @@ class Forecaster:
         if run.prior_batch_size:
             phases.append(Phase("drawing class images", self._class_images))
         return Forecast(tuple(phases), self._host_phases(footprint, waiting), footprint.disk)
+
+    def always(self, footprint: Footprint) -> Counter[str]:
+        """Return the bytes that are on the device during the whole training, by kind."""
+        run = self.run
+        always = _sum(held for held in footprint.device if held.when is When.ALWAYS)
+        always["allowance"] += DEVICE_ALLOWANCE
+        averaged = run.averages and not run.offload_averages
+        always["EMA"] += _FLOAT_BYTES * footprint.averaged * averaged
+        if run.encodes and not run.offload_encoders:
+            always["encoders"] += self._encoder_bytes
+        return always
 
     def _host_phases(self, footprint: Footprint, waiting: Counter[str]) -> tuple[Phase, ...]:
         run, model = self.run, self.model
@@ -253,14 +269,15 @@ class StepCurves:
         found: np.ndarray = self.trace.live(batch_size) + self._sum
         return found
 
-    def phase(self, batch_size: int, always: Parts) -> Phase:
+    def phase(self, batch_size: int, always: Parts, change: np.ndarray | None = None) -> Phase:
         """Return the memory of the step at its peak.
 
         Args:
             batch_size: Samples per forward pass and process.
             always: Bytes that are held during the whole step.
+            change: Bytes that are simulated to be more or less during each operation.
         """
-        total = self.total(batch_size)
+        total = self.total(batch_size) + (0 if change is None else change)
         peak = int(total.argmax())
         parts = Counter(always)
         for kind, curve in self.curves.items():

@@ -10,9 +10,15 @@ import torch
 from torch import nn
 
 from sd_lightning.models.adapters.lora import freeze_unused
+from sd_lightning.models.checkpointing import recompute_
 from sd_lightning.models.encoder import images_per_call
 from sd_lightning.models.families.base import Conditioning, map_conditioning
-from sd_lightning.models.families.blocks import enable_gradient_checkpointing, repeated_blocks
+from sd_lightning.models.families.blocks import (
+    blocks_of,
+    enable_gradient_checkpointing,
+    recomputable,
+    repeated_blocks,
+)
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import meta_batch, meta_conditioning, meta_networks, unused_parameters
 from sd_lightning.planner.footprint import Weight
@@ -44,6 +50,7 @@ def trained_networks(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtyp
         cast(network, dtype)
         if run.gradient_checkpointing:
             enable_gradient_checkpointing(network)
+    recompute_(recomputable(networks), run.kept)
     return networks
 
 
@@ -70,7 +77,6 @@ def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, 
     networks = trained_networks(model, run, dtype)
     denoiser = networks[model.family.denoiser]
     encoders = {name: network for name, network in networks.items() if network is not denoiser}
-    blocks = {f"{n}.{name}": block for n, each in networks.items() for name, block in repeated_blocks(each).items()}
     parameters = [parameter for network in networks.values() for parameter in network.parameters()]
 
     batch, made = _inputs(model, PRIME, run.resolution, run.resolution)
@@ -84,7 +90,8 @@ def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, 
         prediction = model.family.denoise(denoiser, noisy.to(dtype), batch["timesteps"], conditioning)
         return (prediction.float() - target).square().mean((1, 2, 3)).mean()
 
-    return Trace(record(step, blocks=blocks, parameters=parameters, autocast=autocast, batch_size=PRIME))
+    followed = blocks_of(networks) | recomputable(networks)
+    return Trace(record(step, blocks=followed, parameters=parameters, autocast=autocast, batch_size=PRIME))
 
 
 def drawing_peak(

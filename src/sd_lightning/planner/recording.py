@@ -58,6 +58,8 @@ class Operation:
     cost: Cost
     block: str
     """The repeated block that it belongs to, also in backward; "" outside of blocks."""
+    part: str
+    """The innermost of the modules that are followed: a block's layer, or the block."""
     is_backward: bool
     """Whether it ran in the backward pass, as a gradient or a recomputation."""
 
@@ -70,11 +72,12 @@ class Buffer:
     """Bytes, not rounded."""
     born: int
     """Index of the operation that allocated it."""
-    block: str
     freed: int = NEVER
     """Index of the first operation that ran without it."""
     gradient_of: int | None = None
     """Index of the parameter whose gradient it is."""
+    is_output: bool = False
+    """Whether a block returned it."""
 
 
 @dataclass
@@ -124,7 +127,7 @@ def record(
 
     Args:
         step: Computes a loss, or nothing.
-        blocks: Modules by name, to which operations and storages are attributed.
+        blocks: Modules by name, to which operations are attributed: blocks, and layers of blocks.
         parameters: Those whose gradients are followed.
         batch_size: A prime number of samples that divides no other dimension, such as :data:`PRIME`. Sizes that it
             divides are proportional to the batch. Without it, all are constant.
@@ -147,6 +150,10 @@ def record(
     return recorder.recording
 
 
+Place = tuple[str, str]
+"""The outermost and the innermost module that is followed."""
+
+
 class _Recorder(TorchDispatchMode):
     """Notes every operation, and when each storage was allocated and freed.
 
@@ -159,8 +166,9 @@ class _Recorder(TorchDispatchMode):
         self._batch_size = batch_size
         self._live: dict[int, tuple[Any, Buffer]] = {}
         self._entered: list[str] = []
+        nowhere: Place = "", ""
         # Nodes of the autograd graph are numbered in the order of the forward pass: from which number on which block.
-        self._numbers, self._blocks = [-1], [""]
+        self._numbers, self._places = [-1], [nowhere]
         self._known: dict[Any, tuple[Any, Cost]] = {}
 
     @override
@@ -179,16 +187,16 @@ class _Recorder(TorchDispatchMode):
             if key is not None:
                 self._known[key] = result, cost
                 result = _remade(result)
-        index, block = len(self.recording.operations), self._block()
-        self.recording.operations.append(Operation(cost, block, torch._C._current_graph_task_id() != -1))
+        index = len(self.recording.operations)
+        self.recording.operations.append(Operation(cost, *self._place(), torch._C._current_graph_task_id() != -1))
         if not is_mutable:
             for tensor in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(tensor, Tensor):
-                    self._allocate(tensor, index, block)
+                    self._allocate(tensor, index)
         if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
             # The kernel sums the query's gradient in float32, and keeps a number per row (Dao 2023, algorithm 2).
             size = self._amount(args[1], 4) + self._amount(args[5], 4)
-            self.recording.buffers.append(Buffer(size, index, block, index + 1))
+            self.recording.buffers.append(Buffer(size, index, index + 1))
         return result
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> Cost:
@@ -217,7 +225,7 @@ class _Recorder(TorchDispatchMode):
         hooks: list[Any] = []
         for name, block in blocks.items():
             hooks.append(block.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
-            hooks.append(block.register_forward_hook(lambda *_: self._leave(), always_call=True))
+            hooks.append(block.register_forward_hook(lambda *given: self._leave(given[-1]), always_call=True))
         for number, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 hooks.append(
@@ -229,26 +237,32 @@ class _Recorder(TorchDispatchMode):
         self._entered.append(name)
         self._mark()
 
-    def _leave(self) -> None:
+    def _leave(self, outputs: Any) -> None:
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) in self._live:
+                self._live[key][1].is_output = True
         self._entered.pop()
         self._mark()
 
     def _mark(self) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._blocks.append(self._entered[-1] if self._entered else "")
+        self._places.append(self._here())
 
-    def _block(self) -> str:
+    def _here(self) -> Place:
+        return (self._entered[0], self._entered[-1]) if self._entered else ("", "")
+
+    def _place(self) -> Place:
         node = torch._C._current_autograd_node()
         if self._entered or node is None:  # recomputation in backward enters blocks, too
-            return self._entered[-1] if self._entered else ""
-        return self._blocks[bisect_right(self._numbers, node._sequence_nr()) - 1]
+            return self._here()
+        return self._places[bisect_right(self._numbers, node._sequence_nr()) - 1]
 
-    def _allocate(self, tensor: Tensor, index: int, block: str) -> None:
+    def _allocate(self, tensor: Tensor, index: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
-        buffer = Buffer(self._amount(tensor, tensor.element_size()), index, block)
+        buffer = Buffer(self._amount(tensor, tensor.element_size()), index)
 
         def freed(_: Any) -> None:
             del self._live[key]

@@ -12,18 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sd_lightning.models.checkpointing import KINDS
 from sd_lightning.planner.devices import Device
 from sd_lightning.planner.footprint import Traffic
 from sd_lightning.planner.recording import Operation
 from sd_lightning.planner.trace import Trace
 
-KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "_int_mm"), "matmul"),
-    **dict.fromkeys(("convolution", "convolution_backward", "_convolution"), "convolution"),
-    "_scaled_dot_product_flash_attention": "attention",
-    "_scaled_dot_product_flash_attention_backward": "attention",
-}
-"""Operator -> kind; all others are elementwise: limited by memory."""
 _ASSUMED_PEAK = 0.55
 """Part of the peak arithmetic that large operations reach; assumed."""
 _ASSUMED_BANDWIDTH = 0.8
@@ -128,6 +122,8 @@ class Work:
     """Seconds to encode one micro-batch."""
     averaged: int
     """Elements whose EMA is updated."""
+    recomputation: float = 0.0
+    """Seconds to recompute activations in one pass, unless the trace does it."""
     tf32: bool = False
 
 
@@ -147,6 +143,7 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     seconds = speeds.seconds(trace.operations, flops, moved, tf32=work.tf32)
     backward = float(seconds[trace.is_backward].sum())
     forward = float(seconds.sum()) - backward
+    backward += work.recomputation
     others = (work.world_size - 1) / work.world_size
     passing = others * (traffic.gathered + traffic.reduced) / speeds.link
     copying = max(traffic.to_device / speeds.to_device, traffic.to_host / speeds.to_host)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from sd_lightning.models.adapters.lora import Lora
+from sd_lightning.models.checkpointing import Kept
 from sd_lightning.planner.footprint import OptimizerFactory
 
 
@@ -29,6 +31,9 @@ class TrainingRun:
     optimizer: OptimizerFactory = partial(torch.optim.AdamW, lr=1e-5)
     """Parameters -> optimizer."""
     gradient_checkpointing: bool = False
+    """Whether all blocks keep their inputs only."""
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    """What blocks keep for backward, by network and name of the block: "unet.mid_block.resnets.0"; otherwise all."""
     encoder_dtype: torch.dtype = torch.float32
     averages: bool = False
     """Whether an EMA of the weights is kept."""

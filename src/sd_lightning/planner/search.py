@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sd_lightning._conf.folder import config_dir
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.candidates import CANDIDATES, Candidate
+from sd_lightning.planner.checkpointing import Choice, Simulation
 from sd_lightning.planner.devices import Device, load_device
 from sd_lightning.planner.footprint import Footprint
 from sd_lightning.planner.forecast import GB, Forecast, Forecaster
@@ -22,10 +23,14 @@ from sd_lightning.planner.trace import Trace
 
 _MOST = 4096
 """Largest micro-batch that is considered."""
-_USABLE = 0.97
-"""Part of a GPU's nominal memory that can be used; assumed."""
+_SIMULATED = 0.99
+"""Part of the usable memory that a simulated peak may take; it differs by less from a traced one."""
 _EQUAL = 0.01
 """Two plans whose speeds differ by less are equally fast."""
+
+
+Recompute = bool | Literal["auto"]
+"""Whether blocks recompute their activations: all of them, none, or as little as fits into the memory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Cluster:
     @property
     def memory(self) -> int:
         """Usable bytes of a GPU."""
-        return int(_USABLE * self.device.memory)
+        return self.device.usable_memory
 
     @property
     def host(self) -> int:
@@ -71,6 +76,10 @@ class Plan:
         return self.memory.device <= self.cluster.memory and self.memory.host <= self.cluster.host
 
     @property
+    def recompute(self) -> Recompute:
+        return "auto" if self.run.kept else self.run.gradient_checkpointing
+
+    @property
     def global_batch(self) -> int:
         """Samples per optimizer step on all GPUs."""
         return self.run.batch_size * self.run.accumulate * self.cluster.count
@@ -89,7 +98,8 @@ class Plan:
         chosen += [f"trainer.precision={self.run.precision}"]
         chosen += [f"module.encoder_dtype={str(self.run.encoder_dtype).removeprefix('torch.')}"] * self.run.encodes
         chosen += [f"trainer.accumulate_grad_batches={self.run.accumulate}"] * (self.run.accumulate > 1)
-        chosen += ["speed.gradient_checkpointing=true"] * self.run.gradient_checkpointing
+        if self.recompute is not False:
+            chosen.append(f"speed.gradient_checkpointing={str(self.recompute).lower()}")
         chosen += [f"trainer.devices={self.cluster.count}"] * (self.cluster.count > 1)
         return tuple(chosen)
 
@@ -117,7 +127,8 @@ class Search:
         cluster: The GPUs.
         speeds: What they reach; assumed from the device table if not given.
         batch_size: Samples per optimizer step on all GPUs; if not given, the fastest.
-        checkpointing: Whether blocks are recomputed; None tries both.
+        checkpointing: Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is
+                the faster of False and "auto".
         candidates: Strategies to compare; all that are registered if not given.
 
     Raises:
@@ -132,7 +143,7 @@ class Search:
         *,
         speeds: Speeds | None = None,
         batch_size: int | None = None,
-        checkpointing: bool | None = None,
+        checkpointing: Recompute | None = None,
         candidates: Iterable[Candidate] | None = None,
         tf32: bool = False,
     ) -> None:
@@ -146,7 +157,9 @@ class Search:
         self._cluster = cluster
         self._speeds = speeds or Speeds.of(cluster.device)
         self._per_gpu = None if batch_size is None else batch_size // cluster.count
-        self._choices = (False, True) if checkpointing is None else (checkpointing,)
+        self._choices: tuple[Recompute, ...] = (False, "auto") if checkpointing is None else (checkpointing,)
+        self._forecasters: dict[bool, Forecaster] = {}
+        self._simulations: dict[tuple[Trace, int], Simulation] = {}
         self._candidates = list(CANDIDATES if candidates is None else candidates)
         self._tf32 = tf32
 
@@ -155,12 +168,11 @@ class Search:
         found: list[Plan] = []
         large: list[Plan] = []
         missing: dict[str, None] = {}
-        forecasters = {choice: self._forecaster(choice) for choice in self._choices}
         for candidate in self._candidates:
             if not candidate.suits(self._cluster.count):
                 continue
             try:
-                made = [plan for each in forecasters.values() for plan in self._of(candidate, each)]
+                made = [plan for each in self._choices for plan in self._of(candidate, each)]
             except UsageError as error:  # a package is missing, or the engine cannot train this
                 missing[str(error)] = None
                 continue
@@ -180,39 +192,58 @@ class Search:
 
     def smallest_that_fits(self) -> Plan | None:
         """Return a plan with a micro-batch of 1 that fits, if there is one; of the simplest strategy."""
-        forecaster = self._forecaster(self._choices[-1])
+        recompute = self._choices[-1]
         for candidate in self._candidates:
             if not candidate.suits(self._cluster.count):
                 continue
             try:
-                footprint = candidate.footprint(forecaster.workload)
+                footprint = candidate.footprint(self._forecaster(recompute).workload)
             except UsageError:
                 continue
             if footprint is not None:
-                plan = self._plan(candidate, forecaster, footprint, 1)
+                plan = self._plan(candidate, recompute, footprint, 1, least=True)
                 if plan.fits:
                     return plan
         return None
 
-    def _forecaster(self, checkpointing: bool) -> Forecaster:
-        return Forecaster(self._model, replace(self.run, gradient_checkpointing=checkpointing))
-
-    def _of(self, candidate: Candidate, forecaster: Forecaster) -> Iterator[Plan]:
+    def _of(self, candidate: Candidate, recompute: Recompute) -> Iterator[Plan]:
         """Yield plans of a candidate with the batch sizes that are worth a try; with the smallest if none fits."""
+        forecaster = self._forecaster(recompute)
         once = candidate.footprint(forecaster.workload)
         several = candidate.footprint(replace(forecaster.workload, accumulates=True))
         if once is None or several is None:
             return
         sizes = self._micro_batches()
 
-        def of(size: int) -> Plan:
-            return self._plan(candidate, forecaster, once if self._per_gpu in (None, size) else several, size)
+        def of(size: int, *, least: bool) -> Plan:
+            footprint = once if self._per_gpu in (None, size) else several
+            return self._plan(candidate, recompute, footprint, size, least=least)
 
-        fitting = _count_that_fit(sizes, lambda size: of(size).fits)
+        fitting = _count_that_fit(sizes, lambda size: of(size, least=True).fits)
         tried = sizes[: max(fitting, 1)]
         if self._per_gpu is None:
-            tried = sorted({size for size in tried if size & (size - 1) == 0} | {tried[-1]})
-        yield from map(of, tried)
+            # Less than the largest batch may be faster, if less is recomputed then.
+            large = {tried[-1]} | ({tried[-1] * part // 8 for part in (5, 6, 7)} if recompute == "auto" else set())
+            tried = sorted({size for size in tried if size & (size - 1) == 0} | large - {0})
+        for size in tried:
+            yield of(size, least=fitting == 0)
+
+    def _forecaster(self, recompute: Recompute) -> Forecaster:
+        whole = recompute is True
+        if whole not in self._forecasters:
+            self._forecasters[whole] = Forecaster(self._model, replace(self.run, gradient_checkpointing=whole))
+        return self._forecasters[whole]
+
+    def _choice(self, forecaster: Forecaster, footprint: Footprint, size: int, *, least: bool) -> Choice:
+        """Return what blocks keep: as little as possible, or as much as fits."""
+        key = forecaster.trace(footprint), size
+        if key not in self._simulations:
+            self._simulations[key] = Simulation(*key, self._speeds, tf32=self._tf32)
+        simulation = self._simulations[key]
+        if least:
+            return simulation.least(footprint.menu)
+        limit = int(_SIMULATED * self._cluster.memory)
+        return simulation.cheapest(forecaster.step_memory(footprint, size), limit, footprint.menu)
 
     def _micro_batches(self) -> Sequence[int]:
         """Return the micro-batches to choose from, ascending."""
@@ -220,12 +251,17 @@ class Search:
             return range(1, _MOST + 1)
         return [size for size in range(1, self._per_gpu + 1) if self._per_gpu % size == 0]
 
-    def _plan(self, candidate: Candidate, forecaster: Forecaster, footprint: Footprint, size: int) -> Plan:
+    def _plan(
+        self, candidate: Candidate, recompute: Recompute, footprint: Footprint, size: int, *, least: bool
+    ) -> Plan:
+        forecaster = self._forecaster(recompute)
+        chosen = self._choice(forecaster, footprint, size, least=least) if recompute == "auto" else None
         accumulate = 1 if self._per_gpu is None else self._per_gpu // size
-        run = replace(forecaster.run, batch_size=size, accumulate=accumulate)
-        memory = forecaster.forecast(footprint, size)
+        run = replace(forecaster.run, batch_size=size, accumulate=accumulate, kept=chosen.kept if chosen else {})
+        memory = forecaster.forecast(footprint, size, chosen.change if chosen else None)
         encoding = self._encoding(size) if run.encodes else 0.0
-        work = Work(run.world_size, accumulate, encoding, footprint.averaged * run.averages, self._tf32)
+        again = chosen.seconds if chosen else 0.0
+        work = Work(run.world_size, accumulate, encoding, footprint.averaged * run.averages, again, self._tf32)
         time = step_time(forecaster.trace(footprint), size, footprint.traffic, self._speeds, work)
         return Plan(candidate, run, memory, time, self._cluster)
 

@@ -44,6 +44,7 @@ class Trace:
         self.flops = Amounts.of(each.cost.flops for each in self.operations)
         self.moved = Amounts.of(each.cost.moved for each in self.operations)
         self.is_backward = np.array([each.is_backward for each in self.operations], bool)
+        self.is_output = np.array([each.is_output for each in self.buffers], bool)
         self.is_gradient = np.array([each.gradient_of is not None for each in self.buffers], bool)
 
     def sizes(self, batch_size: int) -> np.ndarray:

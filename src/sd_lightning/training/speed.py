@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from sd_lightning._errors import UsageError
-from sd_lightning.models.families.blocks import enable_gradient_checkpointing, repeated_blocks
+from sd_lightning.models.checkpointing import Kept, recompute_
+from sd_lightning.models.families.blocks import enable_gradient_checkpointing, recomputable, repeated_blocks
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,9 @@ AttentionKernel = Literal["auto", "math", "flash", "efficient", "cudnn"]
 class Speed:
     """Speed and memory options, applied to the trained networks from outside."""
 
-    gradient_checkpointing: bool = False
-    """Recompute the activations of every block in backward instead of keeping them."""
+    gradient_checkpointing: bool | float | Literal["auto"] = False
+    """Recompute activations in backward instead of keeping them: True, all of every block; or as few as bring the
+    activations of a pass below this many GB (10**9 bytes); "auto": what the rest leaves of the GPU's memory."""
     channels_last: bool = False
     """Keep convolution weights and activations in the NHWC layout."""
     compile_blocks: bool = False
@@ -38,16 +40,41 @@ class Speed:
     def __post_init__(self) -> None:
         if self.attention not in (kernels := get_args(AttentionKernel)):
             raise UsageError(f"Speed got attention={self.attention!r}; expected one of {', '.join(kernels)}")
+        if not (self.gradient_checkpointing == "auto" or self.gradient_checkpointing >= 0):
+            raise UsageError(
+                f"Speed got gradient_checkpointing={self.gradient_checkpointing}; expected true, false, auto, or GB of "
+                "activations, e.g. 6.5"
+            )
         if self.attention in ("efficient", "cudnn") and not torch.cuda.is_available():
             raise UsageError(
                 f"Speed got attention={self.attention!r} but there is no CUDA device; "
                 "write attention=auto, math or flash"
             )
 
-    def apply_(self, networks: Iterable[nn.Module]) -> None:
-        """Apply the options to the networks in place; attention kernel and TF32 are set for the whole process."""
-        for network in networks:
-            if self.gradient_checkpointing:
+    @property
+    def limits_activations(self) -> bool:
+        """Whether ``gradient_checkpointing`` is a limit, for which what blocks keep is chosen."""
+        return not isinstance(self.gradient_checkpointing, bool)
+
+    def apply_(self, networks: Mapping[str, nn.Module], kept: Mapping[str, Kept] | None = None) -> None:
+        """Apply the options to the networks in place; attention kernel and TF32 are set for the whole process.
+
+        Args:
+            networks: The trained networks by name.
+            kept: What blocks keep, chosen for the limit that ``gradient_checkpointing`` is.
+
+        Raises:
+            UsageError: ``gradient_checkpointing`` is a limit, and nothing was chosen; or a network has no blocks.
+        """
+        if self.limits_activations:
+            if kept is None:
+                raise UsageError(
+                    f"Speed got gradient_checkpointing={self.gradient_checkpointing}, a limit, but apply_() got no "
+                    "kept=; choose it with sd_lightning.planner.checkpointing.choose, or write True"
+                )
+            recompute_(recomputable(networks), kept)
+        for network in networks.values():
+            if self.gradient_checkpointing is True:
                 enable_gradient_checkpointing(network)
             if self.channels_last:
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

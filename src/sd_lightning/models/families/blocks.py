@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,23 @@ def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     known = {name for family in FAMILIES.values() for name in family.block_classes}
     # Compare the names of all base classes: engines replace a block's class by a subclass of another name.
     return _of_classes(network, known) or _declared(network) or _listed(network)
+
+
+def blocks_of(networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the repeated blocks of several networks: "unet.mid_block.resnets.0", …"""
+    return {f"{prefix}.{n}": block for prefix, each in networks.items() for n, block in repeated_blocks(each).items()}
+
+
+def recomputable(networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that may be recomputed alone, by name: blocks, or the layers of blocks with several alike.
+
+    The transformers of Stable Diffusion XL have up to ten layers; recomputed one at a time, they need less memory.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, block in blocks_of(networks).items():
+        layers = {f"{name}.{key}": layer for key, layer in _listed(block).items()}
+        found |= layers or {name: block}
+    return found
 
 
 def _of_classes(network: nn.Module, names: set[str]) -> dict[str, nn.Module]:

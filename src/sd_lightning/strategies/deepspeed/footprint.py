@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from sd_lightning.models.checkpointing import Kept
 from sd_lightning.planner.footprint import Footprint, Holding, Traffic, When, Workload
 from sd_lightning.strategies.deepspeed.settings import DeepSpeedSettings
 
@@ -16,7 +17,9 @@ _SWAP_BUFFERS = 4
 
 def footprint_of(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
     """Count what the settings' stage keeps."""
-    return _of_zero3(settings, workload) if settings.stage == 3 else _of_zero12(settings, workload)
+    if settings.stage != 3:
+        return _of_zero12(settings, workload)
+    return replace(_of_zero3(settings, workload), menu=tuple(each for each in Kept if each is not Kept.PRODUCTS))
 
 
 def _of_zero12(settings: DeepSpeedSettings, workload: Workload) -> Footprint:

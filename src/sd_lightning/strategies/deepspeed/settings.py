@@ -14,6 +14,7 @@ from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.contract import global_batch_size
+from sd_lightning.models.checkpointing import Kept, kept_by
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import Extension, check_buildable, import_deepspeed
 from sd_lightning.strategies.deepspeed.config import load, name_of
@@ -165,6 +166,11 @@ class DeepSpeedSettings:
                 check_cpu_adam(optimizer)
             precedence.check_optimizer(self.config, optimizer, self.who)
         self._check_checkpointing(module)
+        if self.stage == 3 and Kept.PRODUCTS in kept_by(module.modules()):
+            raise UsageError(
+                f"{self.who}: at stage 3 DeepSpeed's linear layers change the products that a block keeps, and "
+                'gradients would be wrong; let blocks keep "convolutions" or "inputs"'
+            )
 
     def _check_checkpointing(self, module: nn.Module) -> None:
         if not self.get(_CHECKPOINTING) or checkpointed_blocks(module):

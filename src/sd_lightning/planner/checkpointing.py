@@ -1,0 +1,251 @@
+"""Choice of what each block keeps for backward: as little recomputation as fits into a limit.
+
+A knapsack with several choices per item: from each block to the next smaller choice, by bytes freed per second of
+recomputation, greedily (Kellerer, Pferschy and Pisinger 2004, section 11.2). The peak is simulated on a trace without
+checkpointing, then checked on a trace with the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from sd_lightning.models.checkpointing import KINDS, Kept
+from sd_lightning.planner.roofline import Speeds
+from sd_lightning.planner.trace import Trace
+
+_MENU = tuple(Kept)
+_TRIES = 5
+"""Traces that check a choice, at most."""
+_CLOSE = 0.02
+"""A peak that is below the limit by less than this part of it is close enough."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What blocks keep, and what that is simulated to gain and cost."""
+
+    kept: Mapping[str, Kept]
+    """By block; those without an entry keep everything."""
+    change: np.ndarray
+    """Bytes that are more or less during each operation of a pass in which blocks keep everything."""
+    seconds: float
+    """To recompute in each pass."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What blocks keep, checked by a trace."""
+
+    kept: Mapping[str, Kept]
+    peak: int
+    """Bytes."""
+    seconds: float
+    slowdown: float
+    """``seconds`` as part of the time of a pass without recomputation."""
+
+
+class _Blocks:
+    """The recomputable blocks of a trace, and which of their allocations a choice changes, for all batch sizes."""
+
+    def __init__(self, trace: Trace) -> None:
+        operations = trace.operations
+        parts = list(dict.fromkeys(each.part for each in operations if each.part))
+        self.names = [name for name in parts if not any(other.startswith(name + ".") for other in parts)]
+        position = {name: index for index, name in enumerate(self.names)}
+        of = np.array([position.get(each.part, len(position)) for each in operations], int)
+        count, inside = len(self.names), of < len(self.names)
+        forward, backward = (np.flatnonzero(inside & (trace.is_backward == which)) for which in (False, True))
+        self.left, self.entered = np.zeros(count + 1, int), np.full(count + 1, len(operations))
+        np.maximum.at(self.left, of[forward], forward + 1)
+        np.minimum.at(self.entered, of[backward], backward)
+        names = {each.cost.name for each in operations}
+        keeps = {name: [each.keeps(name) for each in _MENU] for name in names}
+        kept = np.array([keeps[each.cost.name] for each in operations], bool).T
+        self.forward, self.of = forward, of[forward]
+        born = trace.born.clip(max=len(operations) - 1)
+        is_ours = inside[born] & ~trace.is_backward[born]
+        left, entered = self.left[of[born]], self.entered[of[born]]
+        dropped = is_ours & ~trace.is_output & (trace.freed > entered) & (entered > left)
+        longer = is_ours & (trace.freed < entered) & (entered > left)
+        self.changed = np.flatnonzero(dropped | longer)
+        """Buffers that a choice drops after forward, or keeps for longer."""
+        self.is_dropped = dropped[self.changed]
+        self.of_changed, self.kept_changed = of[born][self.changed], kept[:, born][:, self.changed]
+        self.begin = np.where(self.is_dropped, left[self.changed], trace.freed[self.changed])
+        self.end = entered[self.changed]
+        # A recomputation ends when the last saved tensor is there: mostly before a block's last product.
+        last = np.full((len(_MENU), count + 1), -1)
+        products = forward[[operations[index].cost.name in KINDS for index in forward]]
+        for level, keeps_it in enumerate(self.kept_changed):
+            np.maximum.at(last[level], of[products], products - 1)
+            lost = self.changed[self.is_dropped & ~keeps_it]
+            np.maximum.at(last[level], of[born][lost], born[lost])
+        self.again = ~kept[:, forward] & (forward <= last[:, self.of])
+
+
+_BLOCKS: WeakKeyDictionary[Trace, _Blocks] = WeakKeyDictionary()
+
+
+class Simulation:
+    """The memory and time of a pass in which blocks keep less, from a trace in which they keep everything.
+
+    Args:
+        trace: Without checkpointing.
+        batch_size: Samples per pass.
+        speeds: Of the device.
+        tf32: Products of float32 matrices use TensorFloat-32.
+    """
+
+    def __init__(self, trace: Trace, batch_size: int, speeds: Speeds, *, tf32: bool = False) -> None:
+        if trace not in _BLOCKS:
+            _BLOCKS[trace] = _Blocks(trace)
+        self._of = blocks = _BLOCKS[trace]
+        self.blocks = blocks.names
+        self._count = len(trace.operations)
+        self._sizes = trace.sizes(batch_size)[blocks.changed]
+        seconds = speeds.seconds(trace.operations, trace.flops.at(batch_size), trace.moved.at(batch_size), tf32=tf32)
+        self.seconds = float(seconds.sum())
+        self._recomputed = np.zeros((len(self.blocks), len(_MENU)))
+        for level, again in enumerate(blocks.again):
+            np.add.at(self._recomputed[:, level], blocks.of, seconds[blocks.forward] * again)
+        self._known: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def change(self, levels: np.ndarray) -> np.ndarray:
+        """Return the change of the bytes that exist during each operation.
+
+        Args:
+            levels: For each block, the index in :class:`Kept` of what it keeps.
+        """
+        blocks = self._of
+        level = levels[blocks.of_changed]
+        kept = blocks.kept_changed[level, np.arange(len(level))]
+        changed = np.flatnonzero((level > 0) & (kept != blocks.is_dropped))
+        sizes = np.where(blocks.is_dropped[changed], -self._sizes[changed], self._sizes[changed])
+        found = np.bincount(blocks.begin[changed], sizes, self._count + 1)
+        found -= np.bincount(blocks.end[changed], sizes, self._count + 1)
+        return found.cumsum()[:-1].round().astype(np.int64)
+
+    def recomputed(self, levels: np.ndarray) -> float:
+        """Return the seconds of recomputation."""
+        return float(self._recomputed[np.arange(len(self.blocks)), levels].sum())
+
+    def cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[Kept]) -> Choice:
+        """Return what blocks keep so that the simulated peak fits with the least recomputation; or the least.
+
+        Args:
+            memory: Bytes during each operation of a pass in which blocks keep everything.
+            limit: Bytes.
+            menu: What blocks may keep.
+        """
+        levels = self._cheapest(memory, limit, [level for level, each in enumerate(_MENU) if each in menu])
+        kept = {name: _MENU[level] for name, level in zip(self.blocks, levels) if level}
+        return Choice(kept, self.change(levels), self.recomputed(levels))
+
+    def least(self, menu: Sequence[Kept]) -> Choice:
+        """Return what blocks keep at the least."""
+        level = max(level for level, each in enumerate(_MENU) if each in menu)
+        levels = np.full(len(self.blocks), level)
+        return Choice(dict.fromkeys(self.blocks, _MENU[level]), self.change(levels), self.recomputed(levels))
+
+    def _cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[int]) -> np.ndarray:
+        reductions = self._reductions(menu)
+
+        def fits(levels: np.ndarray) -> bool:
+            return bool((memory + self.change(levels)).max() <= limit)
+
+        def after(number: int) -> np.ndarray:
+            levels = np.zeros(len(self.blocks), int)
+            for block, level in reductions[:number]:
+                levels[block] = max(levels[block], level)
+            return levels
+
+        low, high = 0, len(reductions)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(after(middle)) else (middle + 1, high)
+        levels = after(low)
+        if not fits(levels):
+            return levels
+        for block, _ in reversed(reductions[:low]):  # the last one may free more than is needed
+            for level in (level for level in menu if level < levels[block]):
+                fewer = levels.copy()
+                fewer[block] = level
+                if self.recomputed(fewer) < self.recomputed(levels) and fits(fewer):
+                    levels = fewer
+                    break
+        return levels
+
+    def _reductions(self, menu: Sequence[int]) -> list[tuple[int, int]]:
+        """Return each step of a block to a smaller choice, (block, level): first those with most bytes per second."""
+        if tuple(menu) not in self._known:
+            self._known[tuple(menu)] = self._sorted_reductions(menu)
+        return self._known[tuple(menu)]
+
+    def _sorted_reductions(self, menu: Sequence[int]) -> list[tuple[int, int]]:
+        found = []
+        for block in range(len(self.blocks)):
+            points = [(0.0, 0.0, 0)]  # of the convex hull: seconds, bytes freed, level
+            for level in menu[1:]:
+                alone = np.zeros(len(self.blocks), int)
+                alone[block] = level
+                freed = -float(self.change(alone)[self._of.left[block] - 1 : self._of.entered[block]].min(initial=0))
+                new = float(self._recomputed[block, level]), freed, level
+                while len(points) > 1 and _rate(points[-2], points[-1]) <= _rate(points[-2], new):
+                    points.pop()
+                if freed > points[-1][1]:
+                    points.append(new)
+            found += [(_rate(last, new), block, new[2]) for last, new in zip(points, points[1:])]
+        return [(block, level) for _, block, level in sorted(found, key=lambda each: -each[0])]
+
+
+def _rate(last: tuple[float, float, int], new: tuple[float, float, int]) -> float:
+    return (new[1] - last[1]) / max(new[0] - last[0], 1e-12)
+
+
+def choose(
+    traced: Callable[[Mapping[str, Kept]], Trace],
+    total: Callable[[Trace], np.ndarray],
+    limit: int,
+    batch_size: int,
+    speeds: Speeds,
+    *,
+    menu: Sequence[Kept] = tuple(Kept),
+    tf32: bool = False,
+) -> Recomputation:
+    """Return what blocks keep so that the peak is below a limit, with the least recomputation.
+
+    Args:
+        traced: What blocks keep -> trace of a pass.
+        total: Trace -> bytes that count against the limit during each of its operations.
+        limit: Bytes.
+        batch_size: Samples per pass.
+        speeds: Of the device.
+        menu: What blocks may keep.
+        tf32: Products of float32 matrices use TensorFloat-32.
+
+    Returns:
+        The choice. If none fits, that with the smallest peak found; its ``peak`` is above the limit.
+    """
+    base = traced({})
+    memory = total(base)
+    if memory.max() <= limit:
+        return Recomputation({}, int(memory.max()), 0.0, 0.0)
+    simulation = Simulation(base, batch_size, speeds, tf32=tf32)
+    aimed, found = limit, []
+    tried: list[Mapping[str, Kept]] = []
+    for _ in range(_TRIES):
+        chosen = simulation.cheapest(memory, aimed, menu)
+        if chosen.kept in tried:
+            break
+        tried.append(chosen.kept)
+        peak = int(total(traced(chosen.kept)).max())
+        found.append(Recomputation(chosen.kept, peak, chosen.seconds, chosen.seconds / simulation.seconds))
+        if (1 - _CLOSE) * limit <= peak <= limit:
+            break
+        aimed += limit - peak  # what the simulation does not know, such as the buffers of a recomputation
+    fitting = [each for each in found if each.peak <= limit]
+    return min(fitting, key=lambda each: each.seconds) if fitting else min(found, key=lambda each: each.peak)

@@ -25,6 +25,7 @@ PROGRAM = _conf.Program(
         "overwrite": bool,
         "seed": int,
         "merge_lora": bool,
+        "data.batch_size": int | Literal["auto"],
         "trainer.precision": Literal[32, "32-true", "bf16-mixed", "bf16-true", "16-mixed"],
         "trainer.gradient_clip_val": float | None,
         "trainer.val_check_interval": float | None,

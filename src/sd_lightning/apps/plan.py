@@ -12,6 +12,7 @@ import torch
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.planning import described, device_here
+from sd_lightning.apps.trainer_checks import AUTO
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.devices import Device, device_names, load_device
@@ -46,7 +47,7 @@ def run(cfg: DictConfig) -> int:
         host_memory=None if cfg.host_gb is None else int(cfg.host_gb * GB),
         batch_size=cfg.data.batch_size,
         checkpointing=cfg.speed.gradient_checkpointing,
-        candidates=None if cfg.get("strategy") is None else [chosen(cfg)],
+        candidates=None if cfg.strategy_name in (None, AUTO) else [chosen(cfg)],
         tf32=cfg.speed.allow_tf32,
     )
     found = prepared.plans()

@@ -22,6 +22,7 @@ from sd_lightning.planner.devices import USABLE, Device, device_names, load_devi
 from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.search import Plans
 from sd_lightning.planner.trace import Trace
 from sd_lightning.strategies import engine_of
 
@@ -51,20 +52,57 @@ def device_here() -> Device | None:
     return next((device for device in devices if device.name == torch.cuda.get_device_name()), None)
 
 
-def recomputation(cfg: DictConfig, strategy: Strategy | str, parts: Parts) -> Recomputation:
+def hardware_here() -> tuple[Device, Speeds]:
+    """Return this machine's device and its speeds.
+
+    Raises:
+        UsageError: There is no table of it.
+    """
+    device = device_here()
+    if device is None:
+        raise UsageError("the speeds of this machine are not known; run python -m sd_lightning.plan calibrate")
+    return device, Speeds.of(device)
+
+
+def speeds_here() -> tuple[Device, Speeds]:
+    device = device_here() or load_device(_TYPICAL, Path(_conf.config_dir(), "devices"))
+    return device, Speeds.of(device)
+
+
+def check_predictable(cfg: DictConfig, who: str, remedy: str) -> None:
+    """Check that the memory of a run can be predicted.
+
+    Args:
+        cfg: Configuration of a training program.
+        who: The setting that needs the prediction.
+        remedy: What to write without one.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if cfg.get("learned_token") is not None or cfg.model["_target_"] != LOAD_MODEL:
+        what = "a learned token" if cfg.get("learned_token") is not None else f"model._target_={cfg.model['_target_']}"
+        raise UsageError(f"{who}: the memory of {what} cannot be predicted; write {remedy}")
+    if cfg.data.resolution is None:
+        raise UsageError(f"{who} needs the size of the images; write data.resolution=<that of the store>")
+
+
+def recomputation(cfg: DictConfig, strategy: Strategy | str, parts: Parts, plans: Plans | None = None) -> Recomputation:
     """Choose what blocks keep for backward, for the limit in ``speed.gradient_checkpointing``.
+
+    Args:
+        cfg: Configuration of a training program.
+        strategy: Of the run.
+        parts: Built from ``cfg``.
+        plans: Made for this machine: with its memory and speeds.
 
     Raises:
         UsageError: The limit cannot be kept, or what depends on it is not known.
     """
     given = parts.speed.gradient_checkpointing
     who = f"speed.gradient_checkpointing={given}"
-    if cfg.get("learned_token") is not None or cfg.model["_target_"] != LOAD_MODEL:
-        what = "a learned token" if cfg.get("learned_token") is not None else f"model._target_={cfg.model['_target_']}"
-        raise UsageError(f"{who}: the memory of {what} cannot be predicted; write speed.gradient_checkpointing=true")
-    if cfg.data.resolution is None:
-        raise UsageError(f"{who} needs the size of the images; write data.resolution=<that of the store>")
-    if given == "auto" and not torch.cuda.is_available():
+    check_predictable(cfg, who, "speed.gradient_checkpointing=true")
+    if given == "auto" and plans is None and not torch.cuda.is_available():
         raise UsageError(f"{who} fills the memory of a GPU, and there is none; write GB of activations, e.g. 2.5")
     forecaster = Forecaster(model := described(cfg), run_of(cfg, parts, model, num_processes(cfg)))
     footprint = engine_of(strategy).footprint(forecaster.workload)
@@ -75,7 +113,8 @@ def recomputation(cfg: DictConfig, strategy: Strategy | str, parts: Parts) -> Re
         )
     size = forecaster.run.batch_size
     if given == "auto":
-        limit = int(USABLE * torch.cuda.get_device_properties(0).total_memory)
+        there = USABLE * torch.cuda.get_device_properties(0).total_memory if plans is None else plans.cluster.memory
+        limit = int(there)
         always = sum(forecaster.always(footprint).values())
     else:
         limit, always = int(GB * float(given)), 0
@@ -86,8 +125,8 @@ def recomputation(cfg: DictConfig, strategy: Strategy | str, parts: Parts) -> Re
     def total(trace: Trace) -> np.ndarray:
         return StepCurves(trace, footprint).total(size) + always if given == "auto" else trace.live(size)
 
-    device = device_here() or load_device(_TYPICAL, Path(_conf.config_dir(), "devices"))
-    found = choose(traced, total, limit, size, Speeds.of(device), menu=footprint.menu, tf32=parts.speed.allow_tf32)
+    device, speeds = speeds_here() if plans is None else (plans.cluster.device, plans.speeds)
+    found = choose(traced, total, limit, size, speeds, menu=footprint.menu, tf32=parts.speed.allow_tf32)
     what = "a step takes" if given == "auto" else "activations take"
     if found.peak > limit:
         raise UsageError(
@@ -115,8 +154,9 @@ def run_of(cfg: DictConfig, parts: Parts, model: LatentDiffusion, world_size: in
     """
     ema, samples = cfg.callbacks.get("ema"), cfg.callbacks.get("samples")
     num_samples = 0 if samples is None else len(samples.prompts or ()) or 2 * samples.columns
+    batch_size = world_size if cfg.data.batch_size == "auto" else cfg.data.batch_size  # the planner chooses it
     return TrainingRun(
-        batch_size=-(-cfg.data.batch_size // (world_size * cfg.trainer.accumulate_grad_batches)),
+        batch_size=-(-batch_size // (world_size * cfg.trainer.accumulate_grad_batches)),
         resolution=cfg.data.resolution,
         precision=str(cfg.trainer.precision),
         world_size=world_size,

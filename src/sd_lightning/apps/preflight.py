@@ -14,7 +14,7 @@ from sd_lightning import _conf
 from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps.trainer_checks import check_trainer, cuda_devices, num_processes, refuse
+from sd_lightning.apps.trainer_checks import check_trainer, cuda_devices, left_to_planner, num_processes, refuse
 from sd_lightning.storage import checkpoint, run_folder, runs
 from sd_lightning.storage.new_folder import check_place, unused
 
@@ -102,6 +102,10 @@ def preflight(cfg: DictConfig, run_dir: Path) -> tuple[Path | None, Parts]:
     _check_keys(cfg)
     is_own = adopt_base(cfg)
     adopt_engine_file(cfg)
+    if left_to_planner(cfg):
+        from sd_lightning.apps import auto  # imports the planner
+
+        auto.check(cfg)
     check_trainer(cfg)
     if cfg.resume is not None and cfg.init_from is not None and not is_own:
         raise UsageError(

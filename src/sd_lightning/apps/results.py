@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.run_folder import PLAN
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -84,6 +85,8 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
     pipeline = runs.publish_pipeline(run_dir, saved)
     summary = _summary(trainer, checkpoints, datamodule.no_caption_gap, bad_samples)
     summary |= {"checkpoint": str(saved), "pipeline": str(pipeline)}
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    summary["plan"] = against_plan(run_dir / PLAN, summary, datamodule.batch_size, on_cpu=on_cpu)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     metrics = read_metrics(run_dir / "logs") if (run_dir / "logs").exists() else {}
     write_report(run_dir, summary, metrics, (run_dir / "config.yaml").read_text())
@@ -117,6 +120,42 @@ def _summary(
     }
 
 
+def against_plan(file: Path, measured: Mapping[str, Any], batch_size: int, *, on_cpu: bool) -> dict[str, Any] | None:
+    """Return predicted and measured memory and time of a run with ``strategy=auto``; None without a plan.
+
+    Args:
+        file: The run's ``plan.json``.
+        measured: Has ``images_per_second`` and ``peak_memory_gib``.
+        batch_size: Samples per step.
+        on_cpu: Whether the measured memory is that of the process, of which the device's is a part.
+    """
+    if not file.is_file():
+        return None
+    plans = json.loads(file.read_text(encoding="utf-8"))
+    plan, rate, peak = plans["plans"][0], measured["images_per_second"], measured["peak_memory_gib"]
+    predicted = plan["device_peak"] + plan["host_peak"] * on_cpu
+    return {
+        "options": " ".join(plan["options"]),
+        "speeds": plans["speeds"],
+        "memory_gb": {"predicted": predicted / 1e9, "measured": peak and peak * 2**30 / 1e9},
+        "step_seconds": {"predicted": plan["seconds"]["step"], "measured": rate and batch_size / rate},
+    }
+
+
+def _told(plan: Mapping[str, Any]) -> str:
+    """Return predicted and measured values side by side."""
+    memory, seconds = plan["memory_gb"], plan["step_seconds"]
+    shown = [
+        f"{memory['predicted']:.3g} GB predicted, " + _measured(memory["measured"]),
+        f"{seconds['predicted']:.3g} s a step predicted ({plan['speeds']}), " + _measured(seconds["measured"]),
+    ]
+    return "; ".join(shown)
+
+
+def _measured(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3g} measured"
+
+
 def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Return the summary's lines for the console."""
     rate, gap, bad = (summary[name] for name in ("images_per_second", "caption_gap", "bad_samples"))
@@ -129,6 +168,7 @@ def _lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
         "images per second": rate and f"{rate:.0f}",
         "caption gap": measured if gap is None else f"{gap:.3f} (0: the model ignores its prompts)",
         "prompted accuracy": None if accuracy is None else f"{accuracy:.1%} of {num_drawn} pictures",
+        "plan": summary["plan"] and _told(summary["plan"]),
         "bad samples": bad and f"{bad} left out, named in summary.json",
         "pictures": f"{run_dir}/samples/",
         "pipeline": f"{pipeline} (diffusers: DiffusionPipeline.from_pretrained{lora})",

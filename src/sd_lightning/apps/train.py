@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
@@ -15,13 +17,16 @@ from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.preflight import LOAD_MODEL, Parts, check_model, is_lightning_checkpoint, preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
+from sd_lightning.apps.trainer_checks import check_trainer, left_to_planner
 from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.run_folder import PLAN
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy
     from omegaconf import DictConfig
 
+    from sd_lightning.apps.auto import Chosen
     from sd_lightning.data.datamodule import SDDataModule
     from sd_lightning.models.latent_diffusion import LatentDiffusion
     from sd_lightning.training.module import SDLightningModule
@@ -49,19 +54,25 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
         log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
         return 0
     quiet_libraries()
-    trainer = build_trainer(cfg, resume)
     check_model(cfg)
-    parts = with_recomputation(cfg, trainer.strategy, parts)
+    chosen, parts = planned(cfg, parts, resume)
+    trainer = build_trainer(cfg, resume)
+    parts = with_recomputation(cfg, trainer.strategy, parts, chosen)
     if prepare is not None:
         prepare(cfg, trainer.strategy, parts)
     datamodule = _conf.instantiate(cfg.data)
     module = build_module(cfg, parts)
     check_parts(trainer, module, datamodule)
-    open_run(cfg, run_dir, trainer)
+    open_run(cfg, run_dir, trainer, chosen)
     from sd_lightning.strategies.processes.group import parting
 
     with parting(trainer):
-        trainer.fit(module, datamodule)
+        try:
+            trainer.fit(module, datamodule)
+        except torch.OutOfMemoryError as error:
+            if chosen is None:
+                raise
+            raise chosen.out_of_memory() from error
         saving = checkpoints_of(trainer)
         with locked(trainer, saving.folder):
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
@@ -69,13 +80,29 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
             return finish(trainer, datamodule, run_dir)
 
 
-def with_recomputation(cfg: DictConfig, strategy: Strategy, parts: Parts) -> Parts:
+def planned(cfg: DictConfig, parts: Parts, resume: Path | None) -> tuple[Chosen | None, Parts]:
+    """Let the planner choose what the configuration leaves to it, and print the choice."""
+    if not left_to_planner(cfg):
+        return None, parts
+    from sd_lightning.apps import auto
+    from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
+
+    chosen = auto.choose(
+        cfg, parts, batch_size=None if resume is None else read_trainer_state(resume)["position"]["batch_size"]
+    )
+    check_trainer(cfg)
+    if is_first_process():
+        print(*chosen.lines(), sep="\n")
+    return chosen, replace(parts, speed=_conf.instantiate(cfg.speed))
+
+
+def with_recomputation(cfg: DictConfig, strategy: Strategy, parts: Parts, chosen: Chosen | None = None) -> Parts:
     """Choose what blocks keep for backward, if ``speed.gradient_checkpointing`` is a limit."""
     if not parts.speed.limits_activations:
         return parts
     from sd_lightning.apps.planning import recomputation
 
-    return replace(parts, recomputation=recomputation(cfg, strategy, parts))
+    return replace(parts, recomputation=recomputation(cfg, strategy, parts, None if chosen is None else chosen.plans))
 
 
 def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
@@ -165,14 +192,18 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
         )
 
 
-def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer) -> None:
-    """Create the run's directory, write the configuration into it, and start the loggers."""
+def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer, chosen: Chosen | None) -> None:
+    """Create the run's directory, write the configuration and the plan into it, and start the loggers."""
     from omegaconf import OmegaConf
 
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
     checkpoints_of(trainer).folder.open(overwrite=cfg.overwrite)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    if chosen is not None:
+        chosen.write(run_dir)
+    else:
+        (run_dir / PLAN).unlink(missing_ok=True)  # of an earlier start of this run
     for logger in trainer.loggers:
         try:
             _ = logger.experiment  # type: ignore[attr-defined]

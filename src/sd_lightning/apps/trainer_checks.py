@@ -11,6 +11,9 @@ from sd_lightning._launchers import check_started_processes
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+AUTO = "auto"
+AUTO_STRATEGY = "sd_lightning.strategies.auto.AutoStrategy"
+"""Target of ``strategy=auto``; the planner replaces it."""
 _NO_VALIDATION = "or trainer.limit_val_batches=0 for no validation"
 _AT_LEAST = (
     ("accumulate_grad_batches", 1, "at least 1", "1"),
@@ -54,7 +57,14 @@ def check_trainer(cfg: DictConfig) -> None:
         )
     from sd_lightning.data.sampler import check_division
 
-    check_division(cfg.data.batch_size, processes, trainer.accumulate_grad_batches)
+    if cfg.data.batch_size != AUTO:
+        check_division(cfg.data.batch_size, processes, trainer.accumulate_grad_batches)
+
+
+def left_to_planner(cfg: DictConfig) -> list[str]:
+    """Return the settings that the planner chooses: ``["strategy=auto", "data.batch_size=auto"]``, or fewer."""
+    is_auto = {"strategy": cfg.strategy["_target_"] == AUTO_STRATEGY, "data.batch_size": cfg.data.batch_size == AUTO}
+    return [f"{name}=auto" for name, found in is_auto.items() if found]
 
 
 def refuse(setting: str, value: Any, expected: str, remedy: str) -> None:

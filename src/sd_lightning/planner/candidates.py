@@ -20,7 +20,7 @@ class Candidate:
     """A strategy with settings."""
 
     strategy: str
-    """Its name on the command line: ``strategy=<name>``."""
+    """Its name on the command line: ``strategy=<name>``; "" if the command line says it already."""
     build: Callable[..., HasFootprint]
     """Settings -> strategy; raises UsageError if a package is missing."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -31,7 +31,8 @@ class Candidate:
     @property
     def options(self) -> tuple[str, ...]:
         """Return the command line that chooses it."""
-        return (f"strategy={self.strategy}", *(f"strategy.{name}={value}" for name, value in self.settings.items()))
+        settings = (f"strategy.{name}={value}" for name, value in self.settings.items())
+        return (*[f"strategy={self.strategy}"] * bool(self.strategy), *settings)
 
     def suits(self, count: int) -> bool:
         """Return whether it is for this number of processes."""

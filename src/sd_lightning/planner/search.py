@@ -126,7 +126,8 @@ class Search:
         run: Settings of the run. Its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here.
         cluster: The GPUs.
         speeds: What they reach; assumed from the device table if not given.
-        batch_size: Samples per optimizer step on all GPUs; if not given, the fastest.
+        batch_size: Samples per optimizer step on all GPUs; if not given, the fewest that are the fastest.
+        most: Largest micro-batch, if ``batch_size`` is not given.
         checkpointing: Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is
                 the faster of False and "auto".
         candidates: Strategies to compare; all that are registered if not given.
@@ -143,6 +144,7 @@ class Search:
         *,
         speeds: Speeds | None = None,
         batch_size: int | None = None,
+        most: int = _MOST,
         checkpointing: Recompute | None = None,
         candidates: Iterable[Candidate] | None = None,
         tf32: bool = False,
@@ -156,6 +158,7 @@ class Search:
         self.run = replace(run, world_size=cluster.count)
         self._cluster = cluster
         self._speeds = speeds or Speeds.of(cluster.device)
+        self._batch_size, self._most = batch_size, most
         self._per_gpu = None if batch_size is None else batch_size // cluster.count
         self._choices: tuple[Recompute, ...] = (False, "auto") if checkpointing is None else (checkpointing,)
         self._forecasters: dict[bool, Forecaster] = {}
@@ -178,11 +181,28 @@ class Search:
                 continue
             fitting = [plan for plan in made if plan.fits]
             if fitting:
-                found.append(max(fitting, key=lambda plan: plan.images_per_second))
+                found.append(self._fastest(fitting))
             elif made:
                 large.append(min(made, key=self._excess))
         return Plans(
             _fastest_first(found), tuple(sorted(large, key=self._excess)), tuple(missing), self._speeds, self._cluster
+        )
+
+    def within(self, memory: int) -> Search:
+        """Return the same search for GPUs of which a plan may take less, in bytes."""
+        device = replace(
+            self._cluster.device, memory_gib=memory / self._cluster.memory * self._cluster.device.memory_gib
+        )
+        return Search(
+            self._model,
+            self.run,
+            replace(self._cluster, device=device),
+            speeds=self._speeds,
+            batch_size=self._batch_size,
+            most=self._most,
+            checkpointing=self._choices[0] if len(self._choices) == 1 else None,
+            candidates=self._candidates,
+            tf32=self._tf32,
         )
 
     def with_changes(self, run: TrainingRun, cluster: Cluster) -> Search:
@@ -248,7 +268,7 @@ class Search:
     def _micro_batches(self) -> Sequence[int]:
         """Return the micro-batches to choose from, ascending."""
         if self._per_gpu is None:
-            return range(1, _MOST + 1)
+            return range(1, self._most + 1)
         return [size for size in range(1, self._per_gpu + 1) if self._per_gpu % size == 0]
 
     def _plan(
@@ -278,6 +298,14 @@ class Search:
             work = trace.flops.constant, trace.moved.constant
             seconds += float(self._speeds.seconds(trace.operations, *work, tf32=self._tf32).sum())
         return seconds / count
+
+    def _fastest(self, plans: Sequence[Plan]) -> Plan:
+        """Return the fastest plan; if the batch is free, the smallest batch that is equally fast."""
+        fastest = max(plans, key=lambda plan: plan.images_per_second)
+        if self._per_gpu is not None:
+            return fastest
+        equal = [plan for plan in plans if plan.images_per_second >= (1 - _EQUAL) * fastest.images_per_second]
+        return min(equal, key=lambda plan: plan.run.batch_size)
 
     def _excess(self, plan: Plan) -> int:
         return max(plan.memory.device - self._cluster.memory, plan.memory.host - self._cluster.host)

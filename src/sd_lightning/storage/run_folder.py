@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MARK = ".sd_lightning"
 """A small JSON file in every run's folder."""
+PLAN = "plan.json"
+"""The plan of a run with ``strategy=auto``, and its rivals."""
 LOCK = ".lock"
 """Lock file with the process and machine that work in a run's folder."""
 
@@ -35,7 +37,7 @@ _FORMAT = 1
 _FROM_SYSTEMS = (".DS_Store", "._*", ".localized", "Thumbs.db", "desktop.ini", ".directory", "lost+found", ".nfs*")
 NAMES = (
     *("config.yaml", "checkpoints", "frozen", "frozen-weights", "logs", "pipeline", "samples", "summary.json"),
-    *("report.html", "report.html.tmp", "memory_timeline.json", ".tmp-frozen", ".tmp-pipeline", ".old-pipeline"),
+    *("report.html", "report.html.tmp", "memory_timeline.json", PLAN, ".tmp-frozen", ".tmp-pipeline", ".old-pipeline"),
 )
 """Names in a run's folder; the last ones only from earlier releases."""
 _WRITTEN = (
@@ -43,7 +45,7 @@ _WRITTEN = (
     *("checkpoints/step-[0-9]*", "checkpoints/set-aside-*", "checkpoints/.old-step-*", "checkpoints/.tmp-step-*"),
     *("checkpoints/.trash-*", "samples/step-*.png", "logs/**/metrics.csv", "logs/**/hparams.yaml"),
     *("logs/**/events.out.tfevents.*", "memory_timeline.json", ".tmp-frozen*", ".tmp-pipeline*", ".old-pipeline*"),
-    *(".old-frozen*", ".trash-old-*", ".tmp-report-*"),
+    *(PLAN, ".old-frozen*", ".trash-old-*", ".tmp-report-*"),
 )
 """Patterns of what a run writes into its folder; ``overwrite=true`` deletes only these."""
 _CONFIG_KEYS = {"output_dir", "resume", "model", "module", "objective", "trainer", "callbacks", "data"}

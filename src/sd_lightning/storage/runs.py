@@ -4,7 +4,7 @@
 ``checkpoints/``, ``frozen/`` (parts of the pipeline that are not trained, linked by every checkpoint),
 ``frozen-weights/`` (weights within trained networks that are not trained, if there are any), ``pipeline/`` (the
 result, linked from the last checkpoint), ``samples/``, ``logs/``, ``summary.json``, ``report.html`` and, if a step's
-memory was traced, ``memory_timeline.json``.
+memory was traced, ``memory_timeline.json``, and with ``strategy=auto`` ``plan.json``.
 """
 
 from __future__ import annotations

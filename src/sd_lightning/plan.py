@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 from sd_lightning import _conf
@@ -13,6 +14,7 @@ PROGRAM = _conf.Program(
     among=PROGRAMS,
     given={"model": {"deferred"}},
     hints={
+        "action": Literal["plan", "calibrate"],
         "gpu": str | None,
         "gpus": int,
         "host_gb": float | None,
@@ -35,6 +37,8 @@ PROGRAM = _conf.Program(
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["calibrate"]:
+        sys.argv[1] = "action=calibrate"
     _conf.main(PROGRAM)
 
 

@@ -56,7 +56,7 @@ def test_a_run_is_that_of_the_plan(
     hardware(0.72)
     assert call(f"{TRAIN} strategy=auto data.batch_size=128 trainer.max_steps=2 output_dir=planned") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("strategy=auto on 1 x a small GPU: ")
+    assert lines[0].startswith("strategy=auto on 1 x a small GPU, seconds assumed, from the data sheet: ")
     assert [line[:9] for line in lines[1:4]] == 3 * ["  rival: "] and not lines[4].startswith("  rival")
 
     plans = json.loads(Path("planned/plan.json").read_text())
@@ -65,11 +65,14 @@ def test_a_run_is_that_of_the_plan(
     assert config.data.batch_size == plan["global_batch"] and "Auto" not in config.strategy._target_
 
     summary = summary_of("planned")["plan"]
-    assert summary["options"] == " ".join(plan["options"]) and summary["speeds"] == "assumed"
+    assert summary["options"] == " ".join(plan["options"]) and summary["speeds"] == "assumed, from the data sheet"
     assert summary["memory_gb"]["predicted"] == pytest.approx((plan["device_peak"] + plan["host_peak"]) / GB)
     assert summary["step_seconds"]["predicted"] == plan["seconds"]["step"] and summary["step_seconds"]["measured"] > 0
     (told,) = (line for line in lines if line.startswith("plan "))
-    assert f"{summary['memory_gb']['measured']:.3g} measured" in told and "a step predicted (assumed)" in told
+    assert (
+        f"{summary['memory_gb']['measured']:.3g} measured" in told
+        and "a step predicted (assumed, from the data sheet)" in told
+    )
 
     explicit = [each for each in plan["options"] if "checkpointing" not in each]
     assert call(f"{TRAIN} {shlex.join(explicit)} trainer.max_steps=2 output_dir=explicit") == 0
@@ -119,7 +122,7 @@ def test_the_strategy_that_is_given_is_kept_with_its_settings(
     cfg = compose("train", "strategy=gemini", "strategy.offload_optim_frac=0.5", "data.batch_size=auto")
     chosen = auto.choose(cfg, Parts.build(cfg), batch_size=None)
     assert cfg.strategy.offload_optim_frac == 0.5 and isinstance(cfg.data.batch_size, int)
-    assert chosen.lines()[0].startswith("data.batch_size=auto on 1 x a small GPU: ") and len(chosen.lines()) == 1
+    assert chosen.lines()[0].startswith("data.batch_size=auto on 1 x a small GPU, ") and len(chosen.lines()) == 1
 
 
 def test_what_the_command_line_says_about_recomputation_is_kept(
@@ -192,7 +195,10 @@ def test_the_preset_of_dreambooth_is_computed(compose: Compose, hardware: Hardwa
     assert small.memory.host > large.memory.host and small.images_per_second < large.images_per_second
 
 
-def test_auto_without_a_known_machine_says_how_to_measure_it(compose: Compose) -> None:
+def test_auto_without_a_known_machine_says_how_to_measure_it(
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     cfg = compose("train", "strategy=auto")
     with pytest.raises(UsageError, match="run python -m sd_lightning.plan calibrate"):
         app.planned(cfg, Parts.build(cfg), None)

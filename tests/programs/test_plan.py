@@ -36,7 +36,7 @@ def test_a_plan_is_a_table_a_command_and_a_file(
     chosen = next(line for line in lines if line.startswith("fastest: ")).removeprefix("fastest: ")
     assert shlex.split(chosen) == best["options"] and "data.batch_size=64" in best["options"]
     compose("train", *best["options"], "model=tiny")  # the command is one that train takes
-    assert best["global_batch"] == 64 and best["fits"] and written["speeds"] == "assumed"
+    assert best["global_batch"] == 64 and best["fits"] and written["speeds"] == "assumed, from the data sheet"
     speed, price = best["images_per_second"], 0.5
     assert best["dollars_per_million"] == pytest.approx(1e6 / speed / 3600 * price * 2)
     assert best["device_peak"] == max(sum(phase.values()) for phase in best["device_bytes"].values())
@@ -136,7 +136,9 @@ def test_bad_input_names_what_was_given_and_the_remedy(compose: Compose, options
 def test_a_gpu_of_this_machine_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A10G")
-    assert plan.device_of(None).memory_gib == 24
+    assert plan.hardware_of(None)[0].memory_gib == 24
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Z1")
-    with pytest.raises(UsageError, match="plan has no table for this machine's NVIDIA Z1; write gpu=<name>"):
-        plan.device_of(None)
+    with pytest.raises(
+        UsageError, match="has no table for this machine's NVIDIA Z1.*calibrate here.*; or write gpu=<name>"
+    ):
+        plan.hardware_of(None)

@@ -225,7 +225,7 @@ def test_a_limit_of_activations_is_kept_and_trains_bit_for_bit_alike(caplog: pyt
     assert re.search(
         r"=0.03: activations take 0.02\d+ GB; of the blocks, .*(products|convolutions).*; recomputing takes "
         r"\d+.\d % of forward and "
-        r"backward \(assumed, from the data sheet of NVIDIA A100-SXM4-80GB\)",
+        r"backward \(assumed, from the data sheet: NVIDIA A100-SXM4-80GB\)",
         message,
     )
 

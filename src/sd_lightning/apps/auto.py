@@ -21,7 +21,6 @@ from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.devices import GIB, Device
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.remedies import remedies
-from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.search import Cluster, Plan, Plans, Search
 from sd_lightning.storage import run_folder
 from sd_lightning.strategies import engine_of
@@ -57,8 +56,9 @@ class Chosen:
     def lines(self) -> list[str]:
         """Return the choice and its best rivals as lines of text."""
         cluster = self.plans.cluster
-        first = f"{self.who} on {cluster.count} x {cluster.device.name}: "
-        told = [_told(plan, self.plans.speeds) for plan in self.plans.best[: 1 + _RIVALS]]
+        times = f"seconds {self.plans.speeds.provenance}"
+        first = f"{self.who} on {cluster.count} x {cluster.device.name}, {times}: "
+        told = [_told(plan) for plan in self.plans.best[: 1 + _RIVALS]]
         return [first + told[0], *(f"  rival: {each}" for each in told[1:])]
 
     def write(self, run_dir: Path) -> None:
@@ -76,13 +76,13 @@ class Chosen:
         )
 
 
-def _told(plan: Plan, speeds: Speeds) -> str:
+def _told(plan: Plan) -> str:
     name = " ".join(plan.candidate.options).replace("strategy=", "").replace("strategy.", "")
     each = " on each" if plan.cluster.count > 1 else ""
     batch = f"{plan.run.accumulate} x " * (plan.run.accumulate > 1) + f"{plan.run.batch_size} samples a step{each}"
     recomputed = {False: "", True: ", all blocks recomputed", "auto": ", some blocks recomputed"}[plan.recompute]
     memory = f"{plan.memory.device / GB:.1f} GB, {plan.memory.host / GB:.1f} GB of host memory"
-    time = f"{plan.time.total:.3g} s a step, {plan.images_per_second:.3g} img/s ({speeds.source})"
+    time = f"{plan.time.total:.3g} s a step, {plan.images_per_second:.3g} img/s"
     return f"{name}{', ' * bool(name)}{batch}{recomputed}: {memory}, {time}"
 
 
@@ -139,6 +139,7 @@ def choose(cfg: DictConfig, parts: Parts, *, batch_size: int | None) -> Chosen:
     is_free = cfg.data.batch_size == AUTO
     model = described(cfg)
     cluster = cluster_of(cfg, device, count)
+    speeds = speeds if cuda_devices(cfg) else speeds.shared_by(count)
     search = Search(
         model,
         replace(run_of(cfg, parts, model, count), gradient_checkpointing=False),

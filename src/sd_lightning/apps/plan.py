@@ -11,13 +11,15 @@ import torch
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.planning import described, device_here
+from sd_lightning.apps.planning import described, hardware_here
 from sd_lightning.apps.trainer_checks import AUTO
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.candidates import Candidate
-from sd_lightning.planner.devices import Device, device_names, load_device
+from sd_lightning.planner.devices import Device, device_names
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.remedies import Remedy, remedies
+from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Cluster, Plan, Plans, search
 from sd_lightning.storage.atomic import new_file
@@ -28,13 +30,17 @@ if TYPE_CHECKING:
 
 
 def run(cfg: DictConfig) -> int:
-    """Print the plans, and write them to ``output``.
+    """Print the plans, and write them to ``output``; or calibrate.
 
     Returns:
         Exit code: 0 if a plan fits, 1 if none does.
     """
+    if cfg.action == "calibrate":
+        from sd_lightning.apps import calibrate
+
+        return calibrate.run(cfg)
     check(cfg)
-    device = device_of(cfg.gpu)
+    device, speeds = hardware_of(cfg.gpu)
     price = device.price_per_hour if cfg.price is None else cfg.price
     started = time.perf_counter()
     model = described(cfg)
@@ -49,6 +55,7 @@ def run(cfg: DictConfig) -> int:
         checkpointing=cfg.speed.gradient_checkpointing,
         candidates=None if cfg.strategy_name in (None, AUTO) else [chosen(cfg)],
         tf32=cfg.speed.allow_tf32,
+        speeds=speeds,
     )
     found = prepared.plans()
     print(*table(found, title(cfg, training, found.cluster), images=cfg.images, price=price), sep="\n")
@@ -77,25 +84,22 @@ def check(cfg: DictConfig) -> None:
         raise UsageError(f"plan got output={cfg.output}; expected a file that ends with .json; write output=plan.json")
 
 
-def device_of(name: str | None) -> Device:
-    """Return the device table by name, or that of this machine's GPU.
+def hardware_of(name: str | None) -> tuple[Device, Speeds]:
+    """Return a device by the name of its table or file, or this machine's GPU or calibrated CPU; and its speeds.
 
     Raises:
         UsageError: There is no such table, or no GPU here.
     """
     folder = Path(_conf.config_dir(), "devices")
     if name is not None:
-        return load_device(name, folder)
+        return hardware(name, folder)
     known = ", ".join(device_names(folder))
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not file_of(device_name()).is_file():
         raise UsageError(f"plan got no gpu, and this machine has none; write gpu=<name>, one of {known}")
-    found = device_here()
-    if found is None:
-        raise UsageError(
-            f"plan has no table for this machine's {torch.cuda.get_device_name()}; write gpu=<name>, one of {known}, "
-            "or a YAML file"
-        )
-    return found
+    try:
+        return hardware_here()
+    except UsageError as error:
+        raise UsageError(f"{error}; or write gpu=<name>, one of {known}, or a YAML file") from error
 
 
 def run_of(cfg: DictConfig, model: LatentDiffusion) -> TrainingRun:
@@ -151,11 +155,7 @@ def table(found: Plans, first: str, *, images: float | None, price: float | None
         lines += ["", "do not fit, with the smallest batch:"]
         lines += _aligned([_row_too_large(each) for each in found.too_large])
     lines += [f"not considered: {reason}" for reason in found.missing]
-    source = found.speeds.source
-    lines += [
-        "",
-        f"GB are predicted from shapes; seconds are {source}" + (", from the data sheet" * (source == "assumed")),
-    ]
+    lines += ["", f"GB are predicted from shapes; seconds are {found.speeds.provenance}"]
     if count > 1:
         lines.append(f"micro-batch: {count} GPUs x samples per GPU and pass, x passes per step")
     return lines
@@ -232,7 +232,7 @@ def as_json(found: Plans, price: float | None) -> dict[str, Any]:
     return {
         "device": found.cluster.device.name,
         "count": found.cluster.count,
-        "speeds": found.speeds.source,
+        "speeds": found.speeds.provenance,
         "plans": [one(each) for each in found.best],
         "too_large": [one(each) for each in found.too_large],
         "not_considered": list(found.missing),

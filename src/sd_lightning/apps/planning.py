@@ -17,6 +17,7 @@ from sd_lightning.apps.preflight import LOAD_MODEL, Parts
 from sd_lightning.apps.trainer_checks import num_processes
 from sd_lightning.models.checkpointing import Kept, told
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.calibration import device_name, file_of, hardware, load
 from sd_lightning.planner.checkpointing import Recomputation, choose
 from sd_lightning.planner.devices import USABLE, Device, device_names, load_device
 from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
@@ -43,30 +44,44 @@ def described(cfg: DictConfig) -> LatentDiffusion:
     return LatentDiffusion.describe(cfg.model.pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
 
 
-def device_here() -> Device | None:
-    """Return the table of this machine's GPU; None if there is no GPU, or no table of it."""
-    if not torch.cuda.is_available():
-        return None
-    folder = Path(_conf.config_dir(), "devices")
-    devices = [load_device(each, folder) for each in device_names(folder)]
-    return next((device for device in devices if device.name == torch.cuda.get_device_name()), None)
-
-
 def hardware_here() -> tuple[Device, Speeds]:
-    """Return this machine's device and its speeds.
+    """Return this machine's GPU, or its CPU, and the speeds that were measured or are assumed from its table.
 
     Raises:
-        UsageError: There is no table of it.
+        UsageError: It was not measured, and there is no table of it; or its file is of another device.
     """
-    device = device_here()
+    name = device_name()
+    file = file_of(name)
+    if file.is_file():
+        found = load(file)
+        if found.device.name != name:
+            raise UsageError(
+                f"{file} is the calibration of {found.device.name}, and this machine has {name}; delete it, or run "
+                "python -m sd_lightning.plan calibrate"
+            )
+        now = torch.__version__
+        if found.versions.get("torch") != now:
+            log.warning("%s: calibrated with torch %s, and this is torch %s", file, found.versions.get("torch"), now)
+        return found.device, found.speeds
+    folder = Path(_conf.config_dir(), "devices")
+    devices = [load_device(each, folder) for each in device_names(folder)]
+    device = next((device for device in devices if device.name == name), None)
     if device is None:
-        raise UsageError("the speeds of this machine are not known; run python -m sd_lightning.plan calibrate")
+        raise UsageError(
+            f"the planner has no table for this machine's {name}, and no {file}; run python -m sd_lightning.plan "
+            "calibrate here, which takes a minute"
+        )
     return device, Speeds.of(device)
 
 
-def speeds_here() -> tuple[Device, Speeds]:
-    device = device_here() or load_device(_TYPICAL, Path(_conf.config_dir(), "devices"))
-    return device, Speeds.of(device)
+def typical_hardware() -> tuple[Device, Speeds]:
+    """Return this machine's hardware, or a typical GPU in its place if it is not known."""
+    if torch.cuda.is_available() or file_of(device_name()).is_file():
+        try:
+            return hardware_here()
+        except UsageError as error:
+            log.warning("%s; speeds of %s are assumed until then", error, _TYPICAL)
+    return hardware(_TYPICAL, Path(_conf.config_dir(), "devices"))
 
 
 def check_predictable(cfg: DictConfig, who: str, remedy: str) -> None:
@@ -125,7 +140,7 @@ def recomputation(cfg: DictConfig, strategy: Strategy | str, parts: Parts, plans
     def total(trace: Trace) -> np.ndarray:
         return StepCurves(trace, footprint).total(size) + always if given == "auto" else trace.live(size)
 
-    device, speeds = speeds_here() if plans is None else (plans.cluster.device, plans.speeds)
+    device, speeds = typical_hardware() if plans is None else (plans.cluster.device, plans.speeds)
     found = choose(traced, total, limit, size, speeds, menu=footprint.menu, tf32=parts.speed.allow_tf32)
     what = "a step takes" if given == "auto" else "activations take"
     if found.peak > limit:
@@ -135,10 +150,9 @@ def recomputation(cfg: DictConfig, strategy: Strategy | str, parts: Parts, plans
             f"{2 * cfg.trainer.accumulate_grad_batches} or a smaller data.batch_size"
         )
     log.info(
-        "%s: %s %.3g GB; of the blocks, %s; recomputing takes %.1f %% of forward and backward (assumed, from the data "
-        "sheet of %s)",
+        "%s: %s %.3g GB; of the blocks, %s; recomputing takes %.1f %% of forward and backward (%s: %s)",
         *(who, what, found.peak / GB, told(found.kept.values()) or "all keep everything"),
-        *(100 * found.slowdown, device.name),
+        *(100 * found.slowdown, speeds.provenance, device.name),
     )
     return found
 

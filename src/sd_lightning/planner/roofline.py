@@ -7,7 +7,7 @@ the optimizer are added as the strategies declare them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from sd_lightning.planner.footprint import Traffic
 from sd_lightning.planner.recording import Operation
 from sd_lightning.planner.trace import Trace
 
+KINDS_OF_PRODUCTS = ("matmul", "convolution", "attention")
 _ASSUMED_PEAK = 0.55
 """Part of the peak arithmetic that large operations reach; assumed."""
 _ASSUMED_BANDWIDTH = 0.8
@@ -26,22 +27,53 @@ _ASSUMED_LAUNCH = 6e-6
 """Seconds that the host needs to start an operation; assumed."""
 _ASSUMED_HOST_UPDATES = 1e9
 """Elements per second that Adam updates in host memory; assumed."""
-_BYTES_PER_UPDATE = 32
+BYTES_PER_UPDATE = 32
 """Adam reads a weight, a gradient and two moments, and writes three of them and the weights to compute with."""
 _BYTES_PER_AVERAGE = 12
 """The EMA reads a weight and an average, and writes it."""
-_BYTES_PER_CLIP = 12
+BYTES_PER_CLIP = 12
 """Clipping reads gradients for the norm, and reads and writes them to scale."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate that depends on the size of an operation: small ones reach less."""
+
+    sizes: tuple[float, ...]
+    """Ascending."""
+    rates: tuple[float, ...]
+    """Per second. Between two sizes the logarithm is linear; outside of them the nearest one counts."""
+
+    @classmethod
+    def constant(cls, rate: float) -> Curve:
+        return cls((1.0,), (rate,))
+
+    def at(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the rate for operations of these sizes."""
+        if len(self.rates) == 1:
+            return np.full(len(sizes), self.rates[0])
+        found: np.ndarray = np.exp(np.interp(np.log(np.maximum(sizes, 1)), np.log(self.sizes), np.log(self.rates)))
+        return found
+
+    def divided(self, count: int) -> Curve:
+        return Curve(self.sizes, tuple(rate / count for rate in self.rates))
+
+    @property
+    def best(self) -> float:
+        return max(self.rates)
 
 
 @dataclass(frozen=True)
 class Speeds:
     """What a device reaches."""
 
-    flops: Mapping[tuple[str, str], float]
-    """(kind of operation, dtype) -> floating-point operations per second."""
-    bandwidth: float
-    """Of its memory, bytes per second."""
+    flops: Mapping[tuple[str, str], Curve]
+    """(kind of operation, dtype) -> floating-point operations per second, by their number. "convolution_backward" and
+    "attention_backward" are kinds, too; without them, backward is as fast as forward."""
+    bandwidth: Curve
+    """Of its memory, bytes per second, by bytes."""
+    update_bandwidth: float
+    """The same in the optimizer's step."""
     launch: float
     """Seconds per operation that the host needs, at least."""
     to_device: float
@@ -52,17 +84,36 @@ class Speeds:
     host_updates: float
     """Elements per second that Adam updates in host memory."""
     source: str = "assumed"
-    """Where the figures are from: "assumed", from a data sheet; or "calibrated"."""
+    """Where the figures are from: "assumed", from a data sheet; or "calibrated on <date>"."""
+    assumed: tuple[str, ...] = ()
+    """Names of figures that a calibration could not measure."""
+    overlaps: bool = True
+    """Whether collectives and copies run beside the computation; on a CPU they take its cores."""
 
     @classmethod
     def of(cls, device: Device) -> Speeds:
         """Return what a device is assumed to reach of its data sheet."""
-        kinds = ("matmul", "convolution", "attention")
-        flops = {(k, dtype): _ASSUMED_PEAK * 1e12 * peak for k in kinds for dtype, peak in device.peak_tflops.items()}
+        peaks = {dtype: Curve.constant(_ASSUMED_PEAK * 1e12 * peak) for dtype, peak in device.peak_tflops.items()}
+        flops = {(kind, dtype): curve for kind in KINDS_OF_PRODUCTS for dtype, curve in peaks.items()}
         pcie = _ASSUMED_BANDWIDTH * 1e9 * device.pcie_gb_per_s
         link = pcie if device.link_gb_per_s is None else _ASSUMED_BANDWIDTH * 1e9 * device.link_gb_per_s
         bandwidth = _ASSUMED_BANDWIDTH * 1e9 * device.memory_gb_per_s
-        return cls(flops, bandwidth, _ASSUMED_LAUNCH, pcie, pcie, link, _ASSUMED_HOST_UPDATES)
+        moved = Curve.constant(bandwidth)
+        return cls(flops, moved, bandwidth, _ASSUMED_LAUNCH, pcie, pcie, link, _ASSUMED_HOST_UPDATES)
+
+    @property
+    def provenance(self) -> str:
+        """Where the figures are from, as text."""
+        if self.source == "assumed":
+            return "assumed, from the data sheet"
+        return self.source + f" ({', '.join(self.assumed)} assumed)" * bool(self.assumed)
+
+    def shared_by(self, count: int) -> Speeds:
+        """Return what each of several processes reaches that share the cores of a CPU."""
+        curves = {key: curve.divided(count) for key, curve in self.flops.items()}
+        names = ("update_bandwidth", "to_device", "to_host", "link", "host_updates")
+        rates = {name: getattr(self, name) / count for name in names}
+        return replace(self, flops=curves, bandwidth=self.bandwidth.divided(count), **rates)
 
     def seconds(
         self, operations: Sequence[Operation], flops: np.ndarray, moved: np.ndarray, *, tf32: bool = False
@@ -75,20 +126,21 @@ class Speeds:
             moved: Bytes that each reads and writes; 0 for views, which take no time.
             tf32: Products of float32 matrices use TensorFloat-32.
         """
-        known: dict[tuple[str, torch.dtype], float] = {}
-        rates = np.empty(len(operations))
-        for index, operation in enumerate(operations):
-            key = operation.cost.name, operation.cost.dtype
-            if key not in known:
-                known[key] = self._rate(*key, tf32)
-            rates[index] = known[key]
-        busy = np.maximum(flops / rates, moved / self.bandwidth)
+        alike: dict[tuple[str, torch.dtype], list[int]] = {}
+        for index in np.flatnonzero(flops).tolist():
+            cost = operations[index].cost
+            alike.setdefault((cost.name, cost.dtype), []).append(index)
+        busy = moved / self.bandwidth.at(moved)
+        for key, found in alike.items():
+            busy[found] = np.maximum(busy[found], flops[found] / self._rate(*key, tf32).at(flops[found]))
         return np.where(moved > 0, np.maximum(busy, self.launch), 0.0)
 
-    def _rate(self, name: str, computed_in: torch.dtype, tf32: bool) -> float:
+    def _rate(self, name: str, computed_in: torch.dtype, tf32: bool) -> Curve:
         dtype = _DTYPES.get(computed_in, "float32")
+        dtype = "tf32" if tf32 and dtype == "float32" else dtype
         kind = KINDS.get(name, "matmul")
-        return self.flops[kind, "tf32" if tf32 and dtype == "float32" else dtype]
+        backward = self.flops.get((f"{kind}_backward", dtype)) if name.endswith("_backward") else None
+        return self.flops[kind, dtype] if backward is None else backward
 
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -130,7 +182,8 @@ class Work:
 def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, work: Work) -> StepTime:
     """Predict the time of an optimizer step.
 
-    Collectives and copies run beside the computation, on their own links; the longest of the three counts.
+    Collectives and copies run beside the computation, on their own links; the longest of the three counts. On a CPU
+    nothing runs beside.
 
     Args:
         trace: Of a forward and backward pass.
@@ -147,11 +200,15 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     others = (work.world_size - 1) / work.world_size
     passing = others * (traffic.gathered + traffic.reduced) / speeds.link
     copying = max(traffic.to_device / speeds.to_device, traffic.to_host / speeds.to_host)
-    waiting = work.accumulate * max(passing - forward - backward, copying - forward - backward, 0.0)
-    waiting += max(others * traffic.reduced_once / speeds.link - backward, 0.0)
+    reducing = others * traffic.reduced_once / speeds.link
+    if speeds.overlaps:
+        waiting = work.accumulate * max(passing - forward - backward, copying - forward - backward, 0.0)
+        waiting += max(reducing - backward, 0.0)
+    else:
+        waiting = work.accumulate * (passing + copying) + reducing
     waiting += others * traffic.exposed / speeds.link
-    update = traffic.stepped * (_BYTES_PER_UPDATE + _BYTES_PER_CLIP) / speeds.bandwidth
+    update = traffic.stepped * (BYTES_PER_UPDATE + BYTES_PER_CLIP) / speeds.update_bandwidth
     update += traffic.stepped_on_host / speeds.host_updates + traffic.refreshed / speeds.to_device
-    update += work.averaged * _BYTES_PER_AVERAGE / speeds.bandwidth
+    update += work.averaged * _BYTES_PER_AVERAGE / speeds.update_bandwidth
     passes = work.accumulate
     return StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)

@@ -11,9 +11,10 @@ from typing import Any, Literal
 from sd_lightning._conf.folder import config_dir
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.candidates import CANDIDATES, Candidate
 from sd_lightning.planner.checkpointing import Choice, Simulation
-from sd_lightning.planner.devices import Device, load_device
+from sd_lightning.planner.devices import Device
 from sd_lightning.planner.footprint import Footprint
 from sd_lightning.planner.forecast import GB, Forecast, Forecaster
 from sd_lightning.planner.passes import encoding_recordings
@@ -352,7 +353,8 @@ def search(
 
     Args:
         model: On any device; it is not changed.
-        device: Name of a table in ``conf/devices``, path of a YAML file like these, or the figures themselves.
+        device: Name of a table in ``conf/devices``, path of a YAML file like these or of a calibration, or
+            the figures themselves.
         num_devices: GPUs.
         run: Settings of the run; training of all weights at the model's own resolution if not given.
         host_memory: Bytes per GPU; what the device's table assumes if not given.
@@ -362,7 +364,8 @@ def search(
         UsageError: The device is unknown, or an option is invalid.
     """
     if isinstance(device, str):
-        device = load_device(device, Path(config_dir(), "devices"))
+        device, speeds = hardware(device, Path(config_dir(), "devices"))
+        options = {"speeds": speeds, **options}
     if not CANDIDATES:
         import sd_lightning
 

@@ -1,0 +1,187 @@
+"""Calibration: the speeds that were measured on a machine, kept in a JSON file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from sd_lightning._errors import UsageError
+from sd_lightning.planner import measuring
+from sd_lightning.planner.devices import DTYPES, GIB, Device, device_names, device_of, load_device
+from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds
+from sd_lightning.storage.atomic import new_file
+
+FORMAT = 1
+_ALIKE_ON_CPU = ("tf32", "float16")
+"""Dtypes that are not measured on a CPU, where nothing trains in them: float32's figures stand in their place."""
+_TORCH = {"float32": torch.float32, "tf32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, where and when."""
+
+    device: Device
+    speeds: Speeds
+    date: str
+    """ISO 8601."""
+    versions: Mapping[str, str]
+    """Of torch, and of CUDA if there is a GPU."""
+    table: Device | None = None
+    """The table of this device that ships."""
+
+    def write(self, file: Path) -> None:
+        """Write it as JSON, atomically."""
+        speeds = asdict(self.speeds)
+        speeds["flops"] = {"/".join(key): asdict(curve) for key, curve in self.speeds.flops.items()}
+        written = {
+            "date": self.date,
+            "versions": dict(self.versions),
+            "format": FORMAT,
+            "device": asdict(self.device),
+            "speeds": speeds,
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(file) as path:
+            path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def device_name() -> str:
+    """Return the name of this machine's first GPU as the driver says it, or that of its CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def file_of(name: str) -> Path:
+    """Return the file for the calibration of a device, relative to the working directory."""
+    return Path("devices", re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
+
+
+def hardware(name: str, folder: str | Path) -> tuple[Device, Speeds]:
+    """Return a device and its speeds.
+
+    Args:
+        name: Of a table, whose speeds are assumed; or the path of a YAML file like these, or of a calibration.
+        folder: The tables that ship.
+
+    Raises:
+        UsageError: There is no such table or file, or it is not valid.
+    """
+    if name.endswith(".json"):
+        found = load(Path(name))
+        return found.device, found.speeds
+    device = load_device(name, folder)
+    return device, Speeds.of(device)
+
+
+def load(file: Path) -> Calibration:
+    """Read a calibration.
+
+    Raises:
+        UsageError: The file is missing, or is not one that this version wrote.
+    """
+    again = "run python -m sd_lightning.plan calibrate on that machine"
+    if not file.is_file():
+        raise UsageError(f"gpu={file}: there is no such file; {again}, or write gpu=<name of a table>")
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if read["format"] != FORMAT:
+            raise UsageError(f"gpu={file}: has format {read['format']}, and {FORMAT} is expected; {again} again")
+        given = read["speeds"]
+        flops = {tuple(key.split("/")): _curve(curve) for key, curve in given["flops"].items()}
+        missing = [f"{kind}/{dtype}" for kind in KINDS_OF_PRODUCTS for dtype in DTYPES if (kind, dtype) not in flops]
+        if missing:
+            raise KeyError(f"flops of {missing[0]}")
+        others = {each.name: given[each.name] for each in fields(Speeds) if each.name not in ("flops", "bandwidth")}
+        speeds = Speeds(flops, _curve(given["bandwidth"]), **{**others, "assumed": tuple(others["assumed"])})
+        device = device_of(read["device"], f"gpu={file}")
+        return Calibration(device, speeds, read["date"], read["versions"])
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise UsageError(f"gpu={file}: is no calibration: {type(error).__name__}: {error}; {again} again") from error
+
+
+def _curve(given: Mapping[str, Any]) -> Curve:
+    curve = Curve(tuple(given["sizes"]), tuple(given["rates"]))
+    if not curve.rates or len(curve.sizes) != len(curve.rates) or min(*curve.rates, *curve.sizes) <= 0:
+        raise TypeError("a curve has as many sizes as rates, above 0")
+    return curve
+
+
+def calibrate(folder: str | Path, date: str, effort: measuring.Effort | None = None) -> Calibration:
+    """Measure this machine's first GPU, or its CPU.
+
+    Args:
+        folder: The device tables that ship; what cannot be measured is assumed from that of this GPU, if it is there.
+        date: Today's, ISO 8601.
+        effort: How long it may take; less than a minute by default.
+    """
+    on_cuda = torch.cuda.is_available()
+    watch = measuring.Stopwatch(torch.device("cuda" if on_cuda else "cpu"), effort or measuring.Effort())
+    flops = _flops(watch)
+    moved = measuring.bandwidth(watch)
+    to_device, to_host = measuring.copies(watch)
+    table = _table(folder)
+    device = _device(table, flops, moved, min(to_device, to_host))
+    speeds = Speeds(
+        flops,
+        moved,
+        measuring.update_bandwidth(watch),
+        measuring.launch(watch),
+        to_device,
+        to_host,
+        Speeds.of(device).link if on_cuda else min(to_device, to_host) / 2,  # gloo copies what it sends
+        measuring.host_updates(watch.effort),
+        f"calibrated on {date}",
+        ("link",),
+        overlaps=on_cuda,
+    )
+    versions = {"torch": torch.__version__} | ({"cuda": str(torch.version.cuda)} if on_cuda else {})
+    return Calibration(device, speeds, date, versions, table)
+
+
+def _flops(watch: measuring.Stopwatch) -> dict[tuple[str, str], Curve]:
+    on_cuda = watch.device.type == "cuda"
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    found: dict[tuple[str, str], Curve] = {}
+    try:
+        for dtype in DTYPES:
+            if not on_cuda and dtype in _ALIKE_ON_CPU:
+                continue
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+            for kind in KINDS_OF_PRODUCTS:
+                for name, curve in measuring.product_rates(watch, kind, _TORCH[dtype]).items():
+                    found[name, dtype] = curve
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    if not on_cuda:
+        as_float32 = {name: curve for (name, dtype), curve in found.items() if dtype == "float32"}
+        found |= {(name, dtype): curve for name, curve in as_float32.items() for dtype in _ALIKE_ON_CPU}
+    return found
+
+
+def _table(folder: str | Path) -> Device | None:
+    """Return the table of this machine's device."""
+    tables = (load_device(each, folder) for each in device_names(folder))
+    return next((table for table in tables if table.name == device_name()), None)
+
+
+def _device(table: Device | None, flops: Mapping[tuple[str, str], Curve], moved: Curve, pcie: float) -> Device:
+    """Return a table with this machine's memory; with measured figures if none ships."""
+    host, on_cuda = psutil.virtual_memory().total / GIB, torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB if on_cuda else host
+    host /= torch.cuda.device_count() if on_cuda else 1
+    if table is not None:
+        return replace(table, memory_gib=memory, host_memory_gib=host)
+    peaks = {dtype: max(flops[kind, dtype].best for kind in KINDS_OF_PRODUCTS) / 1e12 for dtype in DTYPES}
+    return Device(device_name(), memory, host, peaks, moved.best / 1e9, pcie / 1e9)

@@ -1,0 +1,209 @@
+"""Calibration: what is measured is kept in a file, and plans are made with it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from composing import Compose
+from sd_lightning import LatentDiffusion, UsageError
+from sd_lightning._conf.folder import config_dir
+from sd_lightning.apps import calibrate as app
+from sd_lightning.apps import plan as planning_app
+from sd_lightning.apps import planning
+from sd_lightning.planner import measuring, plan
+from sd_lightning.planner.calibration import Calibration, calibrate, device_name, file_of, load
+from sd_lightning.planner.devices import DTYPES, load_device
+from sd_lightning.planner.footprint import Traffic
+from sd_lightning.planner.measuring import Effort, Stopwatch
+from sd_lightning.planner.passes import training_pass
+from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds, Work, step_time
+from sd_lightning.planner.run import TrainingRun
+
+TABLES = Path(config_dir(), "devices")
+QUICK = Effort(least=1e-4, longest=5e-3, sizes=2)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Calibration:
+    """This machine, measured in a moment."""
+    return calibrate(TABLES, "2026-11-24", QUICK)
+
+
+def test_all_figures_are_measured_and_kept_in_a_file(measured: Calibration, tmp_path: Path) -> None:
+    measured.write(tmp_path / "devices" / "this.json")
+    found = load(tmp_path / "devices" / "this.json")
+    assert found.speeds == measured.speeds and found.device == measured.device
+    assert found.versions["torch"] == torch.__version__ and found.date == "2026-11-24"
+    speeds = found.speeds
+    assert {kind for kind, _ in speeds.flops} > set(KINDS_OF_PRODUCTS) and {dtype for _, dtype in speeds.flops} == set(
+        DTYPES
+    )
+    assert len(speeds.bandwidth.sizes) == 2 == len(speeds.flops["matmul", "float32"].rates)
+    rates = (speeds.update_bandwidth, speeds.to_device, speeds.to_host, speeds.link, speeds.host_updates)
+    assert min(rates) > 1e6 and 1e-8 < speeds.launch < 1e-2
+    assert speeds.provenance == "calibrated on 2026-11-24 (link assumed)" and not speeds.overlaps
+    assert min(found.device.memory, found.device.host_memory) > 1e9 and found.device.name == device_name()
+
+
+def test_a_stopwatch_returns_the_seconds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], []
+
+    def run() -> None:
+        calls.append(None)
+        now[0] += 0.004 if len(calls) > 1 else 0.1  # the first call chooses kernels
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    assert Stopwatch(torch.device("cpu"), Effort(least=0.02)).seconds(run) == pytest.approx(0.004)
+    assert len(calls) == 1 + 1 + 3 * 5
+    calls.clear()
+    assert Stopwatch(torch.device("cpu"), Effort(longest=0.05)).seconds(run) == pytest.approx(0.1), "too long to repeat"
+    assert len(calls) == 1
+
+
+def test_a_rate_is_interpolated_between_sizes() -> None:
+    curve = Curve((1e3, 1e5, 1e7), (1e6, 1e8, 4e8))
+    assert curve.at(np.array([1e3, 1e5, 1e7])) == pytest.approx([1e6, 1e8, 4e8])
+    assert curve.at(np.array([0, 1e2, 1e9])) == pytest.approx([1e6, 1e6, 4e8])
+    assert curve.at(np.array([1e4])) == pytest.approx([1e7])
+    sizes = np.geomspace(1e2, 1e8, 50)
+    assert (np.diff(curve.at(sizes)) >= 0).all() and (np.diff(sizes / curve.at(sizes)) >= -1e-12).all()
+
+
+def test_predicted_seconds_follow_the_measured_ones() -> None:
+    tiny = LatentDiffusion.build("tiny", device="meta")
+    trace = training_pass(tiny, TrainingRun(1, 32), torch.bfloat16, None)
+    table = Speeds.of(load_device("a100-80gb", TABLES))
+    work = Work(world_size=2, accumulate=1, encoding=0.0, averaged=0)
+
+    def time(speeds: Speeds, **traffic: int) -> Any:
+        return step_time(trace, 4096, Traffic(**traffic), speeds, work)
+
+    def changed(names: set[str], factor: float) -> Speeds:
+        flops = {key: curve.divided(1 / factor) if key[0] in names else curve for key, curve in table.flops.items()}
+        flops |= {
+            (f"{kind}_backward", dtype): flops[kind, dtype].divided(1 / factor)
+            for kind, dtype in table.flops
+            if f"{kind}_backward" in names
+        }
+        return replace(table, flops=flops)
+
+    plain = time(table)
+    slower = time(changed({"convolution_backward"}, 0.01))
+    assert slower.forward == pytest.approx(plain.forward) and slower.backward > 2 * plain.backward
+    slower = time(changed({"convolution"}, 0.01))
+    assert slower.forward > 2 * plain.forward and slower.backward > 2 * plain.backward
+    assert time(table.shared_by(4)).backward > 2 * plain.backward
+    hidden, bare = time(table, gathered=10**6), time(replace(table, overlaps=False), gathered=10**6)
+    assert hidden.waiting == 0 and bare.waiting == pytest.approx(0.5 * 10**6 / table.link)
+
+
+def test_plans_are_made_with_a_calibration(measured: Calibration, tmp_path: Path) -> None:
+    slow = replace(measured, device=load_device("t4", TABLES), speeds=measured.speeds.shared_by(10))
+    tiny = LatentDiffusion.build("tiny", device="meta")
+    found = []
+    for name, each in (("here", replace(measured, device=slow.device)), ("slow", slow)):
+        each.write(tmp_path / f"{name}.json")
+        found.append(plan(tiny, str(tmp_path / f"{name}.json"), batch_size=64))
+    fast, slower = (each.best[0].images_per_second for each in found)
+    assert fast > 2 * slower and found[0].speeds == measured.speeds
+
+
+def test_the_program_measures_and_plans_for_this_machine_use_it(
+    compose: Compose,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    measured: Calibration,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(app, "calibrate", lambda *_: measured)
+    assert planning_app.run(compose("plan", "action=calibrate")) == 0
+    text = capsys.readouterr().out
+    assert file_of(device_name()).is_file() and f"written to {file_of(device_name())}" in text
+    assert "convolution, backward, bfloat16" in text and "float16  " not in text.replace("bfloat16", "")
+    (link,) = (line for line in text.splitlines() if line.startswith("between devices"))
+    assert link.split() == ["between", "devices", "not", "measured", "GB/s"]
+
+    planning_app.run(compose("plan", "model=tiny", "optimizer.fused=false", "data.batch_size=8"))
+    text = capsys.readouterr().out
+    assert f"on 1 x {device_name()}" in text and "seconds are calibrated on 2026-11-24 (link assumed)" in text
+
+
+def test_the_file_of_another_device_is_refused(
+    measured: Calibration, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="no table for this machine's .*; run python -m sd_lightning.plan calibrate"):
+        planning.hardware_here()
+    replace(measured, versions={"torch": "1.0"}).write(file_of(device_name()))
+    assert planning.hardware_here() == (measured.device, measured.speeds)
+    assert "calibrated with torch 1.0, and this is torch" in caplog.text
+    replace(measured, device=load_device("t4", TABLES)).write(file_of(device_name()))
+    with pytest.raises(UsageError, match="is the calibration of Tesla T4, and this machine has .*; delete it, or run"):
+        planning.hardware_here()
+
+
+def _without(*keys: str) -> Callable[[Any], None]:
+    def change(written: Any) -> None:
+        *path, last = keys
+        for key in path:
+            written = written[key]
+        del written[last]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda written: written.update(format=2), "has format 2, and 1 is expected; run .* calibrate"),
+        (_without("speeds", "launch"), "is no calibration: KeyError: 'launch'; run"),
+        (
+            _without("speeds", "flops", "attention/bfloat16"),
+            "is no calibration: KeyError: 'flops of attention/bfloat16'",
+        ),
+        (lambda written: written["speeds"]["bandwidth"]["rates"].append(1.0), "as many sizes as rates"),
+        (lambda written: written["device"].update(memory_gib=-1), "memory_gib=-1; expected a number above 0"),
+    ],
+)
+def test_broken_files_are_refused(
+    measured: Calibration, change: Callable[[Any], None], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.json"
+    measured.write(file)
+    written = json.loads(file.read_text())
+    change(written)
+    file.write_text(json.dumps(written))
+    with pytest.raises(UsageError, match=message):
+        load(file)
+
+
+def test_files_that_are_no_json_or_missing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no such file; run python -m sd_lightning.plan calibrate on that"):
+        load(tmp_path / "none.json")
+    (tmp_path / "torn.json").write_text('{"format": 1')
+    with pytest.raises(UsageError, match="is no calibration: JSONDecodeError"):
+        load(tmp_path / "torn.json")
+
+
+def test_calibrate_refuses_settings_of_plans(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, message in (
+        (["gpu=t4"], "plan calibrate got gpu; it measures this machine, whatever is trained; leave it out"),
+        (["output=here.html"], "plan calibrate got output=here.html; expected a file that ends with .json"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            planning_app.run(compose("plan", "action=calibrate", *options))
+
+
+@pytest.mark.gpu
+def test_cuda_this_gpu_is_measured() -> None:
+    found = calibrate(TABLES, "2026-11-24")
+    assert found.device.name == torch.cuda.get_device_name() and found.speeds.overlaps
+    assert found.speeds.flops["matmul", "bfloat16"].best > found.speeds.flops["matmul", "float32"].best
+    assert found.speeds.to_device < found.speeds.bandwidth.best

@@ -20,11 +20,11 @@ from sd_lightning.planner.roofline import BYTES_PER_CLIP, BYTES_PER_UPDATE, Curv
 
 _ROUNDS = 3
 """Of each measurement; the median counts."""
-_CONVOLUTIONS = ((4, 32, 8), (4, 32, 32), (8, 64, 32), (8, 128, 32), (8, 320, 32), (8, 320, 64), (16, 640, 64))
-"""Images, channels in and out, side: 3 x 3 convolutions."""
-_MATMULS = ((256, 64), (1024, 128), (4096, 256), (8192, 512), (16384, 1024), (32768, 2048))
+_CONVOLUTIONS = ((64, 8, 32), (64, 32, 16), (32, 64, 16), (16, 128, 32), (8, 320, 32), (8, 640, 32))
+"""Images, channels in and out, side: 3 x 3 convolutions. As the following, from few operations per byte to many."""
+_MATMULS = ((65536, 16), (32768, 32), (16384, 64), (8192, 256), (8192, 1024), (16384, 2048))
 """Rows, width: products with a matrix of width x 4 width."""
-_ATTENTIONS = ((8, 64, 32), (32, 256, 32), (32, 1024, 64), (64, 2048, 64), (80, 4096, 64))
+_ATTENTIONS = ((8192, 4, 16), (4096, 16, 16), (1024, 64, 32), (128, 256, 64), (32, 1024, 64), (16, 4096, 64))
 """Heads of all images, tokens, width of a head."""
 _ELEMENTWISE = tuple(2**power for power in range(12, 29, 2))
 """Elements."""
@@ -80,7 +80,7 @@ class Stopwatch:
 
 
 def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """Return floating-point operations per second of a kind of operation, forward and backward.
+    """Return floating-point operations per second by operations per byte, forward and backward.
 
     Args:
         watch: Of the device.
@@ -88,7 +88,7 @@ def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype) -> dict[str, 
         dtype: Of its inputs.
 
     Returns:
-        "matmul", whose backward is two more products; or the kind and "<kind>_backward".
+        By kind: "matmul", whose backward is two more products; or the kind and "<kind>_backward".
     """
     points: dict[str, list[tuple[float, float]]] = {}
     for flops, forward, inputs in _examples(kind, dtype, watch):
@@ -96,12 +96,15 @@ def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype) -> dict[str, 
         grad = torch.ones_like(output)
         ahead = watch.seconds(forward)
         back = watch.seconds(partial(torch.autograd.grad, output, inputs, grad, retain_graph=True))
+        read, written = sum(each.nbytes for each in inputs), output.nbytes
+        intensity = flops / (read + written)
         if kind == "matmul":
-            points.setdefault(kind, []).append((flops, 3 * flops / (ahead + back)))
+            points.setdefault(kind, []).append((intensity, 3 * flops / (ahead + back)))
         else:
             again = _BACKWARD[kind] * flops
-            points.setdefault(kind, []).append((flops, flops / ahead))
-            points.setdefault(f"{kind}_backward", []).append((again, again / back))
+            moved = 2 * read + written * (2 if kind == "attention" else 1)
+            points.setdefault(kind, []).append((intensity, flops / ahead))
+            points.setdefault(f"{kind}_backward", []).append((again / moved, again / back))
         if max(ahead, back) > watch.effort.longest:
             break
     return {name: Curve(*zip(*found)) for name, found in points.items()}

@@ -52,7 +52,7 @@ class Curve:
         """Return the rate for operations of these sizes."""
         if len(self.rates) == 1:
             return np.full(len(sizes), self.rates[0])
-        found: np.ndarray = np.exp(np.interp(np.log(np.maximum(sizes, 1)), np.log(self.sizes), np.log(self.rates)))
+        found: np.ndarray = np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(self.sizes), np.log(self.rates)))
         return found
 
     def divided(self, count: int) -> Curve:
@@ -68,7 +68,7 @@ class Speeds:
     """What a device reaches."""
 
     flops: Mapping[tuple[str, str], Curve]
-    """(kind of operation, dtype) -> floating-point operations per second, by their number. "convolution_backward" and
+    """(kind of operation, dtype) -> floating-point operations per second, by those per byte. "convolution_backward" and
     "attention_backward" are kinds, too; without them, backward is as fast as forward."""
     bandwidth: Curve
     """Of its memory, bytes per second, by bytes."""
@@ -132,7 +132,8 @@ class Speeds:
             alike.setdefault((cost.name, cost.dtype), []).append(index)
         busy = moved / self.bandwidth.at(moved)
         for key, found in alike.items():
-            busy[found] = np.maximum(busy[found], flops[found] / self._rate(*key, tf32).at(flops[found]))
+            rates = self._rate(*key, tf32).at(flops[found] / moved[found])
+            busy[found] = np.maximum(busy[found], flops[found] / rates)
         return np.where(moved > 0, np.maximum(busy, self.launch), 0.0)
 
     def _rate(self, name: str, computed_in: torch.dtype, tf32: bool) -> Curve:

@@ -20,6 +20,7 @@ PROGRAM = _conf.Program(
         "host_gb": float | None,
         "images": float | None,
         "price": float | None,
+        "compare": bool,
         "output": str | None,
         "encoders": Literal["all", "text", "none"],
         "ema": bool,

@@ -26,7 +26,7 @@ from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds, Work
 from sd_lightning.planner.run import TrainingRun
 
 TABLES = Path(config_dir(), "devices")
-QUICK = Effort(least=1e-4, longest=5e-3, sizes=2)
+QUICK = Effort(least=1e-4, longest=1.0, sizes=2)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """What blocks keep under a limit: simulated as traced, and nearly the best choice."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -56,6 +57,18 @@ def test_the_simulation_agrees_with_a_trace(kept: Kept) -> None:
     added = (seconds(real) - seconds(base)) / seconds(base)
     told = simulation.recomputed(levels) / simulation.seconds
     assert told == pytest.approx(added, abs=0.005)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_simulation_agrees_with_a_trace_under_autocast(dtype: torch.dtype) -> None:
+    """Autocast keeps cast weights until forward ends; a block's input is cast, and is not saved itself."""
+    run = TrainingRun(BATCH, 512)
+    base = training_pass(MODEL, run, dtype, torch.bfloat16)
+    simulation = Simulation(base, BATCH, SPEEDS)
+    for kept in (Kept.PRODUCTS, Kept.INPUTS):
+        levels = np.full(len(simulation.blocks), list(Kept).index(kept))
+        real = training_pass(MODEL, replace(run, kept=dict.fromkeys(simulation.blocks, kept)), dtype, torch.bfloat16)
+        assert (live(base) + simulation.change(levels)).max() == pytest.approx(live(real).max(), rel=0.01)
 
 
 @pytest.mark.parametrize("kept", [each for each in Kept if each is not Kept.ALL])

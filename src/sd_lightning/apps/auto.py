@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.plan import as_json
+from sd_lightning.apps.plan_record import name_of, record
 from sd_lightning.apps.planning import check_predictable, described, hardware_here, run_of
 from sd_lightning.apps.trainer_checks import AUTO, AUTO_STRATEGY, cuda_devices, left_to_planner, num_processes
 from sd_lightning.planner.candidates import Candidate
@@ -22,7 +22,7 @@ from sd_lightning.planner.devices import GIB, Device
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.remedies import remedies
 from sd_lightning.planner.search import Cluster, Plan, Plans, Search
-from sd_lightning.storage import run_folder
+from sd_lightning.storage.run_folder import PLAN
 from sd_lightning.strategies import engine_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class Chosen:
 
     def write(self, run_dir: Path) -> None:
         """Write the plans into the run's folder, for its report."""
-        (run_dir / run_folder.PLAN).write_text(json.dumps(as_json(self.plans, None), indent=1), encoding="utf-8")
+        data = record(self.plans, title=self.who, settings="of this run, in config.yaml")
+        (run_dir / PLAN).write_text(json.dumps(data, indent=1), encoding="utf-8")
 
     def out_of_memory(self) -> UsageError:
         """Return the error of a run that ran out of the device's memory, with a plan that takes less."""
@@ -77,13 +78,12 @@ class Chosen:
 
 
 def _told(plan: Plan) -> str:
-    name = " ".join(plan.candidate.options).replace("strategy=", "").replace("strategy.", "")
     each = " on each" if plan.cluster.count > 1 else ""
     batch = f"{plan.run.accumulate} x " * (plan.run.accumulate > 1) + f"{plan.run.batch_size} samples a step{each}"
     recomputed = {False: "", True: ", all blocks recomputed", "auto": ", some blocks recomputed"}[plan.recompute]
     memory = f"{plan.memory.device / GB:.1f} GB, {plan.memory.host / GB:.1f} GB of host memory"
     time = f"{plan.time.total:.3g} s a step, {plan.images_per_second:.3g} img/s"
-    return f"{name}{', ' * bool(name)}{batch}{recomputed}: {memory}, {time}"
+    return f"{name_of(plan)}, {batch}{recomputed}: {memory}, {time}"
 
 
 def check(cfg: DictConfig) -> None:

@@ -23,11 +23,12 @@ def run(cfg: DictConfig) -> int:
     unused = sorted(_conf.overridden_keys() - {"action", "output"})
     if unused:
         raise UsageError(f"plan calibrate got {unused[0]}; it measures this machine, whatever is trained; leave it out")
-    if cfg.output is not None and not cfg.output.endswith(".json"):
-        raise UsageError(f"plan calibrate got output={cfg.output}; expected a file that ends with .json; leave it out")
+    output = cfg.output if "output" in _conf.overridden_keys() else None
+    if output is not None and not output.endswith(".json"):
+        raise UsageError(f"plan calibrate got output={output}; expected a file that ends with .json; leave it out")
     started = time.perf_counter()
     found = calibrate(Path(_conf.config_dir(), "devices"), datetime.date.today().isoformat())
-    file = file_of(found.device.name) if cfg.output is None else Path(cfg.output)
+    file = file_of(found.device.name) if output is None else Path(output)
     found.write(file)
     print(*lines(found), sep="\n")
     print(f"written to {file} after {time.perf_counter() - started:.0f} s; plans for this machine use it from here on,")

@@ -11,17 +11,20 @@ import torch
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
+from sd_lightning.apps.plan_record import name_of, record, timeline_record
 from sd_lightning.apps.planning import described, hardware_here
 from sd_lightning.apps.trainer_checks import AUTO
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.candidates import Candidate
+from sd_lightning.planner.comparison import on_other_gpus, smallest, speedup_of_memory
 from sd_lightning.planner.devices import Device, device_names
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.remedies import Remedy, remedies
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.planner.search import Cluster, Plan, Plans, search
+from sd_lightning.planner.search import Cluster, Plan, Plans, Search, search
+from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
 
@@ -61,11 +64,63 @@ def run(cfg: DictConfig) -> int:
     print(*table(found, title(cfg, training, found.cluster), images=cfg.images, price=price), sep="\n")
     if not found.best:
         print(*advice(remedies(prepared, found)), sep="\n")
+    hints = told_hints(prepared, found)
+    print(*hints, sep="\n")
     if cfg.output is not None:
-        with new_file(Path(cfg.output)) as path:
-            path.write_text(json.dumps(as_json(found, price), indent=1), encoding="utf-8")
+        write(cfg, prepared, found, {**record_of(cfg, training, found, price), "hints": hints})
         print(f"written to {cfg.output} after {time.perf_counter() - started:.1f} s")
     return 0 if found.best else 1
+
+
+def told_hints(prepared: Search, found: Plans) -> list[str]:
+    """Return the smallest GPU for the training, and what more memory buys, as lines of text."""
+    lines = []
+    least = smallest(prepared)
+    if least is not None:
+        device = least.cluster.device
+        lines.append(f"smallest GPU that trains this: {device.name}, {device.memory_gib:g} GiB, with {name_of(least)}")
+    faster = speedup_of_memory(prepared, found)
+    if faster is not None:
+        lines.append(f"1 GB more on each GPU: {100 * faster:+.1f} % images per second")
+    return lines
+
+
+def record_of(cfg: DictConfig, training: TrainingRun, found: Plans, price: float | None) -> dict[str, Any]:
+    """Return what ``output`` holds, without what takes longer to compute."""
+    made = f"sd_lightning.plan {' '.join(sorted(_conf.overridden_keys()))}".strip()
+    found_record = record(found, title=what_is_trained(cfg, training), settings=made, price=price)
+    source = None if price is None else "given" if cfg.price is not None else "from the GPU's table"
+    return {**found_record, "price_source": source, "command": f"python -m sd_lightning.train {_model(cfg)} "}
+
+
+def write(cfg: DictConfig, prepared: Search, found: Plans, data: dict[str, Any]) -> None:
+    """Write the page or the JSON file, with the timeline of the fastest plan and other GPUs."""
+    data["timeline"] = timeline_record(prepared.timeline(found.best[0])) if found.best else None
+    data["gpus"] = []
+    if cfg.compare:
+        for each in on_other_gpus(prepared, found):
+            price = each.cluster.device.price_per_hour
+            data["gpus"].append(
+                {
+                    "gpu": each.cluster.device.name,
+                    "count": each.cluster.count,
+                    "name": name_of(each),
+                    "options": list(each.options()),
+                    "images_per_second": each.images_per_second,
+                    "price": price,
+                    "dollars_per_million": None if price is None else each.dollars_per_million(price),
+                }
+            )
+    if cfg.output.endswith(".html"):
+        write_plan_page(Path(cfg.output), data)
+        return
+    with new_file(Path(cfg.output)) as path:
+        path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def _model(cfg: DictConfig) -> str:
+    pretrained = cfg.model.get("pretrained")
+    return f"model={cfg.model.architecture}" + (f" model.pretrained={pretrained}" if pretrained is not None else "")
 
 
 def check(cfg: DictConfig) -> None:
@@ -80,8 +135,10 @@ def check(cfg: DictConfig) -> None:
     resolution = cfg.data.resolution
     if resolution is not None and (resolution < 8 or resolution % 8):
         raise UsageError(f"plan got data.resolution={resolution}; expected a multiple of 8 pixels, e.g. 512")
-    if cfg.output is not None and not cfg.output.endswith(".json"):
-        raise UsageError(f"plan got output={cfg.output}; expected a file that ends with .json; write output=plan.json")
+    if cfg.output is not None and not cfg.output.endswith((".html", ".json")):
+        raise UsageError(
+            f"plan got output={cfg.output}; expected a file that ends with .html or .json; write output=plan.html"
+        )
 
 
 def hardware_of(name: str | None) -> tuple[Device, Speeds]:
@@ -128,15 +185,20 @@ def chosen(cfg: DictConfig) -> Candidate:
     return Candidate(cfg.strategy_name, lambda **_: engine_of(_conf.instantiate(cfg.strategy)), settings)
 
 
-def title(cfg: DictConfig, training: TrainingRun, cluster: Cluster) -> str:
-    """Return the first line of the table."""
+def what_is_trained(cfg: DictConfig, training: TrainingRun) -> str:
+    """Return model, size, trained weights, precision and optimizer."""
     what = "all weights" if training.lora is None else f"LoRA of rank {training.lora.rank}"
     optimizer = str(cfg.optimizer["_target_"]).rpartition(".")[2]
     size = training.resolution
+    model = cfg.model.get("pretrained") or cfg.model.architecture
+    return f"{model} at {size} x {size}, {what}, {training.precision}, {optimizer}"
+
+
+def title(cfg: DictConfig, training: TrainingRun, cluster: Cluster) -> str:
+    """Return the first line of the table."""
     return (
-        f"{cfg.model.get('pretrained') or cfg.model.architecture} at {size} x {size}, {what}, {training.precision}, "
-        f"{optimizer}, on {cluster.count} x {cluster.device.name} ({cluster.device.memory_gib:g} GiB, with "
-        f"{cluster.host / GB:.0f} GB of host memory each)"
+        f"{what_is_trained(cfg, training)}, on {cluster.count} x {cluster.device.name} "
+        f"({cluster.device.memory_gib:g} GiB, with {cluster.host / GB:.0f} GB of host memory each)"
     )
 
 
@@ -172,7 +234,7 @@ def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
     run = each.run
     parts = f"{each.cluster.count} x {run.batch_size}" if each.cluster.count > 1 else f"{run.batch_size}"
     row = [
-        " ".join(each.candidate.options).replace("strategy=", "").replace("strategy.", ""),
+        name_of(each),
         f"{parts} x {run.accumulate}" if run.accumulate > 1 else parts,
         "some" if each.recompute == "auto" else "all" if each.recompute else "no",
         f"{each.memory.device / GB:.1f}",
@@ -191,11 +253,10 @@ def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
 
 
 def _row_too_large(each: Plan) -> list[str]:
-    name = " ".join(each.candidate.options).replace("strategy=", "").replace("strategy.", "")
     device = each.memory.device - each.cluster.memory
     host = each.memory.host - each.cluster.host
     lacking = [f"{size / GB:.1f} GB of {where}" for size, where in ((device, "GPU"), (host, "host")) if size > 0]
-    return [f"  {name}", f"needs {' and '.join(lacking)} memory more"]
+    return [f"  {name_of(each)}", f"needs {' and '.join(lacking)} memory more"]
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -206,34 +267,3 @@ def _aligned(rows: list[list[str]]) -> list[str]:
         "  ".join(cell.ljust(w) if left else cell.rjust(w) for cell, w, left in zip(row, widths, at_left)).rstrip()
         for row in rows
     ]
-
-
-def as_json(found: Plans, price: float | None) -> dict[str, Any]:
-    """Return the plans as numbers and strings."""
-
-    def one(each: Plan) -> dict[str, Any]:
-        return {
-            "options": list(each.options()),
-            "fits": each.fits,
-            "micro_batch": each.run.batch_size,
-            "accumulate": each.run.accumulate,
-            "global_batch": each.global_batch,
-            "gradient_checkpointing": each.recompute,
-            "kept": {name: what.value for name, what in each.run.kept.items()},
-            "device_bytes": {phase.name: dict(phase.parts) for phase in each.memory.on_device},
-            "host_bytes": {phase.name: dict(phase.parts) for phase in each.memory.on_host},
-            "device_peak": each.memory.device,
-            "host_peak": each.memory.host,
-            "seconds": {**vars(each.time), "step": each.time.total},
-            "images_per_second": each.images_per_second,
-            "dollars_per_million": None if price is None else each.dollars_per_million(price),
-        }
-
-    return {
-        "device": found.cluster.device.name,
-        "count": found.cluster.count,
-        "speeds": found.speeds.provenance,
-        "plans": [one(each) for each in found.best],
-        "too_large": [one(each) for each in found.too_large],
-        "not_considered": list(found.missing),
-    }

@@ -62,6 +62,8 @@ class _Blocks:
         self.left, self.entered = np.zeros(count + 1, int), np.full(count + 1, len(operations))
         np.maximum.at(self.left, of[forward], forward + 1)
         np.minimum.at(self.entered, of[backward], backward)
+        self.done = np.zeros(count + 1, int)
+        np.maximum.at(self.done, of[backward], backward + 1)
         names = {each.cost.name for each in operations}
         keeps = {name: [each.keeps(name) for each in _MENU] for name in names}
         kept = np.array([keeps[each.cost.name] for each in operations], bool).T
@@ -75,7 +77,9 @@ class _Blocks:
         """Buffers that a choice drops after forward, or keeps for longer."""
         self.is_dropped = dropped[self.changed]
         self.of_changed, self.kept_changed = of[born][self.changed], kept[:, born][:, self.changed]
-        self.begin = np.where(self.is_dropped, left[self.changed], trace.freed[self.changed])
+        forward_ends = int(backward.min(initial=len(operations)))
+        dropped_at = np.where(trace.is_cast, forward_ends, trace.used + 1)[self.changed]
+        self.begin = np.where(self.is_dropped, dropped_at, trace.freed[self.changed])
         self.end = entered[self.changed]
         # A recomputation ends when the last saved tensor is there: mostly before a block's last product.
         last = np.full((len(_MENU), count + 1), -1)
@@ -85,6 +89,19 @@ class _Blocks:
             lost = self.changed[self.is_dropped & ~keeps_it]
             np.maximum.at(last[level], of[born][lost], born[lost])
         self.again = ~kept[:, forward] & (forward <= last[:, self.of])
+        pairs = [
+            (k, position[name]) for k, each in enumerate(trace.buffers) for name in each.enters if name in position
+        ]
+        buffers, consumers = np.array(pairs, int).reshape(-1, 2).T
+        lacking = trace.freed[buffers] < self.done[consumers]
+        self.inputs, self.consumers = buffers[lacking], consumers[lacking]
+        """Buffers that would be gone before the backward pass of a block that they enter ends."""
+        # While a block is recomputed, it holds what it computes, as in forward.
+        self.inside = np.flatnonzero(is_ours)
+        self.of_inside = of[born[self.inside]]
+        self.computed = ~kept[:, born[self.inside]] & (born[self.inside] <= last[:, self.of_inside])
+        self.born_inside = born[self.inside]
+        self.gone = np.minimum(trace.freed[self.inside], self.left[self.of_inside])
 
 
 _BLOCKS: WeakKeyDictionary[Trace, _Blocks] = WeakKeyDictionary()
@@ -106,13 +123,28 @@ class Simulation:
         self._of = blocks = _BLOCKS[trace]
         self.blocks = blocks.names
         self._count = len(trace.operations)
-        self._sizes = trace.sizes(batch_size)[blocks.changed]
+        sizes = trace.sizes(batch_size)
+        self._sizes, self._all_sizes, self._freed = sizes[blocks.changed], sizes, trace.freed
         seconds = speeds.seconds(trace.operations, trace.flops.at(batch_size), trace.moved.at(batch_size), tf32=tf32)
         self.seconds = float(seconds.sum())
         self._recomputed = np.zeros((len(self.blocks), len(_MENU)))
         for level, again in enumerate(blocks.again):
             np.add.at(self._recomputed[:, level], blocks.of, seconds[blocks.forward] * again)
+        self._extra = np.array([self._held_by_recomputation(level, sizes) for level in range(len(_MENU))])
         self._known: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def _held_by_recomputation(self, level: int, sizes: np.ndarray) -> np.ndarray:
+        """Return the bytes that each block's recomputation takes beside what backward needs of it."""
+        blocks = self._of
+        inside = np.where(blocks.computed[level], sizes[blocks.inside], 0)
+        held = np.bincount(blocks.born_inside, inside, self._count + 1)
+        held -= np.bincount(blocks.gone, inside, self._count + 1)
+        most = np.zeros(len(self.blocks) + 1)
+        np.maximum.at(most, blocks.of, held.cumsum()[blocks.forward])
+        lost = blocks.is_dropped & ~blocks.kept_changed[level]
+        needed = np.bincount(blocks.of_changed[lost], self._sizes[lost], len(self.blocks) + 1)
+        found: np.ndarray = np.maximum(most - needed, 0)[:-1]
+        return found
 
     def change(self, levels: np.ndarray) -> np.ndarray:
         """Return the change of the bytes that exist during each operation.
@@ -127,7 +159,16 @@ class Simulation:
         sizes = np.where(blocks.is_dropped[changed], -self._sizes[changed], self._sizes[changed])
         found = np.bincount(blocks.begin[changed], sizes, self._count + 1)
         found -= np.bincount(blocks.end[changed], sizes, self._count + 1)
-        return found.cumsum()[:-1].round().astype(np.int64)
+        until = self._freed.copy()
+        waiting = levels[blocks.consumers] > 0
+        np.maximum.at(until, blocks.inputs[waiting], blocks.done[blocks.consumers[waiting]])
+        longer = np.unique(blocks.inputs[waiting])
+        found += np.bincount(self._freed[longer], self._all_sizes[longer], self._count + 1)
+        found -= np.bincount(until[longer], self._all_sizes[longer], self._count + 1)
+        found = found.cumsum(dtype=float)[:-1]
+        recomputed = np.flatnonzero((levels > 0) & (blocks.entered[:-1] < self._count))
+        found[blocks.entered[recomputed]] += self._extra[levels[recomputed], recomputed]
+        return found.round().astype(np.int64)
 
     def recomputed(self, levels: np.ndarray) -> float:
         """Return the seconds of recomputation."""

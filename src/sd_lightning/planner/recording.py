@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,12 @@ class Buffer:
     """Index of the parameter whose gradient it is."""
     is_output: bool = False
     """Whether a block returned it."""
+    used: int = 0
+    """Index of the last operation of forward that read it."""
+    enters: list[str] = field(default_factory=list)
+    """Modules that are followed, and that it is an input of."""
+    is_cast: bool = False
+    """Whether it is a cast weight, which autocast keeps until forward ends."""
 
 
 @dataclass
@@ -139,7 +145,7 @@ def record(
     try:
         with _Functions(autocast) as functions, recorder:
             loss = step()
-            functions.forget_casts()
+            recorder.mark_casts(functions.forget_casts())
             if loss is not None:
                 # Not loss.backward(): no function mode is active inside of it, so none would see a recomputation.
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -187,8 +193,11 @@ class _Recorder(TorchDispatchMode):
             if key is not None:
                 self._known[key] = result, cost
                 result = _remade(result)
-        index = len(self.recording.operations)
-        self.recording.operations.append(Operation(cost, *self._place(), torch._C._current_graph_task_id() != -1))
+        index, is_backward = len(self.recording.operations), torch._C._current_graph_task_id() != -1
+        self.recording.operations.append(Operation(cost, *self._place(), is_backward))
+        if not is_backward:
+            for buffer in self._buffers((args, kwargs)):
+                buffer.used = index
         if not is_mutable:
             for tensor in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(tensor, Tensor):
@@ -224,7 +233,8 @@ class _Recorder(TorchDispatchMode):
         """Register hooks on blocks and parameters, and return them."""
         hooks: list[Any] = []
         for name, block in blocks.items():
-            hooks.append(block.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+            enter = functools.partial(self._enter, name)
+            hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             hooks.append(block.register_forward_hook(lambda *given: self._leave(given[-1]), always_call=True))
         for number, parameter in enumerate(parameters):
             if parameter.requires_grad:
@@ -233,16 +243,28 @@ class _Recorder(TorchDispatchMode):
                 )
         return hooks
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, block: nn.Module, *inputs: Any) -> None:
+        for buffer in self._buffers(inputs):
+            buffer.enters.append(name)
         self._entered.append(name)
         self._mark()
 
     def _leave(self, outputs: Any) -> None:
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) in self._live:
-                self._live[key][1].is_output = True
+        for buffer in self._buffers(outputs):
+            buffer.is_output = True
         self._entered.pop()
         self._mark()
+
+    def mark_casts(self, casts: Iterable[Tensor]) -> None:
+        """Note which buffers are cast weights."""
+        for buffer in self._buffers(list(casts)):
+            buffer.is_cast = True
+
+    def _buffers(self, values: Any) -> Iterator[Buffer]:
+        """Yield the buffers of the tensors in nested containers."""
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) in self._live:
+                yield self._live[key][1]
 
     def _mark(self) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())
@@ -337,9 +359,10 @@ class _Functions(TorchFunctionMode):
         self._dtype = dtype
         self._casts: dict[int, Tensor] | None = {}
 
-    def forget_casts(self) -> None:
-        """Free the cast weights, as on leaving an autocast context; later casts are not kept."""
-        self._casts = None
+    def forget_casts(self) -> list[Tensor]:
+        """Return and free the cast weights, as on leaving an autocast context; later casts are not kept."""
+        found, self._casts = list((self._casts or {}).values()), None
+        return found
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,6 +20,7 @@ from sd_lightning.planner.forecast import GB, Forecast, Forecaster
 from sd_lightning.planner.passes import encoding_recordings
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.timeline import Timeline, timeline
 from sd_lightning.planner.trace import Trace
 
 _MOST = 4096
@@ -117,6 +118,8 @@ class Plans:
     """Why candidates could not be considered."""
     speeds: Speeds
     cluster: Cluster
+    considered: tuple[Plan, ...] = ()
+    """All plans that fit, of every candidate, batch size and choice of recomputation."""
 
 
 class Search:
@@ -170,6 +173,7 @@ class Search:
     def plans(self) -> Plans:
         """Compare all candidates."""
         found: list[Plan] = []
+        considered: list[Plan] = []
         large: list[Plan] = []
         missing: dict[str, None] = {}
         for candidate in self._candidates:
@@ -181,16 +185,24 @@ class Search:
                 missing[str(error)] = None
                 continue
             fitting = [plan for plan in made if plan.fits]
+            considered += fitting
             if fitting:
                 found.append(self._fastest(fitting))
             elif made:
                 large.append(min(made, key=self._excess))
-        return Plans(
-            _fastest_first(found), tuple(sorted(large, key=self._excess)), tuple(missing), self._speeds, self._cluster
-        )
+        too_large = tuple(sorted(large, key=self._excess))
+        best = _fastest_first(found)
+        return Plans(best, too_large, tuple(missing), self._speeds, self._cluster, tuple(considered))
 
-    def within(self, memory: int) -> Search:
-        """Return the same search for GPUs of which a plan may take less, in bytes."""
+    def timeline(self, plan: Plan) -> Timeline:
+        """Return the memory of a plan's step, operation by operation."""
+        forecaster = Forecaster(self._model, plan.run)
+        footprint = plan.candidate.footprint(forecaster.workload)
+        assert footprint is not None
+        return timeline(forecaster, footprint)
+
+    def within(self, memory: int, candidates: Iterable[Candidate] | None = None) -> Search:
+        """Return the same search for GPUs of which a plan may take another number of bytes."""
         device = replace(
             self._cluster.device, memory_gib=memory / self._cluster.memory * self._cluster.device.memory_gib
         )
@@ -202,13 +214,14 @@ class Search:
             batch_size=self._batch_size,
             most=self._most,
             checkpointing=self._choices[0] if len(self._choices) == 1 else None,
-            candidates=self._candidates,
+            candidates=self._candidates if candidates is None else candidates,
             tf32=self._tf32,
         )
 
-    def with_changes(self, run: TrainingRun, cluster: Cluster) -> Search:
+    def with_changes(self, run: TrainingRun, cluster: Cluster, candidates: Iterable[Candidate] | None = None) -> Search:
         """Return a search for any batch size, in which blocks are recomputed unless that was excluded."""
-        options: dict[str, Any] = {"checkpointing": self._choices[-1], "candidates": self._candidates}
+        options: dict[str, Any] = {"checkpointing": self._choices[-1], "tf32": self._tf32}
+        options["candidates"] = self._candidates if candidates is None else candidates
         return Search(self._model, run, cluster, **options)
 
     def smallest_that_fits(self) -> Plan | None:

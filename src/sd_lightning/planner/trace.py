@@ -45,15 +45,23 @@ class Trace:
         self.moved = Amounts.of(each.cost.moved for each in self.operations)
         self.is_backward = np.array([each.is_backward for each in self.operations], bool)
         self.is_output = np.array([each.is_output for each in self.buffers], bool)
+        self.used = np.array([each.used for each in self.buffers], np.int64)
+        self.is_cast = np.array([each.is_cast for each in self.buffers], bool)
         self.is_gradient = np.array([each.gradient_of is not None for each in self.buffers], bool)
 
     def sizes(self, batch_size: int) -> np.ndarray:
         """Return the bytes of each buffer, rounded as the allocator rounds."""
         return rounded(self._size.at(batch_size))
 
-    def live(self, batch_size: int) -> np.ndarray:
-        """Return the bytes that are allocated during each operation."""
-        return live_bytes(self.born, self.freed, self._count, self.sizes(batch_size))
+    def live(self, batch_size: int, chosen: np.ndarray | None = None) -> np.ndarray:
+        """Return the bytes that are allocated during each operation.
+
+        Args:
+            batch_size: Samples.
+            chosen: Which buffers count; all of them if not given.
+        """
+        sizes = self.sizes(batch_size)
+        return live_bytes(self.born, self.freed, self._count, sizes if chosen is None else np.where(chosen, sizes, 0))
 
     @property
     def gradient_bytes(self) -> int:

@@ -15,8 +15,8 @@ from sd_lightning.report.metrics import Series, matching, smooth, wants_log_axis
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INKS = {"--ink": "#010101", "--muted": "#020202", "--rule": "#030303"}
-_LINES = {"--line-1": "#040404", "--line-2": "#050505", "--line-3": "#060606"}
+INKS = {"--ink": "#010101", "--muted": "#020202", "--rule": "#030303"}
+LINES = {"--line-1": "#040404", "--line-2": "#050505", "--line-3": "#060606"}
 AREAS = {f"--area-{number}": f"#0{number}0{number}0f" for number in range(1, 9)}
 # Placeholder colours: matplotlib writes them into the SVG, then _themed replaces them by the CSS variables.
 
@@ -148,8 +148,8 @@ def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
     if not curves:
         note = f"All {dropped} logged values are NaN or infinite: there is nothing to draw."
         return card(chart.title, note, wide=chart.wide) if dropped else None
-    hidden = max(0, len(curves) - len(_LINES))
-    curves = curves[: len(_LINES)]
+    hidden = max(0, len(curves) - len(LINES))
+    curves = curves[: len(LINES)]
     notes = [chart.note]
     if dropped:
         notes.append(f"{dropped} NaN or infinite {'value is' if dropped == 1 else 'values are'} not drawn.")
@@ -159,7 +159,7 @@ def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
         return ""
     keys = [
         (ink, label, chart.number(_shown(series, smoothed)[-1][1]))
-        for (label, series, smoothed), ink in zip(curves, _LINES)
+        for (label, series, smoothed), ink in zip(curves, LINES)
     ]
     svg = render_svg(f"{chart.title} by optimizer step", lambda axes: _draw(axes, chart, curves), wide=chart.wide)
     return card(chart.title, " ".join(notes), keys=keys, picture=svg, wide=chart.wide)
@@ -191,13 +191,14 @@ def _shown(series: Series, smoothed: bool) -> Series:
     return smooth(series, width=min(len(series) / 40, 50)) if smoothed and len(series) >= _SMOOTH_FROM else series
 
 
-def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool) -> str:
+def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool, height: float | None = None) -> str:
     """Draw a figure and return it as an SVG element.
 
     Args:
         label: Description for screen readers, unique on the page.
         draw: Fills the axes, in the colours of ``AREAS`` and the lines.
         wide: Whether it spans the page's whole width.
+        height: Inches; that of a line chart if not given.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -208,11 +209,11 @@ def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool) -> str:
         "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
         "svg.hashsalt": label,  # ids are reproducible and differ between the charts of a page
         "font.size": 9,
-        **dict.fromkeys(texts, _INKS["--muted"]),
-        **dict.fromkeys(rules, _INKS["--rule"]),
+        **dict.fromkeys(texts, INKS["--muted"]),
+        **dict.fromkeys(rules, INKS["--rule"]),
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10.4, 3.4) if wide else (5.1, 2.7), layout="constrained")
+        figure = Figure(figsize=(10.4, height or 3.4) if wide else (5.1, height or 2.7), layout="constrained")
         draw(figure.add_subplot())
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -222,7 +223,7 @@ def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool) -> str:
 def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    for (_, series, smoothed), colour in zip(curves, _LINES.values()):
+    for (_, series, smoothed), colour in zip(curves, LINES.values()):
         shown = _shown(series, smoothed)
         if shown is not series:
             axes.plot(*zip(*series), color=colour, alpha=0.3, linewidth=1)
@@ -240,7 +241,7 @@ def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) 
         if min(values) >= 0:
             axes.set_ylim(bottom=0, top=max(values) * 1.08 or 1)
         else:
-            axes.axhline(0, color=_INKS["--muted"], linewidth=1)
+            axes.axhline(0, color=INKS["--muted"], linewidth=1)
     if axes.get_yscale() == "linear":  # the limits are final
         ticks = axes.get_yticks()
         axes.set_yticks(ticks[(ticks >= axes.get_ylim()[0]) & (ticks <= axes.get_ylim()[1])])
@@ -283,6 +284,6 @@ def _themed(svg: str, label: str) -> str:
     svg = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
     svg = re.sub(r"font: (\S+px) [^;\"]*", r"font-size: \1", svg)
-    for variable, colour in {**_INKS, **_LINES, **AREAS}.items():
+    for variable, colour in {**INKS, **LINES, **AREAS}.items():
         svg = svg.replace(colour, f"var({variable})")
     return svg

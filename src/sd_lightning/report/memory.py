@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning.report.charts import AREAS, card, render_svg, tidy
+from sd_lightning.report.document import section
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +42,7 @@ def memory_section(path: Path) -> str:
     tiers = [tier for tier in ("fast", "slow", "disk") if any(sum(e["bytes"].get(tier, {}).values()) for e in events)]
     figures = "".join(_figure(tier, events) for tier in tiers)
     title = f"Memory of step {timeline['step']} on rank {timeline['rank']}"
-    return f'<section><h2>{html.escape(title)}</h2>\n<div class="charts">{figures}</div>\n</section>\n'
+    return section(title, f'<div class="charts">{figures}</div>')
 
 
 def _figure(tier: str, events: Sequence[Mapping[str, Any]]) -> str:

@@ -11,15 +11,16 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from string import Template
 from typing import Any, TypeGuard
 
 from PIL import Image
 
 from sd_lightning.report.charts import render_charts
+from sd_lightning.report.document import section, write_document
 from sd_lightning.report.memory import TIMELINE_NAME, memory_section
 from sd_lightning.report.metrics import Series
-from sd_lightning.storage import atomic
+from sd_lightning.report.plan import plan_section
+from sd_lightning.storage.run_folder import PLAN
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def write_report(
     """Write ``report.html``: one file that opens anywhere, without a network and without JavaScript.
 
     It shows the key numbers, the sample grids ``samples/step-*.png`` of the run folder, loss, caption gap, throughput
-    and learning rate by step, the whole summary, and the configuration. It says what is missing.
+    and learning rate by step, the plan, the whole summary, and the configuration. It says what is missing.
 
     Args:
         run_dir: The run's folder; its name is the title.
@@ -52,21 +53,25 @@ def write_report(
         The path of the report. An earlier report is replaced atomically.
     """
     run_dir = Path(run_dir)
-    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    page = template.substitute(
-        title=html.escape(run_dir.resolve().name),
-        lead=_lead(summary),
-        tiles=_tiles(summary),
-        samples=_samples(run_dir / "samples"),
-        charts=render_charts(metrics) if metrics else '<p class="absent">No metrics were logged in this run.</p>',
-        memory=memory_section(run_dir / TIMELINE_NAME),
-        summary=_summary_table(summary),
-        config=_config(resolved_config),
+    lead = [_lead(summary), _tiles(summary)]
+    sections = [
+        section("Samples", _samples(run_dir / "samples")),
+        section(
+            "Training",
+            render_charts(metrics) if metrics else '<p class="absent">No metrics were logged in this run.</p>',
+        ),
+        _plan(run_dir / PLAN, summary),
+        memory_section(run_dir / TIMELINE_NAME),
+        section("Summary", _summary_table(summary)),
+        section("Configuration", _config(resolved_config)),
+    ]
+    return write_document(
+        run_dir / "report.html", run_dir.resolve().name, "training report", "\n".join(lead) + "".join(sections)
     )
-    path = run_dir / "report.html"
-    with atomic.new_file(path) as unfinished:
-        unfinished.write_text(page, encoding="utf-8")
-    return path
+
+
+def _plan(file: Path, summary: Mapping[str, Any]) -> str:
+    return plan_section(json.loads(file.read_text(encoding="utf-8")), summary.get("plan")) if file.is_file() else ""
 
 
 def _lead(summary: Mapping[str, Any]) -> str:

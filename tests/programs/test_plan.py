@@ -16,6 +16,7 @@ TINY = ("model=tiny", "gpu=t4", "optimizer.fused=false")
 
 def planned(compose: Compose, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
     """Return exit code and output."""
+    options = options if any(each.startswith("output=") for each in options) else (*options, "output=null")
     code = plan.run(compose("plan", *TINY, *options))
     return code, capsys.readouterr().out
 
@@ -119,7 +120,7 @@ def test_what_does_not_fit_is_told_with_what_would(
         (["images=0"], "plan got images=0; expected a number above 0; write images=1e6"),
         (["host_gb=-2"], "plan got host_gb=-2; expected a number above 0"),
         (["data.resolution=100"], "plan got data.resolution=100; expected a multiple of 8 pixels, e.g. 512"),
-        (["output=plan.txt"], "plan got output=plan.txt; expected a file that ends with .json"),
+        (["output=plan.txt"], "plan got output=plan.txt; expected a file that ends with .html or .json"),
         (["gpus=0"], "plan got gpus=0; expected at least 1"),
         (["data.batch_size=3", "gpus=2"], r"plan got data.batch_size=3 for 2 GPU\(s\); expected a multiple of 2"),
         (["gpu=null"], "plan got no gpu, and this machine has none; write gpu=<name>, one of a100-40gb"),

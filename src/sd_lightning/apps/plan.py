@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,7 @@ def told_hints(prepared: Search, found: Plans) -> list[str]:
 
 def record_of(cfg: DictConfig, training: TrainingRun, found: Plans, price: float | None) -> dict[str, Any]:
     """Return what ``output`` holds, without what takes longer to compute."""
-    made = f"sd_lightning.plan {' '.join(sorted(_conf.overridden_keys()))}".strip()
+    made = f"given: {' '.join(sys.argv[1:])}; the others by default"
     found_record = record(found, title=what_is_trained(cfg, training), settings=made, price=price)
     source = None if price is None else "given" if cfg.price is not None else "from the GPU's table"
     return {**found_record, "price_source": source, "command": f"python -m sd_lightning.train {_model(cfg)} "}

@@ -62,6 +62,7 @@ Data = Mapping[str, Any]
 def write_plan_page(path: Path, data: Data) -> Path:
     """Write ``plan.html``: one file that opens anywhere, without a network and without JavaScript."""
     body = [f'<p class="lead">{html.escape(data["on"])}</p>', _tiles(data)]
+    body += [f'<p class="note">{html.escape(line)}</p>' for line in data["hints"]]
     if data["plans"]:
         body.append(section("The fastest plan", _fastest(data)))
     body.append(section("Memory", _charts(_memory_card(data), _timeline_card(data))))
@@ -116,10 +117,8 @@ def _tiles(data: Data) -> str:
 
 
 def _fastest(data: Data) -> str:
-    best = data["plans"][0]
-    explained = data["timeline"]["told"] if data["timeline"] else ""
-    more = "".join(f'<p class="note">{html.escape(line)}</p>' for line in (explained, *data["hints"]) if line)
-    return f'<div class="card"><pre>{html.escape(data["command"] + " ".join(best["options"]))}</pre>{more}</div>'
+    command = html.escape(data["command"] + " ".join(data["plans"][0]["options"]))
+    return f'<div class="card"><pre>{command}</pre></div>'
 
 
 def _memory_card(data: Data) -> str:
@@ -138,6 +137,8 @@ def _memory_card(data: Data) -> str:
     keys = [(ink, kind, "") for ink, kind in zip(AREAS, _PARTS) if kind in kinds]
     left = len(data["plans"]) + len(data["too_large"]) - len(shown)
     note = f"The dashed line is what can be used: {limit:.1f} GB. Bars beyond it do not fit."
+    if any(plan["device_peak"] <= data["memory"] for plan in data["too_large"]):
+        note += f" Others need more than the {data['host_memory'] / _GB:.0f} GB of host memory per GPU."
     note += f" {left} more strategies are in the table." if left else ""
     svg = render_svg("Memory by strategy", draw, wide=True, height=_height(shown))
     return card("Memory by strategy", note, keys=keys, picture=svg, wide=True)

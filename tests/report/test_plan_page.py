@@ -1,0 +1,92 @@
+"""The page of plans: it shows what the JSON file holds, and needs nothing from outside."""
+
+import html
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composing import compose
+from sd_lightning.apps import plan
+from sd_lightning.planner import comparison
+from sd_lightning.report import write_report
+
+TINY = ("model=tiny", "optimizer.fused=false", "gpus=2", "price=0.5", "data.batch_size=64")
+
+
+@pytest.fixture(scope="module")
+def make() -> Iterator[Callable[..., str]]:
+    """(file, *options) -> its text; other GPUs are two kinds, alone and eight of them."""
+
+    def made(file: Path, *options: str) -> str:
+        plan.run(compose(patch, "plan", *TINY, *options, f"output={file}"))
+        return file.read_text(encoding="utf-8")
+
+    with pytest.MonkeyPatch.context() as patch:
+        few = [each for each in comparison.devices() if each.name in ("Tesla T4", "NVIDIA H100 80GB HBM3")]
+        patch.setattr(comparison, "devices", lambda: few)
+        patch.setattr(comparison, "_COUNTS", (1, 8))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def data(make: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return json.loads(make(tmp_path_factory.mktemp("plans") / "plan.json", "gpu=t4", "compare=true"))
+
+
+def test_the_page_shows_every_plan_of_the_file(make: Callable[..., str], tmp_path: Path, data: Any) -> None:
+    page = html.unescape(make(tmp_path / "plan.html", "gpu=t4", "compare=true"))
+    assert len(data["plans"]) > 10 and len(data["considered"]) >= len(data["plans"])
+    for each in data["plans"]:
+        row = f"<td>{each['name']}</td><td>{each['micro_batch']} x {each['accumulate']}</td>"
+        assert row in page and f"<td>{each['device_peak'] / 1e9:.1f}</td>" in page
+    best = data["plans"][0]
+    assert f"python -m sd_lightning.train model=tiny {' '.join(best['options'])}" in page
+    assert data["timeline"]["told"][1:] in page and f"$ {best['dollars_per_million']:,.2f}" in page
+    for each in data["gpus"]:
+        assert f"<td>{each['count']} x {each['gpu']}</td><td>{each['name']}</td>" in page
+    titles = re.findall(r"<h[23]>(.*?)</h[23]>", page)
+    assert titles == [
+        *("The fastest plan", "Memory", "Memory by strategy", "Memory of a step", "Time", "Time by strategy"),
+        *("Speed against memory", "All strategies", "Other GPUs", "Images per second", "Where the numbers are from"),
+    ]
+    assert "assumed, from the data sheet" in page and "<td>price</td><td>given</td>" in page
+
+
+def test_other_gpus_have_their_fastest_plans(data: Any) -> None:
+    speed = {(each["gpu"], each["count"]): each["images_per_second"] for each in data["gpus"]}
+    assert all(speed["NVIDIA H100 80GB HBM3", count] > speed["Tesla T4", count] for count in (1, 8))
+    assert len(speed) == 4 and speed["Tesla T4", 8] > speed["Tesla T4", 1]
+
+
+def test_nothing_is_loaded_from_outside(make: Callable[..., str], tmp_path: Path) -> None:
+    page = make(tmp_path / "plan.html", "gpu=t4")
+    assert "default-src 'none'" in page and "<script" not in page
+    assert not re.search(r"""(?:src|href)=["']?(?!data:|#)""", re.sub(r'xlink:href="#', 'x="#', page))
+
+
+def test_a_page_without_a_plan_says_so_and_shows_what_lacks(make: Callable[..., str], tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    table = Path(plan._conf.config_dir(), "devices", "t4.yaml").read_text()
+    small.write_text(table.replace("memory_gib: 16", "memory_gib: 0.5"))
+    page = make(tmp_path / "plan.html", f"gpu={small}")
+    assert "Nothing fits." in page and page.count("<td>does not fit</td>") > 10
+    assert "smallest GPU that trains this: " in page and "The fastest plan" not in page
+
+
+def test_a_report_shows_the_plan_of_its_run(tmp_path: Path, data: Any) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    measured = {
+        "memory_gb": {"predicted": 1.5, "measured": None},
+        "step_seconds": {"predicted": 0.25, "measured": 0.5},
+    }
+    page = write_report(tmp_path, {"plan": measured}, {}, "").read_text()
+    assert "<h2>Plan</h2>" in page and "<td>memory</td><td>1.5 GB</td><td>not measured</td>" in page
+    assert "<td>a step</td><td>0.25 s</td><td>0.5 s</td>" in page
+    chart = page[page.index("Memory by strategy") : page.index("Time by strategy")]
+    assert data["plans"][3]["name"] in chart and data["plans"][4]["name"] not in chart, "the plan and three rivals"
+    (tmp_path / "plan.json").unlink()
+    assert "<h2>Plan</h2>" not in write_report(tmp_path, {}, {}, "").read_text()

@@ -14,7 +14,7 @@ from sd_lightning.apps import plan
 from sd_lightning.planner import comparison
 from sd_lightning.report import write_report
 
-TINY = ("model=tiny", "optimizer.fused=false", "gpus=2", "price=0.5", "data.batch_size=64")
+TINY = ("model=tiny", "optimizer.fused=false", "gpus=2", "price=0.5", "data.batch_size=64", "images=1e9")
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,19 @@ def test_the_page_shows_every_plan_of_the_file(make: Callable[..., str], tmp_pat
     best = data["plans"][0]
     assert f"python -m sd_lightning.train model=tiny {' '.join(best['options'])}" in page
     assert data["timeline"]["told"][1:] in page and f"$ {best['dollars_per_million']:,.2f}" in page
+    assert f"{1e9 / best['images_per_second'] / 86400:,.1f} days" in page
     for each in data["gpus"]:
         assert f"<td>{each['count']} x {each['gpu']}</td><td>{each['name']}</td>" in page
     titles = re.findall(r"<h[23]>(.*?)</h[23]>", page)
     assert titles == [
-        *("The fastest plan", "Memory", "Memory by strategy", "Memory of a step", "Time", "Time by strategy"),
+        *(
+            f"The fastest plan: {best['name']}",
+            "Memory",
+            "Memory by strategy",
+            "Memory of a step",
+            "Time",
+            "Time by strategy",
+        ),
         *("Speed against memory", "All strategies", "Other GPUs", "Images per second", "Where the numbers are from"),
     ]
     assert "assumed, from the data sheet" in page and "<td>price</td><td>given</td>" in page

@@ -91,7 +91,12 @@ def record_of(cfg: DictConfig, training: TrainingRun, found: Plans, price: float
     made = f"given: {' '.join(sys.argv[1:])}; the others by default"
     found_record = record(found, title=what_is_trained(cfg, training), settings=made, price=price)
     source = None if price is None else "given" if cfg.price is not None else "from the GPU's table"
-    return {**found_record, "price_source": source, "command": f"python -m sd_lightning.train {_model(cfg)} "}
+    return {
+        **found_record,
+        "images": cfg.images,
+        "price_source": source,
+        "command": f"python -m sd_lightning.train {_model(cfg)} ",
+    }
 
 
 def write(cfg: DictConfig, prepared: Search, found: Plans, data: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def write_plan_page(path: Path, data: Data) -> Path:
     body = [f'<p class="lead">{html.escape(data["on"])}</p>', _tiles(data)]
     body += [f'<p class="note">{html.escape(line)}</p>' for line in data["hints"]]
     if data["plans"]:
-        body.append(section("The fastest plan", _fastest(data)))
+        body.append(section(f"The fastest plan: {data['plans'][0]['name']}", _fastest(data)))
     body.append(section("Memory", _charts(_memory_card(data), _timeline_card(data))))
     if data["plans"]:
         body.append(section("Time", _charts(_time_card(data), _frontier_card(data))))
@@ -102,13 +102,16 @@ def _tiles(data: Data) -> str:
         return '<p class="warn">Nothing fits. The memory that each strategy lacks is below.</p>'
     best = data["plans"][0]
     tiles = [
-        (best["name"], "the fastest strategy that fits"),
         (_number(best["images_per_second"]), "images per second"),
         (f"{best['device_peak'] / _GB:.1f} GB", f"of {data['memory'] / _GB:.1f} GB that can be used"),
         (f"{best['host_peak'] / _GB:.1f} GB", "of host memory per GPU"),
     ]
-    if best["dollars_per_million"] is not None:
-        tiles.append((f"$ {best['dollars_per_million']:,.2f}", "for a million images"))
+    price, images = best["dollars_per_million"], data["images"]
+    if price is not None:
+        tiles.append((f"$ {price:,.2f}", "for a million images"))
+    if images is not None:
+        days = f"{images / best['images_per_second'] / 86400:,.1f} days"
+        tiles.append((days, f"for {images:,.0f} images" + (f", $ {price * images / 1e6:,.0f}" if price else "")))
     shown = (
         f'<div class="card tile"><p class="value">{html.escape(value)}</p><p>{html.escape(label)}</p></div>'
         for value, label in tiles
@@ -288,7 +291,7 @@ def _table(data: Data) -> str:
         )
         for plan in (*data["plans"], *data["too_large"])
     ]
-    head = ("strategy", "batch x passes", "recomputes", "GPU GB", "host GB", "s/step", "images per second")
+    head = ("strategy", "batch per GPU x passes", "recomputes", "GPU GB", "host GB", "s/step", "images per second")
     missing = "".join(f'<p class="note">Not considered: {html.escape(text)}</p>' for text in data["not_considered"])
     return _rows(head, rows) + missing
 

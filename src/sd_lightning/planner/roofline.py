@@ -26,11 +26,11 @@ _ASSUMED_LAUNCH = 6e-6
 """Seconds that the host needs to start an operation; assumed."""
 _ASSUMED_HOST_UPDATES = 1e9
 """Elements per second that Adam updates in host memory; assumed."""
-_BYTES_PER_UPDATE = 32
+BYTES_PER_UPDATE = 32
 """Adam reads a weight, a gradient and two moments, and writes three of them and the weights to compute with."""
 _BYTES_PER_AVERAGE = 12
 """The EMA reads a weight and an average, and writes it."""
-_BYTES_PER_CLIP = 12
+BYTES_PER_CLIP = 12
 """Clipping reads gradients for the norm, and reads and writes them to scale."""
 
 
@@ -150,7 +150,7 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     waiting = work.accumulate * max(passing - forward - backward, copying - forward - backward, 0.0)
     waiting += max(others * traffic.reduced_once / speeds.link - backward, 0.0)
     waiting += others * traffic.exposed / speeds.link
-    update = traffic.stepped * (_BYTES_PER_UPDATE + _BYTES_PER_CLIP) / speeds.bandwidth
+    update = traffic.stepped * (BYTES_PER_UPDATE + BYTES_PER_CLIP) / speeds.bandwidth
     update += traffic.stepped_on_host / speeds.host_updates + traffic.refreshed / speeds.to_device
     update += work.averaged * _BYTES_PER_AVERAGE / speeds.bandwidth
     passes = work.accumulate

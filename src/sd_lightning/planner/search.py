@@ -19,6 +19,7 @@ from sd_lightning.planner.forecast import GB, Forecast, Forecaster
 from sd_lightning.planner.passes import encoding_recordings
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.subject import Subject
 from sd_lightning.planner.trace import Trace
 
 _MOST = 4096
@@ -122,11 +123,12 @@ class Search:
     """The candidates for one model and one kind of training on one cluster.
 
     Args:
-        model: On any device; it is not changed.
+        model: On any device, or what else is trained; it is not changed.
         run: Settings of the run. Its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here.
         cluster: The GPUs.
         speeds: What they reach; assumed from the device table if not given.
         batch_size: Samples per optimizer step on all GPUs; if not given, the fastest.
+        micro_batch: Samples per forward pass and process; chosen if not given.
         checkpointing: Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is
                 the faster of False and "auto".
         candidates: Strategies to compare; all that are registered if not given.
@@ -137,12 +139,13 @@ class Search:
 
     def __init__(
         self,
-        model: LatentDiffusion,
+        model: LatentDiffusion | Subject,
         run: TrainingRun,
         cluster: Cluster,
         *,
         speeds: Speeds | None = None,
         batch_size: int | None = None,
+        micro_batch: int | None = None,
         checkpointing: Recompute | None = None,
         candidates: Iterable[Candidate] | None = None,
         tf32: bool = False,
@@ -157,6 +160,7 @@ class Search:
         self._cluster = cluster
         self._speeds = speeds or Speeds.of(cluster.device)
         self._per_gpu = None if batch_size is None else batch_size // cluster.count
+        self._micro_batch = micro_batch
         self._choices: tuple[Recompute, ...] = (False, "auto") if checkpointing is None else (checkpointing,)
         self._forecasters: dict[bool, Forecaster] = {}
         self._simulations: dict[tuple[Trace, int], Simulation] = {}
@@ -188,10 +192,10 @@ class Search:
     def with_changes(self, run: TrainingRun, cluster: Cluster) -> Search:
         """Return a search for any batch size, in which blocks are recomputed unless that was excluded."""
         options: dict[str, Any] = {"checkpointing": self._choices[-1], "candidates": self._candidates}
-        return Search(self._model, run, cluster, **options)
+        return Search(self._model, run, cluster, micro_batch=self._micro_batch, **options)
 
     def smallest_that_fits(self) -> Plan | None:
-        """Return a plan with a micro-batch of 1 that fits, if there is one; of the simplest strategy."""
+        """Return a plan with the smallest micro-batch that fits, if there is one; of the simplest strategy."""
         recompute = self._choices[-1]
         for candidate in self._candidates:
             if not candidate.suits(self._cluster.count):
@@ -201,7 +205,7 @@ class Search:
             except UsageError:
                 continue
             if footprint is not None:
-                plan = self._plan(candidate, recompute, footprint, 1, least=True)
+                plan = self._plan(candidate, recompute, footprint, self._micro_batches()[0], least=True)
                 if plan.fits:
                     return plan
         return None
@@ -247,6 +251,8 @@ class Search:
 
     def _micro_batches(self) -> Sequence[int]:
         """Return the micro-batches to choose from, ascending."""
+        if self._micro_batch is not None:
+            return [self._micro_batch]
         if self._per_gpu is None:
             return range(1, _MOST + 1)
         return [size for size in range(1, self._per_gpu + 1) if self._per_gpu % size == 0]
@@ -273,7 +279,7 @@ class Search:
     def _encoding_per_sample(self) -> float:
         count = 4
         seconds = 0.0
-        for recording in encoding_recordings(self._model, self.run, count):
+        for recording in encoding_recordings(self._forecaster(self._choices[0]).model, self.run, count):
             trace = Trace(recording)
             work = trace.flops.constant, trace.moved.constant
             seconds += float(self._speeds.seconds(trace.operations, *work, tf32=self._tf32).sum())

@@ -16,11 +16,21 @@ if TYPE_CHECKING:
     from sd_lightning.diffusion.objective import Objective
     from sd_lightning.models.generation import SamplingOptions
     from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.strategies.auto import AutoStrategy
     from sd_lightning.training.module import SDLightningModule
 
-__all__ = ["LatentDiffusion", "Objective", "SDDataModule", "SDLightningModule", "SamplingOptions", "UsageError"]
+__all__ = [
+    "AutoStrategy",
+    "LatentDiffusion",
+    "Objective",
+    "SDDataModule",
+    "SDLightningModule",
+    "SamplingOptions",
+    "UsageError",
+]
 
 _MODULES = {
+    "AutoStrategy": "strategies.auto",
     "LatentDiffusion": "models.latent_diffusion",
     "Objective": "diffusion.objective",
     "SDDataModule": "data.datamodule",

@@ -15,8 +15,7 @@ from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning._conf.folder import config_dir
 from sd_lightning.apps import calibrate as app
 from sd_lightning.apps import plan as planning_app
-from sd_lightning.apps import planning
-from sd_lightning.planner import measuring, plan
+from sd_lightning.planner import here, measuring, plan
 from sd_lightning.planner.calibration import Calibration, calibrate, device_name, file_of, load
 from sd_lightning.planner.devices import DTYPES, load_device
 from sd_lightning.planner.footprint import Traffic
@@ -140,13 +139,13 @@ def test_the_file_of_another_device_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="no table for this machine's .*; run python -m sd_lightning.plan calibrate"):
-        planning.hardware_here()
+        here.hardware_here()
     replace(measured, versions={"torch": "1.0"}).write(file_of(device_name()))
-    assert planning.hardware_here() == (measured.device, measured.speeds)
+    assert here.hardware_here() == (measured.device, measured.speeds)
     assert "calibrated with torch 1.0, and this is torch" in caplog.text
     replace(measured, device=load_device("t4", TABLES)).write(file_of(device_name()))
     with pytest.raises(UsageError, match="is the calibration of Tesla T4, and this machine has .*; delete it, or run"):
-        planning.hardware_here()
+        here.hardware_here()
 
 
 def _without(*keys: str) -> Callable[[Any], None]:

@@ -8,20 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from omegaconf import OmegaConf
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.plan_record import name_of, record
-from sd_lightning.apps.planning import check_predictable, described, hardware_here, run_of
+from sd_lightning.apps.planning import check_predictable, described, run_of
 from sd_lightning.apps.trainer_checks import AUTO, AUTO_STRATEGY, cuda_devices, left_to_planner, num_processes
 from sd_lightning.planner.candidates import Candidate
-from sd_lightning.planner.devices import GIB, Device
 from sd_lightning.planner.forecast import GB
+from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.remedies import remedies
-from sd_lightning.planner.search import Cluster, Plan, Plans, Search
+from sd_lightning.planner.search import Plan, Plans, Search
 from sd_lightning.storage.run_folder import PLAN
 from sd_lightning.strategies import engine_of
 
@@ -138,15 +137,14 @@ def choose(cfg: DictConfig, parts: Parts, *, batch_size: int | None) -> Chosen:
         cfg.data.batch_size = batch_size  # the order of samples depends on it
     is_free = cfg.data.batch_size == AUTO
     model = described(cfg)
-    cluster = cluster_of(cfg, device, count)
-    speeds = speeds if cuda_devices(cfg) else speeds.shared_by(count)
+    cluster, speeds = cluster_here(device, speeds, count, on_cpu=not cuda_devices(cfg))
     search = Search(
         model,
         replace(run_of(cfg, parts, model, count), gradient_checkpointing=False),
         cluster,
         speeds=speeds,
         batch_size=None if is_free else count * -(-cfg.data.batch_size // count),  # parts may differ by one sample
-        **({"most": max(num_samples(cfg, count) // count, 1)} if is_free else {}),
+        micro_batches=range(1, max(num_samples(cfg, count) // count, 1) + 1) if is_free else None,
         checkpointing=_recomputes(cfg),
         candidates=None if cfg.strategy["_target_"] == AUTO_STRATEGY else [fixed(cfg)],
         tf32=parts.speed.allow_tf32,
@@ -169,17 +167,6 @@ def apply(cfg: DictConfig, plan: Plan) -> None:
         cfg.data.batch_size = plan.global_batch
     cfg.trainer.accumulate_grad_batches = plan.run.accumulate
     cfg.speed.gradient_checkpointing = plan.recompute
-
-
-def cluster_of(cfg: DictConfig, device: Device, count: int) -> Cluster:
-    """Return this machine's devices, with its memory divided among the processes.
-
-    On a CPU, what a GPU would hold takes one half, and what host memory would hold takes the other.
-    """
-    share = psutil.virtual_memory().total // count
-    if not cuda_devices(cfg):
-        return Cluster(replace(device, memory_gib=share / 2 / GIB), count, share // 2)
-    return Cluster(device, count, share)
 
 
 def num_samples(cfg: DictConfig, count: int) -> int:

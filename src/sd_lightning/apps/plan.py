@@ -13,7 +13,7 @@ import torch
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.plan_record import name_of, record, timeline_record
-from sd_lightning.apps.planning import described, hardware_here
+from sd_lightning.apps.planning import described
 from sd_lightning.apps.trainer_checks import AUTO
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
@@ -21,6 +21,7 @@ from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.comparison import on_other_gpus, smallest, speedup_of_memory
 from sd_lightning.planner.devices import Device, device_names
 from sd_lightning.planner.forecast import GB
+from sd_lightning.planner.here import hardware_here, tables
 from sd_lightning.planner.remedies import Remedy, remedies
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
@@ -153,10 +154,9 @@ def hardware_of(name: str | None) -> tuple[Device, Speeds]:
     Raises:
         UsageError: There is no such table, or no GPU here.
     """
-    folder = Path(_conf.config_dir(), "devices")
     if name is not None:
-        return hardware(name, folder)
-    known = ", ".join(device_names(folder))
+        return hardware(name, tables())
+    known = ", ".join(device_names(tables()))
     if not torch.cuda.is_available() and not file_of(device_name()).is_file():
         raise UsageError(f"plan got no gpu, and this machine has none; write gpu=<name>, one of {known}")
     try:

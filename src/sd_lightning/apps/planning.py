@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.preflight import LOAD_MODEL, Parts
 from sd_lightning.apps.trainer_checks import num_processes
 from sd_lightning.models.checkpointing import Kept, told
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.planner.calibration import device_name, file_of, hardware, load
+from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.checkpointing import Recomputation, choose
-from sd_lightning.planner.devices import USABLE, Device, device_names, load_device
+from sd_lightning.planner.devices import USABLE, Device
 from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
+from sd_lightning.planner.here import hardware_here, tables
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Plans
@@ -44,36 +43,6 @@ def described(cfg: DictConfig) -> LatentDiffusion:
     return LatentDiffusion.describe(cfg.model.pretrained, revision=cfg.model.get("revision"), vae=cfg.model.get("vae"))
 
 
-def hardware_here() -> tuple[Device, Speeds]:
-    """Return this machine's GPU, or its CPU, and the speeds that were measured or are assumed from its table.
-
-    Raises:
-        UsageError: It was not measured, and there is no table of it; or its file is of another device.
-    """
-    name = device_name()
-    file = file_of(name)
-    if file.is_file():
-        found = load(file)
-        if found.device.name != name:
-            raise UsageError(
-                f"{file} is the calibration of {found.device.name}, and this machine has {name}; delete it, or run "
-                "python -m sd_lightning.plan calibrate"
-            )
-        now = torch.__version__
-        if found.versions.get("torch") != now:
-            log.warning("%s: calibrated with torch %s, and this is torch %s", file, found.versions.get("torch"), now)
-        return found.device, found.speeds
-    folder = Path(_conf.config_dir(), "devices")
-    devices = [load_device(each, folder) for each in device_names(folder)]
-    device = next((device for device in devices if device.name == name), None)
-    if device is None:
-        raise UsageError(
-            f"the planner has no table for this machine's {name}, and no {file}; run python -m sd_lightning.plan "
-            "calibrate here, which takes a minute"
-        )
-    return device, Speeds.of(device)
-
-
 def typical_hardware() -> tuple[Device, Speeds]:
     """Return this machine's hardware, or a typical GPU in its place if it is not known."""
     if torch.cuda.is_available() or file_of(device_name()).is_file():
@@ -81,7 +50,7 @@ def typical_hardware() -> tuple[Device, Speeds]:
             return hardware_here()
         except UsageError as error:
             log.warning("%s; speeds of %s are assumed until then", error, _TYPICAL)
-    return hardware(_TYPICAL, Path(_conf.config_dir(), "devices"))
+    return hardware(_TYPICAL, tables())
 
 
 def check_predictable(cfg: DictConfig, who: str, remedy: str) -> None:

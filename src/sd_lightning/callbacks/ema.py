@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.steps import StepCallback
+from sd_lightning.planner.run import TakesMemory, TrainingRun
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState, tensor_of
 from sd_lightning.strategies import engine_of, training_state
@@ -27,7 +29,7 @@ _holding_average: weakref.WeakKeyDictionary[pl.LightningModule, EMA] = weakref.W
 """Module that holds its average since its last ``fit`` -> the callback that keeps its trained weights."""
 
 
-class EMA(StepCallback):
+class EMA(StepCallback, TakesMemory):
     """Exponential moving average of the weights: ``ema = decay * ema + (1 - decay) * weights``, in float32.
 
     One fused update after an optimizer step covers all local shards, without communication. The numbers are the same
@@ -69,6 +71,9 @@ class EMA(StepCallback):
         self._given_back: EMA | None = None
         self._updates_before: int | None = None
         self._stream: torch.cuda.Stream | None = None
+
+    def planned(self, run: TrainingRun) -> TrainingRun:
+        return replace(run, averages=True, offload_averages=self.offload)
 
     @property
     def shadow(self) -> dict[tuple[str, int], Tensor]:

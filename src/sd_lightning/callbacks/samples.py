@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ from sd_lightning.callbacks.pauses import paused
 from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.data.source import BadSample, Judge, Source, as_source
 from sd_lightning.models.generation import SamplingOptions
+from sd_lightning.planner.run import TakesMemory, TrainingRun
 from sd_lightning.report import image_grid
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class SampleGrid(StepCallback):
+class SampleGrid(StepCallback, TakesMemory):
     """Callback that draws a grid of pictures with the exported weights, at an interval and when training ends.
 
     Grids go to ``<run_dir>/samples/step-<n>.png`` and to loggers that take images. If the data has a judge (the
@@ -75,6 +77,13 @@ class SampleGrid(StepCallback):
         self.seed = seed
         self.prompted_accuracy: float | None = None
         self._drawn_step = -1
+
+    def planned(self, run: TrainingRun) -> TrainingRun:
+        count = -(-len(self.prompts or range(2 * self.columns)) // run.world_size)
+        options = self.options
+        size = (options.height or run.resolution, options.width or run.resolution)
+        count = min(options.batch_size, count)
+        return replace(run, sample_batch_size=count, drawn_size=size, vae_tiling=options.vae_tiling)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check before the first step that the model can be sampled with these options."""

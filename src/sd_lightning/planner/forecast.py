@@ -14,15 +14,9 @@ import torch
 
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
-from sd_lightning.planner.passes import (
-    drawing_peak,
-    encoded_at_a_time,
-    encoding_peak,
-    trained_networks,
-    training_pass,
-    weights_of,
-)
+from sd_lightning.planner.passes import drawing_peak, encoded_at_a_time, encoding_peak
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.subject import DiffusionSubject, Subject
 from sd_lightning.planner.trace import Trace
 
 GB = 1e9
@@ -36,7 +30,7 @@ _SLICE_BYTES = 3 * 16 * 2**20
 
 Parts = Mapping[str, int]
 """Bytes by kind."""
-_TRACES: WeakKeyDictionary[LatentDiffusion, dict[Hashable, Trace]] = WeakKeyDictionary()
+_TRACES: WeakKeyDictionary[LatentDiffusion | Subject, dict[Hashable, Trace]] = WeakKeyDictionary()
 """Training steps of each model by what they depend on: most forecasts differ in other settings."""
 
 
@@ -100,12 +94,13 @@ class Forecaster:
     """Forecasts for one model and one way to train it, under any strategy and batch size.
 
     Args:
-        model: On any device; it is not changed.
+        model: On any device, or what else is trained; it is not changed.
         run: Settings of the run.
     """
 
-    def __init__(self, model: LatentDiffusion, run: TrainingRun) -> None:
-        self.model = model
+    def __init__(self, model: LatentDiffusion | Subject, run: TrainingRun) -> None:
+        self._given = model
+        self.subject = DiffusionSubject(model) if isinstance(model, LatentDiffusion) else model
         self.run = run
         self._curves: dict[Footprint, StepCurves] = {}
         self._encoded: dict[int, int] = {}
@@ -114,18 +109,23 @@ class Forecaster:
     @cached_property
     def workload(self) -> Workload:
         """What a strategy is given to train."""
-        networks = trained_networks(self.model, self.run, torch.float32)
         run = self.run
-        return Workload(weights_of(networks), run.precision, run.optimizer, run.world_size, run.accumulate > 1)
+        return Workload(self.subject.weights(run), run.precision, run.optimizer, run.world_size, run.accumulate > 1)
+
+    @property
+    def model(self) -> LatentDiffusion:
+        """The model with the frozen encoders, which encodes and draws."""
+        assert isinstance(self._given, LatentDiffusion)
+        return self._given
 
     def trace(self, footprint: Footprint) -> Trace:
         """Return the trace of a training step in a footprint's dtypes."""
         run, dtypes = self.run, (footprint.dtype, footprint.autocast)
-        known = _TRACES.setdefault(self.model, {})
+        known = _TRACES.setdefault(self._given, {})
         recomputed = run.gradient_checkpointing, *sorted((name, each.value) for name, each in run.kept.items())
         key = run.resolution, run.train_text_encoder, repr(run.lora), recomputed, *dtypes
         if key not in known:
-            known[key] = training_pass(self.model, run, *dtypes)
+            known[key] = self.subject.trace(run, *dtypes)
         return known[key]
 
     def step_memory(self, footprint: Footprint, batch_size: int) -> np.ndarray:
@@ -173,16 +173,18 @@ class Forecaster:
         always["EMA"] += _FLOAT_BYTES * footprint.averaged * averaged
         if run.encodes and not run.offload_encoders:
             always["encoders"] += self._encoder_bytes
+        always["frozen networks"] += self.subject.frozen_bytes(self.workload.lightning_dtype)
         return always
 
     def _host_phases(self, footprint: Footprint, waiting: Counter[str]) -> tuple[Phase, ...]:
-        run, model = self.run, self.model
+        run = self.run
         offloaded = _sum(held for held in footprint.host if held.when in (When.ALWAYS, When.AS_READY))
         kept = offloaded + waiting
         in_host = footprint.averaged_on_host + footprint.averaged * run.offload_averages
         training = Counter({"EMA": _FLOAT_BYTES * in_host * run.averages, "buffers": _SLICE_BYTES})
         if run.cache_latents:
-            latents = math.prod(model.family.latent_shape(model.components, run.resolution, run.resolution))
+            model, size = self.model, run.resolution
+            latents = math.prod(model.family.latent_shape(model.components, size, size))
             training["cached latents"] = run.num_images * 2 * latents * _FLOAT_BYTES
         allowance = Counter(allowance=HOST_ALLOWANCE)
         # Encoders are read in float32; of the trained networks one weight at a time, if they are read from files.
@@ -200,12 +202,12 @@ class Forecaster:
     def _frozen(self) -> list[str]:
         """Names of the networks that only encode."""
         trained = {weight.name.partition(".")[0] for weight in self.workload.weights}
-        return [name for name in self.model.networks if name not in trained]
+        return [name for name in self.subject.networks if name not in trained]
 
     @cached_property
     def _numel(self) -> Mapping[str, int]:
         """Number of weights by network."""
-        return {name: sum(p.numel() for p in network.parameters()) for name, network in self.model.networks.items()}
+        return {name: sum(p.numel() for p in network.parameters()) for name, network in self.subject.networks.items()}
 
     @cached_property
     def _encoder_bytes(self) -> int:

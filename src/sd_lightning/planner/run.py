@@ -59,3 +59,11 @@ class TrainingRun:
     """Dtype in which class images are generated."""
     from_files: bool = True
     """Whether weights are read from files tensor by tensor, not built as a whole model."""
+
+
+class TakesMemory:
+    """Interface of callbacks whose memory is predicted."""
+
+    def planned(self, run: TrainingRun) -> TrainingRun:
+        """Return the settings of a run with this callback."""
+        raise NotImplementedError

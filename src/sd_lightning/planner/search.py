@@ -20,6 +20,7 @@ from sd_lightning.planner.forecast import GB, Forecast, Forecaster
 from sd_lightning.planner.passes import encoding_recordings
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.subject import Subject
 from sd_lightning.planner.timeline import Timeline, timeline
 from sd_lightning.planner.trace import Trace
 
@@ -126,12 +127,12 @@ class Search:
     """The candidates for one model and one kind of training on one cluster.
 
     Args:
-        model: On any device; it is not changed.
+        model: On any device, or what else is trained; it is not changed.
         run: Settings of the run. Its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here.
         cluster: The GPUs.
         speeds: What they reach; assumed from the device table if not given.
         batch_size: Samples per optimizer step on all GPUs; if not given, the fewest that are the fastest.
-        most: Largest micro-batch, if ``batch_size`` is not given.
+        micro_batches: Samples per forward pass and process to choose from, ascending; all if not given.
         checkpointing: Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is
                 the faster of False and "auto".
         candidates: Strategies to compare; all that are registered if not given.
@@ -142,13 +143,13 @@ class Search:
 
     def __init__(
         self,
-        model: LatentDiffusion,
+        model: LatentDiffusion | Subject,
         run: TrainingRun,
         cluster: Cluster,
         *,
         speeds: Speeds | None = None,
         batch_size: int | None = None,
-        most: int = _MOST,
+        micro_batches: Sequence[int] | None = None,
         checkpointing: Recompute | None = None,
         candidates: Iterable[Candidate] | None = None,
         tf32: bool = False,
@@ -162,8 +163,9 @@ class Search:
         self.run = replace(run, world_size=cluster.count)
         self._cluster = cluster
         self._speeds = speeds or Speeds.of(cluster.device)
-        self._batch_size, self._most = batch_size, most
+        self._batch_size = batch_size
         self._per_gpu = None if batch_size is None else batch_size // cluster.count
+        self._micro_batches = micro_batches
         self._choices: tuple[Recompute, ...] = (False, "auto") if checkpointing is None else (checkpointing,)
         self._forecasters: dict[bool, Forecaster] = {}
         self._simulations: dict[tuple[Trace, int], Simulation] = {}
@@ -212,7 +214,7 @@ class Search:
             replace(self._cluster, device=device),
             speeds=self._speeds,
             batch_size=self._batch_size,
-            most=self._most,
+            micro_batches=self._micro_batches,
             checkpointing=self._choices[0] if len(self._choices) == 1 else None,
             candidates=self._candidates if candidates is None else candidates,
             tf32=self._tf32,
@@ -222,10 +224,11 @@ class Search:
         """Return a search for any batch size, in which blocks are recomputed unless that was excluded."""
         options: dict[str, Any] = {"checkpointing": self._choices[-1], "tf32": self._tf32}
         options["candidates"] = self._candidates if candidates is None else candidates
+        options["micro_batches"] = self._micro_batches if self._per_gpu is not None else None
         return Search(self._model, run, cluster, **options)
 
     def smallest_that_fits(self) -> Plan | None:
-        """Return a plan with a micro-batch of 1 that fits, if there is one; of the simplest strategy."""
+        """Return a plan with the smallest micro-batch that fits, if there is one; of the simplest strategy."""
         recompute = self._choices[-1]
         for candidate in self._candidates:
             if not candidate.suits(self._cluster.count):
@@ -235,7 +238,7 @@ class Search:
             except UsageError:
                 continue
             if footprint is not None:
-                plan = self._plan(candidate, recompute, footprint, 1, least=True)
+                plan = self._plan(candidate, recompute, footprint, self._sizes[0], least=True)
                 if plan.fits:
                     return plan
         return None
@@ -247,7 +250,7 @@ class Search:
         several = candidate.footprint(replace(forecaster.workload, accumulates=True))
         if once is None or several is None:
             return
-        sizes = self._micro_batches()
+        sizes = self._sizes
 
         def of(size: int, *, least: bool) -> Plan:
             footprint = once if self._per_gpu in (None, size) else several
@@ -279,10 +282,13 @@ class Search:
         limit = int(_SIMULATED * self._cluster.memory)
         return simulation.cheapest(forecaster.step_memory(footprint, size), limit, footprint.menu)
 
-    def _micro_batches(self) -> Sequence[int]:
-        """Return the micro-batches to choose from, ascending."""
+    @cached_property
+    def _sizes(self) -> Sequence[int]:
+        """The micro-batches to choose from, ascending."""
+        if self._micro_batches is not None:
+            return self._micro_batches
         if self._per_gpu is None:
-            return range(1, self._most + 1)
+            return range(1, _MOST + 1)
         return [size for size in range(1, self._per_gpu + 1) if self._per_gpu % size == 0]
 
     def _plan(
@@ -307,7 +313,7 @@ class Search:
     def _encoding_per_sample(self) -> float:
         count = 4
         seconds = 0.0
-        for recording in encoding_recordings(self._model, self.run, count):
+        for recording in encoding_recordings(self._forecaster(self._choices[0]).model, self.run, count):
             trace = Trace(recording)
             work = trace.flops.constant, trace.moved.constant
             seconds += float(self._speeds.seconds(trace.operations, *work, tf32=self._tf32).sum())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import lightning.pytorch as pl
 
 from sd_lightning.state.shards import TrainingState
 from sd_lightning.strategies.base import EngineStrategy, engine_of
 
-__all__ = ["EngineStrategy", "engine_of", "single", "training_state"]
+if TYPE_CHECKING:
+    from sd_lightning.strategies.auto import AutoStrategy
+
+__all__ = ["AutoStrategy", "EngineStrategy", "engine_of", "single", "training_state"]
 
 
 def training_state(trainer: pl.Trainer) -> TrainingState:
@@ -18,3 +23,11 @@ def training_state(trainer: pl.Trainer) -> TrainingState:
 def single() -> str:
     """Return the strategy for one process on one device, which Lightning picks from ``accelerator``."""
     return "auto"
+
+
+def __getattr__(name: str) -> Any:  # loading the planner takes longer than the rest
+    if name != "AutoStrategy":
+        raise AttributeError(f"module 'sd_lightning.strategies' has no attribute {name!r}")
+    from sd_lightning.strategies.auto import AutoStrategy
+
+    return AutoStrategy

@@ -1,2 +1,233 @@
-class AutoStrategy:
-    pass
+"""``AutoStrategy``: the fastest strategy that fits, predicted before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+from typing_extensions import override
+
+from sd_lightning._errors import UsageError
+from sd_lightning.planner.calibration import hardware
+from sd_lightning.planner.candidates import CANDIDATES, Candidate
+from sd_lightning.planner.devices import Device
+from sd_lightning.planner.forecast import GB
+from sd_lightning.planner.here import cluster_here, hardware_here, host_bytes, tables
+from sd_lightning.planner.roofline import Speeds
+from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.search import Cluster, Plan, Plans, Search
+from sd_lightning.strategies.base import engine_of
+from sd_lightning.strategies.candidates import register_candidates
+from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.predicted import Predicted, predicted
+from sd_lightning.strategies.processes.group import WatchedProcesses
+
+_RIVALS = 3
+_COUNTS = (2, 4, 8)
+_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+
+
+class AutoStrategy(DDPStrategy):
+    """Strategy that predicts memory and time of a step under all others, and becomes the fastest of those that fit.
+
+    Usage: ``Trainer(strategy=AutoStrategy())`` or ``Trainer(strategy="sd_auto")``. At the first ``fit`` it puts the
+    chosen strategy into its place in the trainer, and from there on all is as if that one had been given to the
+    trainer. Before that, ``validate``, ``test`` and ``predict`` run under DDP. Of two strategies whose times differ by
+    less than 1 % it takes the simpler. Batch, precision and accumulation are the user's.
+
+    It trains ``SDLightningModule``, and any LightningModule with an ``example_input_array`` whose first dimension is
+    the batch of one process; :mod:`sd_lightning.strategies.predicted` says how that is traced.
+
+    Args:
+        device: Name of a device table, path of a YAML file like these or of a calibration, or the figures themselves;
+            this machine's if not given.
+        host_memory: Bytes of host memory per process; by default a process's share of this machine's.
+        run: What an ``SDLightningModule`` with data of your own cannot know: batch size and resolution, and all else
+            that memory depends on. Precision, processes, accumulation and the optimizer are the trainer's.
+        candidates: Strategies to compare; all that are registered if not given.
+        timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
+
+    Raises:
+        UsageError: The device is unknown. At ``fit``: nothing fits, or the module cannot be traced.
+    """
+
+    def __init__(
+        self,
+        device: Device | str | None = None,
+        *,
+        host_memory: int | None = None,
+        run: TrainingRun | None = None,
+        candidates: Iterable[Candidate] | None = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        super().__init__(timeout_seconds=timeout_seconds)
+        self._given: tuple[Device, Speeds] | None = None
+        if isinstance(device, str):
+            self._given = hardware(device, tables())
+        elif device is not None:
+            self._given = device, Speeds.of(device)
+        self._host_memory, self._run = host_memory, run
+        self._candidates = None if candidates is None else list(candidates)
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.world_size > 1:  # one process needs none, also in a notebook
+            super()._configure_launcher()
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        """Choose a strategy and put it into this one's place, before anything is set up."""
+        trainer: Any = model.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().connect(model)
+            return
+        self._check(trainer)
+        with isolate_rng():  # a traced step may draw random numbers
+            what = predicted(trainer, model, self._run)
+            search = self._search(trainer, what)
+            found = search.plans()
+        if not found.best:
+            raise _nothing_fits(search, found)
+        plan = self._become(trainer, model, what, found)
+        for line in _lines(plan, found, what):
+            rank_zero_info(line)
+
+    def _check(self, trainer: Any) -> None:
+        if trainer.precision not in _PRECISIONS:
+            raise UsageError(
+                f"AutoStrategy got precision={trainer.precision}; expected one of {', '.join(_PRECISIONS)}, or choose "
+                "another strategy"
+            )
+        if self.num_nodes > 1:
+            raise UsageError(
+                f"AutoStrategy got num_nodes={self.num_nodes}, and predicts for the devices of one machine; choose "
+                "another strategy, e.g. strategy=FSDPStrategy()"
+            )
+
+    def _search(self, trainer: Any, what: Predicted) -> Search:
+        if not CANDIDATES:
+            register_candidates()
+        run = replace(what.run, precision=trainer.precision, accumulate=trainer.accumulate_grad_batches)
+        cluster, speeds = self._hardware()
+        return Search(
+            what.subject,
+            run,
+            cluster,
+            speeds=speeds,
+            batch_size=run.batch_size * run.accumulate * self.world_size,
+            micro_batches=[run.batch_size],
+            checkpointing=run.gradient_checkpointing,
+            candidates=self._candidates,
+            tf32=torch.backends.cuda.matmul.allow_tf32,
+        )
+
+    def _hardware(self) -> tuple[Cluster, Speeds]:
+        """Return the devices of this run, and their speeds."""
+        if self._given is not None:  # also of a GPU that is planned for on a CPU
+            device, speeds = self._given
+            cluster = Cluster(device, self.world_size, host_bytes() // self.world_size)
+        else:
+            on_cpu = self.root_device.type != "cuda"
+            cluster, speeds = cluster_here(*hardware_here(), self.world_size, on_cpu=on_cpu)
+        return replace(cluster, host_memory=self._host_memory or cluster.host_memory), speeds
+
+    def _become(self, trainer: Any, module: pl.LightningModule, what: Predicted, found: Plans) -> Plan:
+        """Give the trainer the fastest strategy that takes the module, as if it had been passed to it."""
+        connector = trainer._accelerator_connector
+        refused = list(found.missing)
+        for plan in found.best:
+            engine = plan.candidate.build(**plan.candidate.settings)
+            strategy = engine if isinstance(engine, Strategy) else connector._choose_strategy()
+            connector._strategy_flag = strategy
+            try:
+                connector._validate_precision_choice()
+                if what.checked is not None:
+                    engine_of(strategy).check(trainer, what.checked)
+                strategy.connect(module)
+            except (UsageError, ValueError) as error:
+                refused.append(f"{_name(plan)}: {error}")
+                continue
+            break
+        else:
+            raise UsageError(f"AutoStrategy: all strategies that fit refuse the run: {'; '.join(refused)}")
+        if isinstance(strategy, WatchedProcesses):
+            strategy._timeout = self._timeout
+        # What the connector does with a strategy that the trainer is given.
+        connector._init_strategy()
+        connector.precision_plugin = connector._check_and_init_precision()
+        connector._lazy_init_strategy()
+        if self._launcher is not None:
+            strategy._launcher = self._launcher  # it has started the other processes
+        trainer.callbacks.insert(0, _SameChoice(_name(plan)))
+        return plan
+
+
+class _SameChoice(Callback):
+    """Compares the choices of all processes once they have joined: they would wait for each other forever."""
+
+    def __init__(self, chosen: str) -> None:
+        self._chosen = chosen
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        first = trainer.strategy.broadcast(self._chosen)
+        if first != self._chosen:
+            raise UsageError(
+                f"AutoStrategy chose {self._chosen} on rank {trainer.global_rank} and {first} on rank 0; "
+                "example_input_array and the module must have the same shapes on all processes, and the machine the "
+                "same memory"
+            )
+
+
+def _name(plan: Plan) -> str:
+    return " ".join(plan.candidate.options).replace("strategy=", "").replace("strategy.", "")
+
+
+def _told(plan: Plan, found: Plans) -> str:
+    memory = f"{plan.memory.device / GB:.2f} GB and {plan.memory.host / GB:.2f} GB of host memory"
+    return f"{_name(plan)}: {memory} per process, {plan.time.total:.3g} s a step ({found.speeds.provenance})"
+
+
+def _lines(chosen: Plan, found: Plans, what: Predicted) -> Iterator[str]:
+    """Yield the choice and its best rivals as lines of text."""
+    count, device = found.cluster.count, found.cluster.device.name
+    yield f"AutoStrategy on {count} x {device}{what.how}: {_told(chosen, found)}"
+    for plan in [plan for plan in found.best if plan is not chosen][:_RIVALS]:
+        yield f"  rival: {_told(plan, found)}"
+
+
+def _nothing_fits(search: Search, found: Plans) -> UsageError:
+    """Return an error that says what is missing, and what would help."""
+    cluster, nearest = found.cluster, next(iter(found.too_large), None)
+    if nearest is None:
+        return UsageError(f"AutoStrategy: no strategy can train this: {'; '.join(found.missing)}")
+    lacking = [
+        f"{size / GB:.2f} GB of {where}"
+        for size, where in (
+            (nearest.memory.device - cluster.memory, "the device's memory"),
+            (nearest.memory.host - cluster.host, "host memory"),
+        )
+        if size > 0
+    ]
+    parts = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in nearest.memory.device_phase.parts.items() if size)
+    helps = []
+    for count in _COUNTS:
+        if count > cluster.count:
+            plan = search.with_changes(search.run, replace(cluster, count=count)).smallest_that_fits()
+            if plan is not None:
+                helps.append(f"devices={count}, with {_name(plan)}")
+                break
+    helps.append(f"a batch below {search.run.batch_size} per process, or recomputed activations")
+    helps += ["precision=bf16-mixed or bf16-true"] * (search.run.precision == "32-true")
+    return UsageError(
+        f"AutoStrategy: nothing fits on {cluster.count} x {cluster.device.name}; {_name(nearest)} is nearest, and "
+        f"lacks {' and '.join(lacking)} (per process, GB on the device: {parts}); what may help: {'; '.join(helps)}"
+    )

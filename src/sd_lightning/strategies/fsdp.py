@@ -85,6 +85,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        _refuse_shared_weights(sharded_networks(module, type(self).__name__))
         for optimizer in configured_optimizers(module):
             if is_eight_bit(optimizer):
                 raise UsageError(

@@ -77,6 +77,11 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         return self._engine
 
     @override
+    def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        super().check(trainer, module)
+        sharded_networks(module, type(self).__name__)
+
+    @override
     def footprint(self, workload: Workload) -> Footprint | None:
         networks = list(dict.fromkeys(weight.name.partition(".")[0] for weight in workload.weights))
         return footprint_of(self.config, workload, partial(_position, networks))

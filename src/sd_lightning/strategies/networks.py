@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families.blocks import repeated_blocks
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.run import TrainingRun
 from sd_lightning.storage.deferred_weights import DeferredWeights
 
 
@@ -38,6 +40,13 @@ class TrainingProtocol(Protocol):
 
     def take_deferred(self, name: str) -> DeferredWeights | None:
         """Return a network's weights that are still in their files, once; None by default."""
+        ...
+
+    def planned(self, trainer: pl.Trainer, run: TrainingRun | None) -> tuple[LatentDiffusion, TrainingRun]:
+        """Return the model and the settings of the run, for predictions of its memory and time; given ones if any.
+
+        The default traces the module with its ``example_input_array``.
+        """
         ...
 
 
@@ -89,6 +98,14 @@ def take_deferred(module: pl.LightningModule, name: str) -> DeferredWeights | No
     """Return a trained network's weights that are still in their files, once; the caller reads them."""
     take: Callable[[str], DeferredWeights | None] | None = getattr(module, "take_deferred", None)
     return None if take is None else take(name)
+
+
+def planned(
+    module: pl.LightningModule, trainer: pl.Trainer, run: TrainingRun | None
+) -> tuple[LatentDiffusion, TrainingRun] | None:
+    """Return the model and the settings of the run, for predictions; None for a module that is traced itself."""
+    told: Callable[..., tuple[LatentDiffusion, TrainingRun]] | None = getattr(module, "planned", None)
+    return None if told is None else told(trainer, run)
 
 
 def keeps_batches(module: pl.LightningModule) -> bool:

@@ -13,6 +13,7 @@ _GEMINI = "sd_lightning.strategies.gemini:GeminiStrategy"
 _DEEPSPEED = "sd_lightning.strategies.deepspeed:deepspeed"
 # Names that Lightning does not use; its own ddp, fsdp and deepspeed are never overridden.
 STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sd_auto": ("sd_lightning.strategies.auto:AutoStrategy", "The fastest of ours that fits, predicted", {}),
     "sd_ddp": ("sd_lightning.strategies.ddp:DDPStrategy", "DDP with portable checkpoints", {}),
     "sd_fsdp": (_FSDP, "FSDP2, sharded block by block", {}),
     "sd_fsdp_offload": (_FSDP, "FSDP2 in host memory", {"cpu_offload": True}),

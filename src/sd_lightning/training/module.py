@@ -21,11 +21,13 @@ from sd_lightning.models.encoder import Dtype, LatentEncoder
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import training_flops_per_sample
+from sd_lightning.planner.run import TrainingRun
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of
 from sd_lightning.training.loop import check_accumulation, is_logging_step
 from sd_lightning.training.losses import DiffusionLoss
 from sd_lightning.training.parameters import choose_trained, parameter_groups
+from sd_lightning.training.planned import planned_run
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -149,6 +151,10 @@ class SDLightningModule(pl.LightningModule):
     def take_deferred(self, name: str) -> DeferredWeights | None:
         """Remove and return the deferred weights of a trained network, for the caller to read; None if it has none."""
         return self.latent_diffusion.deferred.pop(name, None)
+
+    def planned(self, trainer: pl.Trainer, run: TrainingRun | None) -> tuple[LatentDiffusion, TrainingRun]:
+        """Return the model and the settings of the run, for predictions of its memory and time; given ones if any."""
+        return self.latent_diffusion, planned_run(self, trainer) if run is None else run
 
     def cpu(self) -> Self:
         """Move to host memory; do nothing while weights are deferred, as Lightning calls this after failed runs too."""

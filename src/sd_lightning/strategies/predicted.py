@@ -1,0 +1,141 @@
+"""What is predicted for a LightningModule: an ``SDLightningModule``'s run, or a traced step of any other.
+
+Any other module needs an ``example_input_array``, whose first dimension is the batch of one process. Its step is traced
+on the meta device, where tensors have shapes but no values, in two ways: ``training_step`` with the example as the
+batch, and ``forward`` with the sum of its outputs as the loss. Of those that work, the one with more arithmetic counts.
+The optimizer is what ``configure_optimizers`` builds for a stand-in of the module, whose weights have one element each
+and which has no trainer; it is AdamW if that fails, or if there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sd_lightning._errors import UsageError
+from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.planner.footprint import OptimizerFactory
+from sd_lightning.planner.run import TakesMemory, TrainingRun
+from sd_lightning.planner.subject import ModuleSubject, Subject, stand_in
+from sd_lightning.strategies.networks import blocks_of, configured_optimizers, planned, trained_networks
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a strategy is chosen for."""
+
+    subject: LatentDiffusion | Subject
+    run: TrainingRun
+    how: str
+    """For the log: how the step is traced, and what is assumed."""
+    checked: pl.LightningModule | None
+    """A module whose optimizers can be configured before the run begins; None if they cannot."""
+
+
+def predicted(trainer: pl.Trainer, module: pl.LightningModule, given: TrainingRun | None) -> Predicted:
+    """Return what is predicted for a module.
+
+    Args:
+        trainer: Whose data and callbacks count.
+        module: The module; it is not changed.
+        given: Settings in place of those that a module tells; its batch size and resolution are read of no other.
+
+    Raises:
+        UsageError: The module has no example inputs, or cannot be traced with them.
+    """
+    told = planned(module, trainer, given)
+    if told is not None:
+        model, run = told
+        run = replace(run, optimizer=_optimizer_of(module) or run.optimizer)
+        return Predicted(model, _with_callbacks(run, trainer), "", module)
+    traced = _traced(module)
+    checked = _stand_in(module)
+    factory = None if checked is None else _optimizer_of(checked)
+    run = TrainingRun(_batch_size(module), 0, encodes=False, from_files=False)
+    run = replace(run, optimizer=factory or run.optimizer)
+    how = f" (traced {traced.how}{'' if factory else ', AdamW assumed'})"
+    return Predicted(traced, _with_callbacks(run, trainer), how, checked)
+
+
+def _with_callbacks(run: TrainingRun, trainer: Any) -> TrainingRun:
+    run = replace(run, world_size=trainer.world_size)
+    for callback in trainer.callbacks:
+        if isinstance(callback, TakesMemory):
+            run = callback.planned(run)
+        elif isinstance(callback, WeightAveraging):
+            run = replace(run, averages=True)
+    return run
+
+
+def _traced(module: pl.LightningModule) -> ModuleSubject:
+    if module.example_input_array is None:
+        raise UsageError(
+            f"AutoStrategy got {type(module).__name__} without example_input_array; expected a tensor, or a tuple or "
+            "dictionary of forward's arguments, whose first dimension is the batch of one process; set it in __init__"
+        )
+    networks = trained_networks(module)
+    steps = {"training_step": _training_step, "forward": _forward}
+    return ModuleSubject(module, module.example_input_array, list(networks), blocks_of(module, networks), steps)
+
+
+def _batch_size(module: pl.LightningModule) -> int:
+    """Return the first dimension of the example inputs."""
+    inputs: Any = module.example_input_array
+    tensors = (
+        list(inputs.values()) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else [inputs]
+    )
+    sizes = [len(each) for each in tensors if isinstance(each, Tensor) and each.dim()]
+    if not sizes:
+        raise UsageError(
+            f"AutoStrategy got {type(module).__name__}.example_input_array={type(inputs).__name__} without a tensor "
+            "that has a batch; expected the arguments of forward"
+        )
+    return sizes[0]
+
+
+def _training_step(module: Any, inputs: Any) -> Any:
+    module.log = module.log_dict = _nothing
+    return module.training_step(inputs, 0)
+
+
+def _forward(module: Any, inputs: Any) -> Any:
+    """Call a module as Lightning's summary does."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Log nothing."""
+
+
+def _stand_in(module: pl.LightningModule) -> pl.LightningModule | None:
+    """Return a copy with weights of one element, if its optimizers can be configured."""
+    try:
+        made = stand_in(module, lambda tensor: torch.zeros([1] * tensor.dim(), dtype=tensor.dtype))
+        configured_optimizers(made)
+    except Exception:  # of the user's code, which may need the trainer; the log tells that AdamW is assumed
+        return None
+    return made
+
+
+def _optimizer_of(module: pl.LightningModule) -> OptimizerFactory | None:
+    """Return a builder of the module's optimizer for other parameters; None if it has several."""
+    if len(configured_optimizers(module)) != 1:
+        return None
+
+    def build(parameters: list[nn.Parameter]) -> Optimizer:
+        (optimizer,) = configured_optimizers(module)
+        group = {name: value for name, value in optimizer.param_groups[0].items() if name != "param_names"}
+        optimizer.param_groups[:] = [{**group, "params": list(parameters)}]
+        optimizer.state.clear()
+        return optimizer
+
+    return build

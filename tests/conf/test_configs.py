@@ -163,7 +163,7 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
             Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
             (tmp_path / f"{i}.txt").write_text("black")
         return [f"data.train_data_dir={tmp_path}"]
-    if option == "data/dreambooth" or option.startswith("experiment/dreambooth"):
+    if option == "data/dreambooth" or option.startswith(("experiment/dreambooth", "experiment/auto")):
         for i in range(3):
             Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
         key = option.startswith("data/") * "data."
@@ -213,7 +213,7 @@ def test_option_composes_and_builds(
     if option.startswith("model/sd"):
         monkeypatch.setattr(LatentDiffusion, "build", functools.partial(LatentDiffusion.build, device="meta"))
     group, _, name = option.partition("/")
-    programs = {"experiment/dreambooth": "dreambooth", "quantization/": "generate"}
+    programs = {"experiment/dreambooth": "dreambooth", "experiment/auto": "dreambooth", "quantization/": "generate"}
     program = next((program for start, program in programs.items() if option.startswith(start)), "train")
     cfg = compose(program, f"{group}={name}", *values_for(option, tmp_path))
     BUILDERS[group](cfg)

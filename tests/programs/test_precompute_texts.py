@@ -34,10 +34,12 @@ def cli(call_main: Callable[..., tuple[int, str]], tmp_path: Path) -> Callable[.
 DATA = ["data=images", "data.train_data_dir=photos", "data.resolution=32", "data.center_crop=true"]
 
 
-def metrics(run: Path) -> list[dict[str, str]]:
+def metrics(run: Path) -> dict[str, list[float]]:
+    """Return the values of each metric in their order."""
     with open(next(run.rglob("metrics.csv"))) as file:
-        names = ("train/loss", "val/loss", "val/caption_gap")
-        return [{name: row.get(name, "") for name in names} for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
+    names = ("train/loss", "val/loss", "val/caption_gap")
+    return {name: [float(row[name]) for row in rows if row.get(name)] for name in names}
 
 
 def texts(store: Path) -> dict[str, bytes]:
@@ -75,7 +77,8 @@ def test_training_on_embeddings_is_training_on_captions(
     assert code == 0, out
     assert "stored text embeddings are used" in caplog.text
     ours, theirs = metrics(tmp_path / "runs/texts"), metrics(tmp_path / "runs/captions")
-    assert ours == theirs and any(row.get("val/caption_gap") for row in ours)
+    for name, values in theirs.items():  # on some CPUs, a row of a product depends on the number of rows
+        assert values and ours[name] == pytest.approx(values, abs=1e-5), name
 
     caplog.clear()
     code, out = call_main(train, *training, "module.train_text_encoder=true", "output_dir=runs/trained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sd_lightning.strategies.auto import AutoStrategy
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed.strategy import Buckets, DeepSpeedStrategy, Offload
 from sd_lightning.strategies.fsdp import FSDPStrategy
@@ -12,6 +13,7 @@ from sd_lightning.strategies.gemini import GeminiStrategy
 
 SHARD_ALL = Buckets(stage3_param_persistence_threshold=0)
 SETTINGS: dict[type, dict[str, dict[str, Any]]] = {
+    AutoStrategy: {"auto": {"device": "rtx-3060"}},
     DDPStrategy: {
         "ddp": {},
         "ddp_unused": {"find_unused_parameters": True},

@@ -54,9 +54,9 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
         log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
         return 0
     quiet_libraries()
-    check_model(cfg)
     chosen, parts = planned(cfg, parts, resume)
     trainer = build_trainer(cfg, resume)
+    check_model(cfg)
     parts = with_recomputation(cfg, trainer.strategy, parts, chosen)
     if prepare is not None:
         prepare(cfg, trainer.strategy, parts)
@@ -87,6 +87,7 @@ def planned(cfg: DictConfig, parts: Parts, resume: Path | None) -> tuple[Chosen 
     from sd_lightning.apps import auto
     from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 
+    check_model(cfg)
     chosen = auto.choose(
         cfg, parts, batch_size=None if resume is None else read_trainer_state(resume)["position"]["batch_size"]
     )

@@ -1,0 +1,186 @@
+"""``AutoStrategy`` chooses for any module with example inputs, and trains as the chosen strategy does."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_jobs as jobs
+import small_training as small
+from ranks import run_jobs
+from sd_lightning import AutoStrategy, UsageError
+from sd_lightning.planner.devices import DTYPES, GIB, Device
+from sd_lightning.planner.forecast import GB
+from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.deepspeed import deepspeed
+from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.processes.group import leave_process_group
+
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "max_steps": 4}
+
+
+class Bert(jobs.Language):
+    """With the example that its users would write."""
+
+    def __init__(self) -> None:
+        super().__init__("bert")
+        self.example_input_array = torch.zeros(2, 6, dtype=torch.int64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens).logits
+
+
+class Vit(jobs.Boring):
+    """A vision transformer from its configuration."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        import transformers
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        self.model: Any = transformers.ViTForImageClassification(
+            transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=4, hidden_dropout_prob=0.0)
+        )
+        self.example_input_array = {"pixel_values": torch.zeros(2, 3, 16, 16)}
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.model(pixel_values).logits
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        return torch.nn.functional.cross_entropy(self(images), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        samples = [(torch.randn(3, 16, 16, generator=generator), torch.tensor(index % 4)) for index in range(24)]
+        return DataLoader(samples, batch_size=2)  # type: ignore[arg-type]
+
+
+MODULES = {"bert": Bert, "vit": Vit}
+DIRECTLY: dict[str, Any] = {
+    "SingleDeviceStrategy": lambda: "auto",
+    "GeminiStrategy": GeminiStrategy,
+    "DeepSpeedStrategy": lambda: deepspeed(stage=1, offload_optimizer="cpu"),
+}
+"""Class of what is chosen below -> the same, as one would pass it."""
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    leave_process_group()
+
+
+def gpu(gigabytes: float) -> Device:
+    return Device("a small GPU", gigabytes * GB / GIB, 8, dict.fromkeys(DTYPES, 10.0), 300, 10)
+
+
+def fit(strategy: Any, module: Any, folder: Path, **options: Any) -> tuple[pl.Trainer, list[float]]:
+    losses = jobs.Losses()
+    trainer = jobs.trainer(strategy, folder, losses, **QUIET | options)
+    trainer.fit(module)
+    return trainer, losses.values
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("bert", "32-true"), ("vit", "32-true"), ("vit", "bf16-mixed")])
+def test_any_module_trains_as_under_the_strategy_that_is_chosen(
+    kind: str, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        trainer, losses = fit(AutoStrategy(gpu(24)), MODULES[kind](), tmp_path, precision=precision)
+    chosen = type(trainer.strategy)
+    assert chosen is not AutoStrategy and len(losses) == 4
+    lines = [record.message for record in caplog.records if "GB of host memory per process" in record.message]
+    assert len(lines) == 4 and [line.startswith("  rival: ") for line in lines] == [False, True, True, True]
+    told = {"bert": "traced training_step, AdamW assumed", "vit": "traced forward"}[kind]
+    assert lines[0].startswith(f"AutoStrategy on 1 x a small GPU ({told}): "), "several optimizers may be in a list"
+    leave_process_group()
+    again, same = fit(DIRECTLY[chosen.__name__](), MODULES[kind](), tmp_path, precision=precision)
+    assert type(again.strategy) is chosen and losses == same, "bit for bit"
+
+
+def test_an_sd_module_is_planned_by_its_model_and_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(strategy: Any) -> tuple[pl.Trainer, list[float]]:
+        losses = jobs.Losses()
+        trainer = jobs.trainer(strategy, tmp_path, losses, **QUIET)
+        trainer.fit(small.module(), small.data())
+        return trainer, losses.values
+
+    with caplog.at_level(logging.INFO):
+        trainer, losses = run(AutoStrategy(gpu(24)))
+    (line,) = (record.message for record in caplog.records if record.message.startswith("AutoStrategy on 1 x"))
+    assert "traced" not in line and type(trainer.strategy) is not AutoStrategy
+    leave_process_group()
+    assert losses == run(DIRECTLY[type(trainer.strategy).__name__]())[1]
+
+
+def test_less_memory_makes_another_choice(tmp_path: Path) -> None:
+    """Of a model whose weights and optimizer are nearly all of its memory."""
+
+    class Wide(Bert):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = torch.nn.Linear(2000, 2000)
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) + self.wide.weight.square().mean()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) + self.wide(torch.zeros(2000, device=tokens.device)).mean()
+
+    ample = fit(AutoStrategy(gpu(24)), Wide(), tmp_path, max_steps=1)[0].strategy
+    leave_process_group()
+    tight = fit(AutoStrategy(gpu(0.67)), Wide(), tmp_path, max_steps=1)[0].strategy
+    assert isinstance(tight, GeminiStrategy) or "DeepSpeed" in type(tight).__name__ or "FSDP" in type(tight).__name__
+    assert type(ample) is not type(tight)
+
+
+def test_what_cannot_be_planned_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="got Boring without example_input_array; expected a tensor.*set it in __init"):
+        fit(AutoStrategy(gpu(24)), jobs.Boring(), tmp_path)
+    with pytest.raises(UsageError, match="nothing fits on 1 x a small GPU; .* lacks .* what may help: "):
+        fit(AutoStrategy(gpu(0.5)), Bert(), tmp_path)
+    with pytest.raises(UsageError, match="got precision=64-true; expected one of 32-true, bf16-mixed"):
+        fit(AutoStrategy(gpu(24)), Bert(), tmp_path, precision="64-true")
+
+    class ReadsValues(Bert):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * float(tokens.sum())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch).mean()
+
+    with pytest.raises(UsageError, match="ReadsValues cannot be traced with its example inputs on the meta device"):
+        fit(AutoStrategy(gpu(24)), ReadsValues(), tmp_path)
+
+
+def test_a_machine_that_is_not_known_is_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="run python -m sd_lightning.plan calibrate here"):
+            fit(AutoStrategy(), Bert(), tmp_path)
+
+
+def test_before_a_fit_it_validates_as_ddp_does(tmp_path: Path) -> None:
+    trainer = jobs.trainer(AutoStrategy(gpu(24)), tmp_path, jobs.Losses(), **QUIET)
+    found = trainer.validate(Bert(), verbose=False)
+    assert isinstance(trainer.strategy, DDPStrategy) and found[0]["val"] > 0
+
+
+@pytest.mark.slow
+def test_two_processes_choose_alike_and_train(tmp_path: Path) -> None:
+    job = {"do": "anything", "strategy": "auto", "name": "bert_with_example", "precisions": ["32-true"], "devices": 2}
+    other = job | {"strategy": "ddp"}
+    jobs_of_two = {name: each | {"folder": str(tmp_path)} for name, each in (("auto", job), ("ddp", other))}
+    found = run_jobs("strategy_jobs", jobs_of_two, tmp_path, world_size=2)
+    assert found["auto"]["32-true"]["losses"] == pytest.approx(found["ddp"]["32-true"]["losses"], abs=1e-5)

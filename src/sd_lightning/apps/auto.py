@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.plan_record import name_of, record
+from sd_lightning.apps.plan_record import record
 from sd_lightning.apps.planning import check_predictable, described, run_of
 from sd_lightning.apps.trainer_checks import AUTO, AUTO_STRATEGY, cuda_devices, left_to_planner, num_processes
 from sd_lightning.planner.candidates import Candidate
@@ -82,7 +82,7 @@ def _told(plan: Plan) -> str:
     recomputed = {False: "", True: ", all blocks recomputed", "auto": ", some blocks recomputed"}[plan.recompute]
     memory = f"{plan.memory.device / GB:.1f} GB, {plan.memory.host / GB:.1f} GB of host memory"
     time = f"{plan.time.total:.3g} s a step, {plan.images_per_second:.3g} img/s"
-    return f"{name_of(plan)}, {batch}{recomputed}: {memory}, {time}"
+    return f"{plan.candidate.name}, {batch}{recomputed}: {memory}, {time}"
 
 
 def check(cfg: DictConfig) -> None:
@@ -195,19 +195,11 @@ def _nothing_fits(who: str, search: Search, found: Plans) -> UsageError:
             f"{who} on {machine}: no strategy can be planned: {reasons}; write a strategy and a batch size"
         )
     closest = found.too_large[0]
-    lacking = [
-        f"{(needed - there) / GB:.1f} GB of {where}"
-        for needed, there, where in (
-            (closest.memory.device, cluster.memory, "GPU memory"),
-            (closest.memory.host, cluster.host, "host memory"),
-        )
-        if needed > there
-    ]
     options = [
         each.option for each in remedies(search, found) if not each.option.startswith(("gpu", "host", "encoders"))
     ]
     remedy = f"write {' or '.join(options)}" if options else "write a smaller data.resolution, or take a larger GPU"
     return UsageError(
         f"{who} on {machine}: nothing fits with {closest.run.batch_size} sample(s) per pass; the closest, "
-        f"{' '.join(closest.candidate.options)}, lacks {' and '.join(lacking)}; {remedy}"
+        f"{' '.join(closest.candidate.options)}, lacks {closest.lacks}; {remedy}"
     )

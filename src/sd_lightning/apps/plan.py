@@ -12,7 +12,7 @@ import torch
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.plan_record import name_of, record, timeline_record
+from sd_lightning.apps.plan_record import record, timeline_record
 from sd_lightning.apps.planning import described
 from sd_lightning.apps.trainer_checks import AUTO
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -80,7 +80,9 @@ def told_hints(prepared: Search, found: Plans) -> list[str]:
     least = smallest(prepared)
     if least is not None:
         device = least.cluster.device
-        lines.append(f"smallest GPU that trains this: {device.name}, {device.memory_gib:g} GiB, with {name_of(least)}")
+        lines.append(
+            f"smallest GPU that trains this: {device.name}, {device.memory_gib:g} GiB, with {least.candidate.name}"
+        )
     faster = speedup_of_memory(prepared, found)
     if faster is not None:
         lines.append(f"1 GB more on each GPU: {100 * faster:+.1f} % images per second")
@@ -111,7 +113,7 @@ def write(cfg: DictConfig, prepared: Search, found: Plans, data: dict[str, Any])
                 {
                     "gpu": each.cluster.device.name,
                     "count": each.cluster.count,
-                    "name": name_of(each),
+                    "name": each.candidate.name,
                     "options": list(each.options()),
                     "images_per_second": each.images_per_second,
                     "price": price,
@@ -240,7 +242,7 @@ def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
     run = each.run
     parts = f"{each.cluster.count} x {run.batch_size}" if each.cluster.count > 1 else f"{run.batch_size}"
     row = [
-        name_of(each),
+        each.candidate.name,
         f"{parts} x {run.accumulate}" if run.accumulate > 1 else parts,
         "some" if each.recompute == "auto" else "all" if each.recompute else "no",
         f"{each.memory.device / GB:.1f}",
@@ -259,10 +261,7 @@ def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
 
 
 def _row_too_large(each: Plan) -> list[str]:
-    device = each.memory.device - each.cluster.memory
-    host = each.memory.host - each.cluster.host
-    lacking = [f"{size / GB:.1f} GB of {where}" for size, where in ((device, "GPU"), (host, "host")) if size > 0]
-    return [f"  {name_of(each)}", f"needs {' and '.join(lacking)} memory more"]
+    return [f"  {each.candidate.name}", f"needs {each.lacks} more"]
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -37,7 +37,7 @@ def record(found: Plans, *, title: str, settings: str, price: float | None = Non
         "not_considered": list(found.missing),
         "considered": [
             {
-                "name": name_of(each),
+                "name": each.candidate.name,
                 "micro_batch": each.run.batch_size,
                 "gradient_checkpointing": each.recompute,
                 "device_peak": each.memory.device,
@@ -46,11 +46,6 @@ def record(found: Plans, *, title: str, settings: str, price: float | None = Non
             for each in found.considered
         ],
     }
-
-
-def name_of(plan: Plan) -> str:
-    """Return the short name of a plan's strategy: "gemini offload_optim_frac=0.5"."""
-    return " ".join(plan.candidate.options).replace("strategy=", "").replace("strategy.", "") or "as given"
 
 
 def timeline_record(found: Timeline) -> dict[str, Any]:
@@ -74,7 +69,7 @@ def timeline_record(found: Timeline) -> dict[str, Any]:
 
 def _plan(plan: Plan, price: float | None) -> Mapping[str, Any]:
     return {
-        "name": name_of(plan),
+        "name": plan.candidate.name,
         "options": list(plan.options()),
         "fits": plan.fits,
         "micro_batch": plan.run.batch_size,

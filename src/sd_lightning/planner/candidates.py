@@ -34,6 +34,12 @@ class Candidate:
         settings = (f"strategy.{name}={value}" for name, value in self.settings.items())
         return (*[f"strategy={self.strategy}"] * bool(self.strategy), *settings)
 
+    @property
+    def name(self) -> str:
+        """Its name and settings in tables: "gemini offload_optim_frac=0.5"."""
+        settings = (f"{name}={value}" for name, value in self.settings.items())
+        return " ".join([self.strategy or "as given", *settings])
+
     def suits(self, count: int) -> bool:
         """Return whether it is for this number of processes."""
         least, most = self.processes

@@ -79,6 +79,13 @@ class Plan:
         return self.memory.device <= self.cluster.memory and self.memory.host <= self.cluster.host
 
     @property
+    def lacks(self) -> str:
+        """What is missing: "1.6 GB of GPU memory and 2.1 GB of host memory"."""
+        device, host = self.memory.device - self.cluster.memory, self.memory.host - self.cluster.host
+        missing = [f"{size / GB:.3g} GB of {where}" for size, where in ((device, "GPU"), (host, "host")) if size > 0]
+        return " and ".join(f"{each} memory" for each in missing)
+
+    @property
     def recompute(self) -> Recompute:
         return "auto" if self.run.kept else self.run.gradient_checkpointing
 

@@ -153,7 +153,7 @@ class AutoStrategy(DDPStrategy):
                     engine_of(strategy).check(trainer, what.checked)
                 strategy.connect(module)
             except (UsageError, ValueError) as error:
-                refused.append(f"{_name(plan)}: {error}")
+                refused.append(f"{plan.candidate.name}: {error}")
                 continue
             break
         else:
@@ -166,7 +166,7 @@ class AutoStrategy(DDPStrategy):
         connector._lazy_init_strategy()
         if self._launcher is not None:
             strategy._launcher = self._launcher  # it has started the other processes
-        trainer.callbacks.insert(0, _SameChoice(_name(plan)))
+        trainer.callbacks.insert(0, _SameChoice(plan.candidate.name))
         return plan
 
 
@@ -187,13 +187,9 @@ class _SameChoice(Callback):
             )
 
 
-def _name(plan: Plan) -> str:
-    return " ".join(plan.candidate.options).replace("strategy=", "").replace("strategy.", "")
-
-
 def _told(plan: Plan, found: Plans) -> str:
     memory = f"{plan.memory.device / GB:.2f} GB and {plan.memory.host / GB:.2f} GB of host memory"
-    return f"{_name(plan)}: {memory} per process, {plan.time.total:.3g} s a step ({found.speeds.provenance})"
+    return f"{plan.candidate.name}: {memory} per process, {plan.time.total:.3g} s a step ({found.speeds.provenance})"
 
 
 def _lines(chosen: Plan, found: Plans, what: Predicted) -> Iterator[str]:
@@ -209,25 +205,17 @@ def _nothing_fits(search: Search, found: Plans) -> UsageError:
     cluster, nearest = found.cluster, next(iter(found.too_large), None)
     if nearest is None:
         return UsageError(f"AutoStrategy: no strategy can train this: {'; '.join(found.missing)}")
-    lacking = [
-        f"{size / GB:.2f} GB of {where}"
-        for size, where in (
-            (nearest.memory.device - cluster.memory, "the device's memory"),
-            (nearest.memory.host - cluster.host, "host memory"),
-        )
-        if size > 0
-    ]
     parts = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in nearest.memory.device_phase.parts.items() if size)
     helps = []
     for count in _COUNTS:
         if count > cluster.count:
             plan = search.with_changes(search.run, replace(cluster, count=count)).smallest_that_fits()
             if plan is not None:
-                helps.append(f"devices={count}, with {_name(plan)}")
+                helps.append(f"devices={count}, with {plan.candidate.name}")
                 break
     helps.append(f"a batch below {search.run.batch_size} per process, or recomputed activations")
     helps += ["precision=bf16-mixed or bf16-true"] * (search.run.precision == "32-true")
     return UsageError(
-        f"AutoStrategy: nothing fits on {cluster.count} x {cluster.device.name}; {_name(nearest)} is nearest, and "
-        f"lacks {' and '.join(lacking)} (per process, GB on the device: {parts}); what may help: {'; '.join(helps)}"
+        f"AutoStrategy: nothing fits on {cluster.count} x {cluster.device.name}; {nearest.candidate.name} is nearest, "
+        f"and lacks {nearest.lacks} (per process, GB on the device: {parts}); what may help: {'; '.join(helps)}"
     )

@@ -81,6 +81,8 @@ class _Blocks:
         dropped_at = np.where(trace.is_cast, forward_ends, trace.used + 1)[self.changed]
         self.begin = np.where(self.is_dropped, dropped_at, trace.freed[self.changed])
         self.end = entered[self.changed]
+        self.columns = np.arange(len(self.changed))
+        self.is_entered = self.entered[:-1] < len(operations)
         # A recomputation ends when the last saved tensor is there: mostly before a block's last product.
         last = np.full((len(_MENU), count + 1), -1)
         products = forward[[operations[index].cost.name in KINDS for index in forward]]
@@ -94,7 +96,8 @@ class _Blocks:
         ]
         buffers, consumers = np.array(pairs, int).reshape(-1, 2).T
         lacking = trace.freed[buffers] < self.done[consumers]
-        self.inputs, self.consumers = buffers[lacking], consumers[lacking]
+        self.inputs, self.which = np.unique(buffers[lacking], return_inverse=True)
+        self.input_freed, self.consumers = trace.freed[self.inputs], consumers[lacking]
         """Buffers that would be gone before the backward pass of a block that they enter ends."""
         # While a block is recomputed, it holds what it computes, as in forward.
         self.inside = np.flatnonzero(is_ours)
@@ -124,7 +127,9 @@ class Simulation:
         self.blocks = blocks.names
         self._count = len(trace.operations)
         sizes = trace.sizes(batch_size)
-        self._sizes, self._all_sizes, self._freed = sizes[blocks.changed], sizes, trace.freed
+        self._sizes = sizes[blocks.changed]
+        self._signed = np.where(blocks.is_dropped, -self._sizes, self._sizes)
+        self._input_sizes = sizes[blocks.inputs]
         seconds = speeds.seconds(trace.operations, trace.flops.at(batch_size), trace.moved.at(batch_size), tf32=tf32)
         self.seconds = float(seconds.sum())
         self._recomputed = np.zeros((len(self.blocks), len(_MENU)))
@@ -152,23 +157,21 @@ class Simulation:
         Args:
             levels: For each block, the index in :class:`Kept` of what it keeps.
         """
+        return self._change(levels).astype(np.int64)
+
+    def _change(self, levels: np.ndarray) -> np.ndarray:
         blocks = self._of
         level = levels[blocks.of_changed]
-        kept = blocks.kept_changed[level, np.arange(len(level))]
-        changed = np.flatnonzero((level > 0) & (kept != blocks.is_dropped))
-        sizes = np.where(blocks.is_dropped[changed], -self._sizes[changed], self._sizes[changed])
-        found = np.bincount(blocks.begin[changed], sizes, self._count + 1)
-        found -= np.bincount(blocks.end[changed], sizes, self._count + 1)
-        until = self._freed.copy()
+        changed = np.flatnonzero((level > 0) & (blocks.kept_changed[level, blocks.columns] != blocks.is_dropped))
+        until = blocks.input_freed.copy()
         waiting = levels[blocks.consumers] > 0
-        np.maximum.at(until, blocks.inputs[waiting], blocks.done[blocks.consumers[waiting]])
-        longer = np.unique(blocks.inputs[waiting])
-        found += np.bincount(self._freed[longer], self._all_sizes[longer], self._count + 1)
-        found -= np.bincount(until[longer], self._all_sizes[longer], self._count + 1)
-        found = found.cumsum(dtype=float)[:-1]
-        recomputed = np.flatnonzero((levels > 0) & (blocks.entered[:-1] < self._count))
-        found[blocks.entered[recomputed]] += self._extra[levels[recomputed], recomputed]
-        return found.round().astype(np.int64)
+        np.maximum.at(until, blocks.which[waiting], blocks.done[blocks.consumers[waiting]])
+        sizes, held = self._signed[changed], self._input_sizes
+        places = np.concatenate((blocks.begin[changed], blocks.end[changed], blocks.input_freed, until))
+        found = np.bincount(places, np.concatenate((sizes, -sizes, held, -held)), self._count + 1).cumsum()[:-1]
+        again = np.flatnonzero((levels > 0) & blocks.is_entered)
+        found[blocks.entered[again]] += self._extra[levels[again], again]
+        return found
 
     def recomputed(self, levels: np.ndarray) -> float:
         """Return the seconds of recomputation."""
@@ -196,7 +199,7 @@ class Simulation:
         reductions = self._reductions(menu)
 
         def fits(levels: np.ndarray) -> bool:
-            return bool((memory + self.change(levels)).max() <= limit)
+            return bool((memory + self._change(levels)).max() <= limit)
 
         def after(number: int) -> np.ndarray:
             levels = np.zeros(len(self.blocks), int)

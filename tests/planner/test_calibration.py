@@ -12,7 +12,6 @@ import torch
 
 from composing import Compose
 from sd_lightning import LatentDiffusion, UsageError
-from sd_lightning._conf.folder import config_dir
 from sd_lightning.apps import calibrate as app
 from sd_lightning.apps import plan as planning_app
 from sd_lightning.planner import here, measuring, plan
@@ -24,14 +23,13 @@ from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 
-TABLES = Path(config_dir(), "devices")
 QUICK = Effort(least=1e-4, longest=1.0, sizes=2)
 
 
 @pytest.fixture(scope="module")
 def measured() -> Calibration:
     """This machine, measured in a moment."""
-    return calibrate(TABLES, "2026-11-24", QUICK)
+    return calibrate("2026-11-24", QUICK)
 
 
 def test_all_figures_are_measured_and_kept_in_a_file(measured: Calibration, tmp_path: Path) -> None:
@@ -77,7 +75,7 @@ def test_a_rate_is_interpolated_between_sizes() -> None:
 def test_predicted_seconds_follow_the_measured_ones() -> None:
     tiny = LatentDiffusion.build("tiny", device="meta")
     trace = training_pass(tiny, TrainingRun(1, 32), torch.bfloat16, None)
-    table = Speeds.of(load_device("a100-80gb", TABLES))
+    table = Speeds.of(load_device("a100-80gb"))
     work = Work(world_size=2, accumulate=1, encoding=0.0, averaged=0)
 
     def time(speeds: Speeds, **traffic: int) -> Any:
@@ -103,7 +101,7 @@ def test_predicted_seconds_follow_the_measured_ones() -> None:
 
 
 def test_plans_are_made_with_a_calibration(measured: Calibration, tmp_path: Path) -> None:
-    slow = replace(measured, device=load_device("t4", TABLES), speeds=measured.speeds.shared_by(10))
+    slow = replace(measured, device=load_device("t4"), speeds=measured.speeds.shared_by(10))
     tiny = LatentDiffusion.build("tiny", device="meta")
     found = []
     for name, each in (("here", replace(measured, device=slow.device)), ("slow", slow)):
@@ -143,7 +141,7 @@ def test_the_file_of_another_device_is_refused(
     replace(measured, versions={"torch": "1.0"}).write(file_of(device_name()))
     assert here.hardware_here() == (measured.device, measured.speeds)
     assert "calibrated with torch 1.0, and this is torch" in caplog.text
-    replace(measured, device=load_device("t4", TABLES)).write(file_of(device_name()))
+    replace(measured, device=load_device("t4")).write(file_of(device_name()))
     with pytest.raises(UsageError, match="is the calibration of Tesla T4, and this machine has .*; delete it, or run"):
         here.hardware_here()
 
@@ -202,7 +200,7 @@ def test_calibrate_refuses_settings_of_plans(compose: Compose, monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_cuda_this_gpu_is_measured() -> None:
-    found = calibrate(TABLES, "2026-11-24")
+    found = calibrate("2026-11-24")
     assert found.device.name == torch.cuda.get_device_name() and found.speeds.overlaps
     assert found.speeds.flops["matmul", "bfloat16"].best > found.speeds.flops["matmul", "float32"].best
     assert found.speeds.to_device < found.speeds.bandwidth.best

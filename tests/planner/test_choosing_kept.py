@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from sd_lightning import LatentDiffusion
-from sd_lightning._conf.folder import config_dir
 from sd_lightning.models.checkpointing import Kept
 from sd_lightning.planner.checkpointing import Simulation, choose
 from sd_lightning.planner.devices import load_device
@@ -22,7 +20,7 @@ from sd_lightning.planner.trace import Trace
 BATCH = 16
 GB = 1e9
 MODEL = LatentDiffusion.build("sd21", device="meta")
-SPEEDS = Speeds.of(load_device("a100-80gb", Path(config_dir(), "devices")))
+SPEEDS = Speeds.of(load_device("a100-80gb"))
 
 
 @cache

@@ -14,7 +14,7 @@ from places import CONF
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.planner import plan
 from sd_lightning.planner.candidates import CANDIDATES, Candidate
-from sd_lightning.planner.devices import Device, device_names, device_of, load_device
+from sd_lightning.planner.devices import Device, device_of, load_device, tables
 from sd_lightning.planner.footprint import Footprint, Traffic, Workload, replicated
 from sd_lightning.planner.forecast import DEVICE_ALLOWANCE, HOST_ALLOWANCE, Forecaster
 from sd_lightning.planner.passes import training_pass
@@ -35,16 +35,16 @@ def tiny() -> LatentDiffusion:
 def gpu(megabytes: float, **changes: Any) -> Device:
     """Return a GPU with this much memory beyond the allowance."""
     memory = (DEVICE_ALLOWANCE + megabytes * 1e6) / 0.97 / 2**30
-    return replace(load_device("t4", TABLES), memory_gib=memory, **changes)
+    return replace(load_device("t4"), memory_gib=memory, **changes)
 
 
 def searched(model: LatentDiffusion, device: Device, count: int = 1, **options: Any) -> Plans:
     return plan(model, device, count, run=RUN, **options)
 
 
-@pytest.mark.parametrize("name", device_names(TABLES))
+@pytest.mark.parametrize("name", tables())
 def test_every_table_is_complete_and_its_speeds_are_below_the_data_sheets(name: str) -> None:
-    device = load_device(name, TABLES)
+    device = load_device(name)
     speeds = Speeds.of(device)
     assert speeds.source == "assumed"
     assert speeds.bandwidth.best < 1e9 * device.memory_gb_per_s
@@ -54,7 +54,7 @@ def test_every_table_is_complete_and_its_speeds_are_below_the_data_sheets(name: 
 
 
 def test_there_is_a_table_of_each_gpu_that_people_rent_or_own() -> None:
-    assert set(device_names(TABLES)) == {
+    assert set(tables()) == {
         *("rtx-3060", "rtx-3090", "rtx-4090", "rtx-5090", "t4", "v100", "a10g", "l4", "l40s"),
         *("a100-40gb", "a100-80gb", "h100", "h200", "mi300x"),
     }
@@ -83,21 +83,21 @@ def test_a_wrong_table_is_refused(values: Any, told: str) -> None:
 def test_a_table_of_ones_own_is_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({**GOOD, "name": "Mine", "memory_gib": 7}))
-    assert load_device(str(file), TABLES).name == "Mine"
+    assert load_device(str(file)).name == "Mine"
     file.write_text("a: [")
     with pytest.raises(UsageError, match=r"gpu=.*mine.yaml: .* is not YAML: .*; mend the file"):
-        load_device(str(file), TABLES)
+        load_device(str(file))
     with pytest.raises(
         UsageError, match=r"gpu=rtx-306: no such GPU; the nearest are rtx-3060, rtx-3090.*copy conf/dev"
     ):
-        load_device("rtx-306", TABLES)
+        load_device("rtx-306")
     with pytest.raises(UsageError, match=r"gpu=unheard: no such GPU; the nearest are "):
-        load_device("unheard", TABLES)
+        load_device("unheard")
 
 
 def test_a_step_takes_longer_with_more_samples_slower_memory_and_slower_links(tiny: LatentDiffusion) -> None:
     trace = training_pass(tiny, RUN, torch.float32, torch.bfloat16)
-    fast = Speeds.of(load_device("h100", TABLES))
+    fast = Speeds.of(load_device("h100"))
 
     def time(speeds: Speeds = fast, batch: int = 8192, traffic: Traffic = NOTHING, **work: Any) -> float:
         return step_time(
@@ -123,7 +123,7 @@ def test_a_step_takes_longer_with_more_samples_slower_memory_and_slower_links(ti
 
 
 def test_recomputation_costs_a_forward_pass(tiny: LatentDiffusion) -> None:
-    speeds = Speeds.of(load_device("a100-80gb", TABLES))
+    speeds = Speeds.of(load_device("a100-80gb"))
     work = Work(world_size=1, accumulate=1, encoding=0.0, averaged=0)
     plain, again = (
         step_time(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +28,9 @@ if TYPE_CHECKING:
 
     from sd_lightning.apps.preflight import Parts
 
-log = logging.getLogger(__name__)
-
 _RIVALS = 3
 _SAFER = 0.9
 """Part of the memory that a plan may take after one ran out of memory."""
-_CHOSEN = "trainer.accumulate_grad_batches"
 
 
 @dataclass(frozen=True)
@@ -92,10 +88,11 @@ def check(cfg: DictConfig) -> None:
         UsageError: Something does.
     """
     who, given = " ".join(left_to_planner(cfg)), _conf.overridden_keys()
-    if _CHOSEN in given and cfg.trainer.accumulate_grad_batches != 1:
+    passes = "trainer.accumulate_grad_batches"
+    if passes in given and cfg.trainer.accumulate_grad_batches != 1:
         raise UsageError(
-            f"{who} got {_CHOSEN}={cfg.trainer.accumulate_grad_batches}, which it chooses itself, so that "
-            f"data.batch_size samples make a step; leave {_CHOSEN} out"
+            f"{who} got {passes}={cfg.trainer.accumulate_grad_batches}, which it chooses itself, so that "
+            f"data.batch_size samples make a step; leave {passes} out"
         )
     limit = cfg.speed.gradient_checkpointing
     if not isinstance(limit, bool | str):

@@ -27,7 +27,7 @@ def run(cfg: DictConfig) -> int:
     if output is not None and not output.endswith(".json"):
         raise UsageError(f"plan calibrate got output={output}; expected a file that ends with .json; leave it out")
     started = time.perf_counter()
-    found = calibrate(Path(_conf.config_dir(), "devices"), datetime.date.today().isoformat())
+    found = calibrate(datetime.date.today().isoformat())
     file = file_of(found.device.name) if output is None else Path(output)
     found.write(file)
     print(*lines(found), sep="\n")

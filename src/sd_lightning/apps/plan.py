@@ -19,9 +19,9 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.comparison import on_other_gpus, smallest, speedup_of_memory
-from sd_lightning.planner.devices import Device, device_names
+from sd_lightning.planner.devices import Device, tables
 from sd_lightning.planner.forecast import GB
-from sd_lightning.planner.here import hardware_here, tables
+from sd_lightning.planner.here import hardware_here
 from sd_lightning.planner.remedies import Remedy, remedies
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
@@ -136,7 +136,7 @@ def check(cfg: DictConfig) -> None:
     """Check what no constructor sees.
 
     Raises:
-        UsageError: A number is not positive, or the output is no JSON file.
+        UsageError: A number is not positive, or the output is neither HTML nor JSON.
     """
     for name, example in (("images", "1e6"), ("price", "2.5"), ("host_gb", "64")):
         if cfg[name] is not None and not cfg[name] > 0:
@@ -157,8 +157,8 @@ def hardware_of(name: str | None) -> tuple[Device, Speeds]:
         UsageError: There is no such table, or no GPU here.
     """
     if name is not None:
-        return hardware(name, tables())
-    known = ", ".join(device_names(tables()))
+        return hardware(name)
+    known = ", ".join(sorted(tables()))
     if not torch.cuda.is_available() and not file_of(device_name()).is_file():
         raise UsageError(f"plan got no gpu, and this machine has none; write gpu=<name>, one of {known}")
     try:

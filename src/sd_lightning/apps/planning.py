@@ -19,7 +19,7 @@ from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.checkpointing import Recomputation, choose
 from sd_lightning.planner.devices import USABLE, Device
 from sd_lightning.planner.forecast import GB, Forecaster, StepCurves
-from sd_lightning.planner.here import hardware_here, tables
+from sd_lightning.planner.here import hardware_here
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Plans
@@ -50,7 +50,7 @@ def typical_hardware() -> tuple[Device, Speeds]:
             return hardware_here()
         except UsageError as error:
             log.warning("%s; speeds of %s are assumed until then", error, _TYPICAL)
-    return hardware(_TYPICAL, tables())
+    return hardware(_TYPICAL)
 
 
 def check_predictable(cfg: DictConfig, who: str, remedy: str) -> None:

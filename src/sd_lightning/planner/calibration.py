@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner import measuring
-from sd_lightning.planner.devices import DTYPES, GIB, Device, device_names, device_of, load_device
+from sd_lightning.planner.devices import DTYPES, GIB, Device, device_of, host_bytes, load_device, table_of
 from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds
 from sd_lightning.storage.atomic import new_file
 
@@ -68,12 +67,11 @@ def file_of(name: str) -> Path:
     return Path("devices", re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
 
 
-def hardware(name: str, folder: str | Path) -> tuple[Device, Speeds]:
+def hardware(name: str) -> tuple[Device, Speeds]:
     """Return a device and its speeds.
 
     Args:
         name: Of a table, whose speeds are assumed; or the path of a YAML file like these, or of a calibration.
-        folder: The tables that ship.
 
     Raises:
         UsageError: There is no such table or file, or it is not valid.
@@ -81,7 +79,7 @@ def hardware(name: str, folder: str | Path) -> tuple[Device, Speeds]:
     if name.endswith(".json"):
         found = load(Path(name))
         return found.device, found.speeds
-    device = load_device(name, folder)
+    device = load_device(name)
     return device, Speeds.of(device)
 
 
@@ -118,11 +116,12 @@ def _curve(given: Mapping[str, Any]) -> Curve:
     return curve
 
 
-def calibrate(folder: str | Path, date: str, effort: measuring.Effort | None = None) -> Calibration:
+def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
     """Measure this machine's first GPU, or its CPU.
 
+    What cannot be measured is assumed from the GPU's table, if one ships.
+
     Args:
-        folder: The device tables that ship; what cannot be measured is assumed from that of this GPU, if it is there.
         date: Today's, ISO 8601.
         effort: How long it may take; less than a minute by default.
     """
@@ -131,7 +130,7 @@ def calibrate(folder: str | Path, date: str, effort: measuring.Effort | None = N
     flops = _flops(watch)
     moved = measuring.bandwidth(watch)
     to_device, to_host = measuring.copies(watch)
-    table = _table(folder)
+    table = table_of(device_name())
     device = _device(table, flops, moved, min(to_device, to_host))
     speeds = Speeds(
         flops,
@@ -170,15 +169,9 @@ def _flops(watch: measuring.Stopwatch) -> dict[tuple[str, str], Curve]:
     return found
 
 
-def _table(folder: str | Path) -> Device | None:
-    """Return the table of this machine's device."""
-    tables = (load_device(each, folder) for each in device_names(folder))
-    return next((table for table in tables if table.name == device_name()), None)
-
-
 def _device(table: Device | None, flops: Mapping[tuple[str, str], Curve], moved: Curve, pcie: float) -> Device:
     """Return a table with this machine's memory; with measured figures if none ships."""
-    host, on_cuda = psutil.virtual_memory().total / GIB, torch.cuda.is_available()
+    host, on_cuda = host_bytes() / GIB, torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB if on_cuda else host
     host /= torch.cuda.device_count() if on_cuda else 1
     if table is not None:

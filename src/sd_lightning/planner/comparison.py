@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from sd_lightning._conf.folder import config_dir
-from sd_lightning.planner.devices import Device, device_names, load_device
+from sd_lightning.planner.devices import tables
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.search import Cluster, Plan, Plans, Search
 
@@ -18,16 +16,9 @@ _WORTH = 1.01
 """A speed-up that is worth telling."""
 
 
-def devices() -> list[Device]:
-    """Return all tables that ship, by memory, then by bandwidth."""
-    folder = Path(config_dir(), "devices")
-    found = [load_device(name, folder) for name in device_names(folder)]
-    return sorted(found, key=lambda device: (device.memory_gib, device.memory_gb_per_s))
-
-
 def smallest(search: Search) -> Plan | None:
     """Return a plan for one GPU with the least memory that the training fits, with the smallest batch."""
-    for device in devices():
+    for device in tables().values():
         found = search.with_changes(search.run, Cluster(device)).smallest_that_fits()
         if found is not None:
             return found
@@ -61,7 +52,7 @@ def on_other_gpus(search: Search, found: Plans) -> Iterator[Plan]:
         suited = [plan for plan in all_plans if plan.candidate.suits(count)]
         for plan in sorted(suited, key=lambda plan: plan.memory.device)[:2]:
             candidates += [plan.candidate] * (plan.candidate not in candidates)
-    for device in devices():
+    for device in tables().values():
         for count in _COUNTS:
             there = search.with_changes(replace(search.run, world_size=count), Cluster(device, count), candidates)
             best = there.plans().best

@@ -8,8 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
+from sd_lightning._conf.folder import config_dir
 from sd_lightning._errors import UsageError
 
 GIB = 2**30
@@ -53,24 +55,29 @@ class Device:
         return int(self.host_memory_gib * GIB)
 
 
-def device_names(folder: str | Path) -> list[str]:
-    """Return the names of the tables in a folder."""
-    return sorted(path.stem for path in Path(folder).glob("*.yaml"))
+def tables() -> dict[str, Device]:
+    """Return the tables that ship, by name; in the order of memory, then of bandwidth."""
+    found = {path.stem: load_device(path.stem) for path in sorted(_folder().glob("*.yaml"))}
+    return dict(sorted(found.items(), key=lambda each: (each[1].memory_gib, each[1].memory_gb_per_s)))
 
 
-def load_device(name: str, folder: str | Path) -> Device:
+def table_of(device_name: str) -> Device | None:
+    """Return the table that ships of a device, by its driver's name for it."""
+    return next((device for device in tables().values() if device.name == device_name), None)
+
+
+def load_device(name: str) -> Device:
     """Return a device by the name of its table, or from a YAML file of the user's own.
 
     Args:
         name: "rtx-3060", or the path of a file.
-        folder: The tables that ship.
 
     Raises:
         UsageError: There is no such table, or it lacks a value.
     """
-    file = Path(name) if name.endswith((".yaml", ".yml")) else Path(folder, f"{name.lower()}.yaml")
+    file = Path(name) if name.endswith((".yaml", ".yml")) else Path(_folder(), f"{name.lower()}.yaml")
     if not file.is_file():
-        known = device_names(folder)
+        known = sorted(path.stem for path in _folder().glob("*.yaml"))
         near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4) or known
         raise UsageError(
             f"gpu={name}: no such GPU; the nearest are {', '.join(near)}. For another one, copy "
@@ -81,6 +88,10 @@ def load_device(name: str, folder: str | Path) -> Device:
     except yaml.YAMLError as error:
         raise UsageError(f"gpu={name}: {file} is not YAML: {str(error).splitlines()[0]}; mend the file") from error
     return device_of(read, f"gpu={name}")
+
+
+def _folder() -> Path:
+    return Path(config_dir(), "devices")
 
 
 def device_of(values: Any, who: str) -> Device:
@@ -108,3 +119,10 @@ def device_of(values: Any, who: str) -> Device:
         if value is not None and not (isinstance(value, int | float) and value > 0):
             raise UsageError(f"{who}: {key}={value}; expected a number above 0")
     return Device(**values)
+
+
+def host_bytes() -> int:
+    """Return the host memory of this machine, or of its control group if that has less."""
+    limit, total = Path("/sys/fs/cgroup/memory.max"), psutil.virtual_memory().total
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return total if text == "max" else min(total, int(text))

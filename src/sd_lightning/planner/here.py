@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import torch
 
-from sd_lightning._conf.folder import config_dir
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.calibration import device_name, file_of, load
-from sd_lightning.planner.devices import GIB, Device, device_names, load_device
+from sd_lightning.planner.devices import GIB, Device, host_bytes, table_of
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.search import Cluster
 
 log = logging.getLogger(__name__)
-
-
-def tables() -> Path:
-    """Return the folder of the device tables that ship."""
-    return Path(config_dir(), "devices")
 
 
 def hardware_here() -> tuple[Device, Speeds]:
@@ -43,9 +35,7 @@ def hardware_here() -> tuple[Device, Speeds]:
         if found.versions.get("torch") != now:
             log.warning("%s: calibrated with torch %s, and this is torch %s", file, found.versions.get("torch"), now)
         return found.device, found.speeds
-    folder = tables()
-    devices = [load_device(each, folder) for each in device_names(folder)]
-    device = next((device for device in devices if device.name == name), None)
+    device = table_of(name)
     if device is None:
         raise UsageError(
             f"the planner has no table for this machine's {name}, and no {file}; run python -m sd_lightning.plan "
@@ -64,10 +54,3 @@ def cluster_here(device: Device, speeds: Speeds, count: int, *, on_cpu: bool) ->
     if not on_cpu:
         return Cluster(device, count, share), speeds
     return Cluster(replace(device, memory_gib=share / 2 / GIB), count, share // 2), speeds.shared_by(count)
-
-
-def host_bytes() -> int:
-    """Return the host memory of this machine, or of its control group if that has less."""
-    limit, total = Path("/sys/fs/cgroup/memory.max"), psutil.virtual_memory().total
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return total if text == "max" else min(total, int(text))

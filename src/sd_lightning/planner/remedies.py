@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from sd_lightning._conf.folder import config_dir
 from sd_lightning.models.adapters.lora import Lora
-from sd_lightning.planner.devices import device_names, load_device
+from sd_lightning.planner.devices import tables
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Cluster, Plans, Search
@@ -69,8 +67,6 @@ def _changes(run: TrainingRun, cluster: Cluster) -> Iterator[tuple[str, str, Tra
     for count in _COUNTS:
         if count > cluster.count:
             yield "count", f"gpus={count}", run, replace(cluster, count=count)
-    folder = Path(config_dir(), "devices")
-    devices = {name: load_device(name, folder) for name in device_names(folder)}
-    for name in sorted(devices, key=lambda name: devices[name].memory_gib):
-        if devices[name].memory > cluster.device.memory:
-            yield "gpu", f"gpu={name}", run, replace(cluster, device=devices[name], host_memory=None)
+    for name, device in tables().items():
+        if device.memory > cluster.device.memory:
+            yield "gpu", f"gpu={name}", run, replace(cluster, device=device, host_memory=None)

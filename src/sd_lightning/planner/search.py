@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
-from sd_lightning._conf.folder import config_dir
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import hardware
@@ -390,7 +388,7 @@ def search(
         UsageError: The device is unknown, or an option is invalid.
     """
     if isinstance(device, str):
-        device, speeds = hardware(device, Path(config_dir(), "devices"))
+        device, speeds = hardware(device)
         options = {"speeds": speeds, **options}
     if not CANDIDATES:
         import sd_lightning

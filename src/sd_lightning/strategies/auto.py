@@ -18,9 +18,9 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.candidates import CANDIDATES, Candidate
-from sd_lightning.planner.devices import Device
+from sd_lightning.planner.devices import Device, host_bytes
 from sd_lightning.planner.forecast import GB
-from sd_lightning.planner.here import cluster_here, hardware_here, host_bytes, tables
+from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Cluster, Plan, Plans, Search
@@ -71,7 +71,7 @@ class AutoStrategy(DDPStrategy):
         super().__init__(timeout_seconds=timeout_seconds)
         self._given: tuple[Device, Speeds] | None = None
         if isinstance(device, str):
-            self._given = hardware(device, tables())
+            self._given = hardware(device)
         elif device is not None:
             self._given = device, Speeds.of(device)
         self._host_memory, self._run = host_memory, run
@@ -149,8 +149,7 @@ class AutoStrategy(DDPStrategy):
             connector._strategy_flag = strategy
             try:
                 connector._validate_precision_choice()
-                if what.checked is not None:
-                    engine_of(strategy).check(trainer, what.checked)
+                engine_of(strategy).check(trainer, what.checked)
                 strategy.connect(module)
             except (UsageError, ValueError) as error:
                 refused.append(f"{plan.candidate.name}: {error}")

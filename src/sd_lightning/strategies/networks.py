@@ -6,8 +6,8 @@ defines their defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -114,8 +114,12 @@ def keeps_batches(module: pl.LightningModule) -> bool:
 
 
 def configured_optimizers(module: pl.LightningModule) -> list[Optimizer]:
-    """Return a list with the module's optimizer if it configures a single one; Lightning checks lists and tuples."""
-    configured = module.configure_optimizers()
+    """Return a list with the module's optimizer if it configures a single one; Lightning checks other lists."""
+    configured: Any = module.configure_optimizers()
+    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
+        configured = configured[0]  # optimizers, schedulers
+    if isinstance(configured, Sequence) and len(configured) == 1:
+        (configured,) = configured
     optimizer = configured["optimizer"] if isinstance(configured, Mapping) else configured
     return [optimizer] if isinstance(optimizer, Optimizer) else []
 

@@ -35,8 +35,8 @@ class Predicted:
     run: TrainingRun
     how: str
     """For the log: how the step is traced, and what is assumed."""
-    checked: pl.LightningModule | None
-    """A module whose optimizers can be configured before the run begins; None if they cannot."""
+    checked: pl.LightningModule
+    """A module whose optimizers can be configured before the run begins."""
 
 
 def predicted(trainer: pl.Trainer, module: pl.LightningModule, given: TrainingRun | None) -> Predicted:
@@ -57,7 +57,7 @@ def predicted(trainer: pl.Trainer, module: pl.LightningModule, given: TrainingRu
         return Predicted(model, _with_callbacks(run, trainer), "", module)
     traced = _traced(module)
     checked = _stand_in(module)
-    factory = None if checked is None else _optimizer_of(checked)
+    factory = _optimizer_of(checked)
     run = TrainingRun(_batch_size(module), 0, encodes=False, from_files=False)
     run = replace(run, optimizer=factory or run.optimizer)
     how = f" (traced {traced.how}{'' if factory else ', AdamW assumed'})"
@@ -113,21 +113,21 @@ def _forward(module: Any, inputs: Any) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Log nothing."""
+    """Return nothing."""
 
 
-def _stand_in(module: pl.LightningModule) -> pl.LightningModule | None:
-    """Return a copy with weights of one element, if its optimizers can be configured."""
+def _stand_in(module: pl.LightningModule) -> pl.LightningModule:
+    """Return a copy with weights of one element; it configures no optimizer if the module cannot before the run."""
+    made: Any = stand_in(module, lambda tensor: torch.zeros([1] * tensor.dim(), dtype=tensor.dtype))
     try:
-        made = stand_in(module, lambda tensor: torch.zeros([1] * tensor.dim(), dtype=tensor.dtype))
         configured_optimizers(made)
     except Exception:  # of the user's code, which may need the trainer; the log tells that AdamW is assumed
-        return None
+        made.configure_optimizers = _nothing
     return made
 
 
 def _optimizer_of(module: pl.LightningModule) -> OptimizerFactory | None:
-    """Return a builder of the module's optimizer for other parameters; None if it has several."""
+    """Return a builder of the module's optimizer for other parameters; None if it has several, or none."""
     if len(configured_optimizers(module)) != 1:
         return None
 

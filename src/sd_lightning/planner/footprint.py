@@ -117,6 +117,10 @@ class When(StrEnum):
     """Whole in the forward pass; shrinks with the gradients that are ready."""
     UPDATE = "update"
     """While the optimizer steps."""
+    SWAPPED = "swapped"
+    """While the EMA is in the trained weights' place, to draw images."""
+    SWAPPED_APART = "swapped apart"
+    """The same, only if the EMA is not beside the master weights."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,7 @@ def replicated(workload: Workload, *, buckets: bool = False) -> Footprint:
             Holding("weights", weights),
             Holding("optimizer states", workload.states(sizes, dtype)),
             *([Holding("gradients", gradients)] if buckets or workload.accumulates else kept),
+            Holding("swapped weights", gradients, When.SWAPPED_APART if dtype == torch.float32 else When.SWAPPED),
         ],
         traffic=Traffic(reduced_once=2 * gradients if buckets else 0, stepped=sum(sizes)),
         averaged=sum(sizes),

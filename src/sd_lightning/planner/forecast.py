@@ -150,7 +150,7 @@ class Forecaster:
         run, always = self.run, self.always(footprint)
         phases = [
             self._curves_of(footprint).phase(batch_size or run.batch_size, always, change),
-            Phase("the optimizer's step", always + _sum(_in(footprint, When.AS_READY, When.UPDATE))),
+            Phase("the optimizer's step", always + _sum(_in(footprint.device, When.AS_READY, When.UPDATE))),
         ]
         waiting = Counter({"encoders": self._encoder_bytes * run.offload_encoders})
         if run.encodes:
@@ -159,7 +159,8 @@ class Forecaster:
         if run.sample_batch_size:
             drawn = self._drawing(run.sample_batch_size, footprint.dtype, run.encoder_dtype)
             gathered = Counter({"gathered weights": footprint.drawing, "activations": drawn})
-            phases.append(Phase("drawing images", always + waiting + gathered))
+            swapped = _sum(_in(footprint.device, *self._swapped))
+            phases.append(Phase("drawing images", always + waiting + gathered + swapped))
         if run.prior_batch_size:
             phases.append(Phase("drawing class images", self._class_images))
         return Forecast(tuple(phases), self._host_phases(footprint, waiting), footprint.disk)
@@ -167,7 +168,7 @@ class Forecaster:
     def always(self, footprint: Footprint) -> Counter[str]:
         """Return the bytes that are on the device during the whole training, by kind."""
         run = self.run
-        always = _sum(held for held in footprint.device if held.when is When.ALWAYS)
+        always = _sum(_in(footprint.device, When.ALWAYS))
         always["allowance"] += DEVICE_ALLOWANCE
         averaged = run.averages and not run.offload_averages
         always["EMA"] += _FLOAT_BYTES * footprint.averaged * averaged
@@ -176,12 +177,21 @@ class Forecaster:
         always["frozen networks"] += self.subject.frozen_bytes(self.workload.lightning_dtype)
         return always
 
+    @property
+    def _swapped(self) -> tuple[When, ...]:
+        """What is held while the EMA is in the trained weights' place."""
+        if not self.run.averages:
+            return ()
+        return (When.SWAPPED, When.SWAPPED_APART) if self.run.offload_averages else (When.SWAPPED,)
+
     def _host_phases(self, footprint: Footprint, waiting: Counter[str]) -> tuple[Phase, ...]:
         run = self.run
-        offloaded = _sum(held for held in footprint.host if held.when in (When.ALWAYS, When.AS_READY))
+        offloaded = _sum(_in(footprint.host, When.ALWAYS, When.AS_READY))
         kept = offloaded + waiting
         in_host = footprint.averaged_on_host + footprint.averaged * run.offload_averages
         training = Counter({"EMA": _FLOAT_BYTES * in_host * run.averages, "buffers": _SLICE_BYTES})
+        if run.sample_batch_size:
+            training += _sum(_in(footprint.host, *self._swapped))
         if run.cache_latents:
             model, size = self.model, run.resolution
             latents = math.prod(model.family.latent_shape(model.components, size, size))
@@ -291,8 +301,8 @@ class StepCurves:
         return Phase("a training step", +parts, where + (f" in {operation.block}" if operation.block else ""))
 
 
-def _in(footprint: Footprint, *when: When) -> Iterable[Holding]:
-    return (held for held in footprint.device if held.when in when)
+def _in(holdings: Iterable[Holding], *when: When) -> Iterable[Holding]:
+    return (held for held in holdings if held.when in when)
 
 
 def _sum(holdings: Iterable[Holding]) -> Counter[str]:

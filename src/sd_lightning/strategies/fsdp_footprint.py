@@ -25,7 +25,11 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
     sizes = [weight.rows_of(parts) for weight in workload.trained]
     shards = own.itemsize * sum(weight.rows_of(parts) for weight in workload.weights)
     gradients = own.itemsize * sum(sizes)
-    held = [Holding("weights", shards), Holding("optimizer states", workload.states(sizes, own))]
+    held = [
+        Holding("weights", shards),
+        Holding("optimizer states", workload.states(sizes, own)),
+        Holding("swapped weights", gradients, When.SWAPPED),
+    ]
     if workload.accumulates:
         held.append(Holding("gradients", gradients))
     else:

@@ -59,6 +59,8 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
     if workload.accumulates and config.reduce_once is True:
         device.append(Holding("gradients", whole_gradient_bytes(layouts)))
     trained = [(a.numel // world_size, place.optim_tier) for a, place in zip(layouts, places) if a.is_trained]
+    masters = (a for a, place in zip(layouts, places) if a.is_trained and place.aliases_master(a))
+    swapped = sum(a.numel // world_size * a.dtype.itemsize for a in masters)
     return Footprint(
         dtype=dtype,
         autocast=workload.half if workload.is_mixed else None,
@@ -67,7 +69,8 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
             Holding(kind, size, When.AS_READY if kind == "gradients" else When.ALWAYS)
             for (tier, kind), size in held.items()
             if tier is Tier.SLOW
-        ],
+        ]
+        + [Holding("swapped weights", swapped, When.SWAPPED)],
         disk=sum(size for (tier, _), size in held.items() if tier is Tier.DISK),
         in_forward=above,
         in_backward={name: size + max(moving[i] for i in units[name]) for name, size in above.items() if name},

@@ -54,7 +54,7 @@ def cell(candidate: Candidate, workload: Workload) -> str:
     for world_size in (1, 2, 8):
         found = footprint(candidate, workload, world_size)
         parts = [f"{held(found.device) / 1e9:.1f}"] if held(found.device) else []
-        parts += [f"{held(found.host) / 1e9:.1f} h"] if found.host else []
+        parts += [f"{held(found.host) / 1e9:.1f} h"] if held(found.host) else []
         texts.append(" + ".join(parts))
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 

@@ -89,9 +89,9 @@ def test_the_smallest_gpu_is_the_first_that_fits(tiny: LatentDiffusion, monkeypa
     found = smallest(search)
     assert found is not None and found.fits and found.cluster.device.memory_gib == 12, "of the tables that ship"
     table = found.cluster.device
-    sizes = [replace(table, memory_gib=size) for size in (0.5, 0.55, 1.0, 12)]
-    monkeypatch.setattr(comparison, "devices", lambda: sizes)
+    sizes = {str(size): replace(table, memory_gib=size) for size in (0.5, 0.55, 1.0, 12)}
+    monkeypatch.setattr(comparison, "tables", lambda: sizes)
     found = smallest(search)
     assert found is not None and found.cluster.device.memory_gib == 1.0
-    monkeypatch.setattr(comparison, "devices", lambda: sizes[:2])
+    monkeypatch.setattr(comparison, "tables", lambda: dict(list(sizes.items())[:2]))
     assert smallest(search) is None

@@ -12,6 +12,7 @@ import pytest
 from composing import compose
 from sd_lightning.apps import plan
 from sd_lightning.planner import comparison
+from sd_lightning.planner.devices import load_device
 from sd_lightning.report import write_report
 
 TINY = ("model=tiny", "optimizer.fused=false", "gpus=2", "price=0.5", "data.batch_size=64", "images=1e9")
@@ -26,8 +27,8 @@ def make() -> Iterator[Callable[..., str]]:
         return file.read_text(encoding="utf-8")
 
     with pytest.MonkeyPatch.context() as patch:
-        few = [each for each in comparison.devices() if each.name in ("Tesla T4", "NVIDIA H100 80GB HBM3")]
-        patch.setattr(comparison, "devices", lambda: few)
+        few = {name: load_device(name) for name in ("t4", "h100")}
+        patch.setattr(comparison, "tables", lambda: few)
         patch.setattr(comparison, "_COUNTS", (1, 8))
         yield made
 

@@ -70,7 +70,7 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
             for (tier, kind), size in held.items()
             if tier is Tier.SLOW
         ]
-        + [Holding("swapped weights", swapped, When.SWAPPED)],
+        + [Holding("swapped weights", swapped, When.SWAPPED)] * (swapped > 0),
         disk=sum(size for (tier, _), size in held.items() if tier is Tier.DISK),
         in_forward=above,
         in_backward={name: size + max(moving[i] for i in units[name]) for name, size in above.items() if name},

@@ -1,5 +1,6 @@
 """The traced step against real allocations, and one trace for all batch sizes."""
 
+import gc
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -58,6 +59,7 @@ def traced(network: nn.Module, **shape: int) -> Trace:
 
 def allocated(step: Callable[[], Any]) -> int:
     """Return the most bytes that torch's CPU allocator holds at once for a step, from the profiler's events."""
+    gc.collect()  # or what an earlier test left is freed meanwhile
     with torch.autograd.profiler.profile(profile_memory=True) as profiled:
         step()
     results: Any = profiled.kineto_results

@@ -16,6 +16,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
 from sd_lightning.planner.passes import drawing_peak, encoded_at_a_time, encoding_peak
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.segments import Reserved, replayed
 from sd_lightning.planner.subject import DiffusionSubject, Subject
 from sd_lightning.planner.trace import Trace
 
@@ -136,6 +137,16 @@ class Forecaster:
         if footprint not in self._curves:
             self._curves[footprint] = StepCurves(self.trace(footprint), footprint)
         return self._curves[footprint]
+
+    def segments(self, footprint: Footprint) -> Reserved:
+        """Return what CUDA's allocator reserves for activations and gradients of the run's steps.
+
+        Args:
+            footprint: What the strategy holds.
+        """
+        trace = self.trace(footprint)
+        kept = sum(each.nbytes for each in _in(footprint.device, When.AS_READY) if each.kind == "gradients")
+        return replayed(trace, self.run.batch_size, min(kept / max(trace.gradient_bytes, 1), 1.0))
 
     def forecast(
         self, footprint: Footprint, batch_size: int | None = None, change: np.ndarray | None = None

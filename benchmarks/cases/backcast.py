@@ -1,0 +1,117 @@
+"""Predictions of the planner for runs that others published: memory within 15 % or 25 %, times within 35 %.
+
+Nothing is measured: a ratio is predicted by published. `published.py` has each run, its source, and which of them may
+set the planner's constants.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from published import JUDGES, PUBLISHED, SHOWN, Setup
+
+BARS = {
+    f"{name}_off_by": f"<= {published.tolerance}" for name, published in PUBLISHED.items() if published.half != SHOWN
+}
+TABLE = {
+    "predicted to published memory: NVIDIA tf32, fp16, flash, batch 48; ColossalAI without, with; DreamBooth": (
+        "{nvidia_tf32}, {nvidia_fp16}, {nvidia_flash}, {nvidia_batch_48}; {colossalai_baseline}, "
+        "{colossalai_optimised}; {diffusers_16gb}"
+    ),
+    "the same: DreamBooth on a T4, four settings; SimpleTuner SDXL": (
+        "{t4_checkpointing}, {t4}, {t4_checkpointing_batch_2}, {t4_batch_2}; {simpletuner}"
+    ),
+    "predicted to published time: NVIDIA forward, backward; T4, four settings; SimpleTuner SDXL": (
+        "{nvidia_forward}, {nvidia_backward}; {t4_checkpointing_step}, {t4_step}, {t4_checkpointing_batch_2_step}, "
+        "{t4_batch_2_step}; {simpletuner_step}"
+    ),
+    "the same: Anyscale encoding; gain by latents from a store at 256², 512²; MosaicML": (
+        "{anyscale_encoding}; {anyscale_256}, {anyscale_512}; {mosaicml_step}"
+    ),
+}
+
+
+def measure() -> dict[str, float]:
+    """Predict every figure."""
+    metrics: dict[str, float] = {}
+    for name, published in PUBLISHED.items():
+        found = predicted(published.setup, published.what)
+        metrics[name] = found / published.figure
+        metrics[f"{name}_off_by"] = abs(found / published.figure - 1)
+    judged = [metrics[f"{name}_off_by"] / each.tolerance for name, each in PUBLISHED.items() if each.half == JUDGES]
+    metrics["judged"] = len(judged)
+    metrics["judged_within"] = sum(each <= 1 for each in judged)
+    return metrics
+
+
+def predicted(setup: Setup, what: str) -> float:
+    """Return a figure of a run, in bytes or seconds."""
+    from sd_lightning.planner.forecast import Forecaster
+
+    with _attention(setup):
+        model, plan = _planned(setup)
+        if what == "allocated":
+            return plan.memory.device
+        if what == "reserved":
+            forecaster = Forecaster(model, plan.run)
+            footprint = plan.candidate.footprint(forecaster.workload)
+            assert footprint is not None
+            segments = forecaster.segments(footprint)
+            return plan.memory.device_phase.nbytes + segments.most - segments.live
+        if what == "without_encoding":
+            return plan.time.total / _planned(replace(setup, run={**setup.run, "encodes": False}))[1].time.total
+        return plan.time.total if what == "step" else float(getattr(plan.time, what))
+
+
+def _planned(setup: Setup) -> tuple[Any, Any]:
+    """Return the model and the plan."""
+    import torch
+    from bitsandbytes.optim import AdamW8bit
+
+    import sd_lightning
+    from sd_lightning import LatentDiffusion
+    from sd_lightning.planner import plan
+    from sd_lightning.planner.candidates import CANDIDATES
+    from sd_lightning.planner.run import TrainingRun
+
+    sd_lightning.register_strategies()
+    options = dict(setup.run)
+    if "encoder_dtype" in options:
+        options["encoder_dtype"] = getattr(torch, options["encoder_dtype"])
+    if setup.adam_8bit:
+        options["optimizer"] = AdamW8bit
+    run = TrainingRun(setup.batch_size, setup.resolution, setup.precision, world_size=setup.gpus, **options)
+    model = LatentDiffusion.build(setup.model, device="meta")  # new: traces are remembered by model
+    found = plan(
+        model,
+        setup.gpu,
+        setup.gpus,
+        run=run,
+        host_memory=2**50,
+        micro_batches=[setup.batch_size],
+        checkpointing=setup.checkpointing,
+        candidates=[next(each for each in CANDIDATES if each.name == setup.strategy)],
+        tf32=setup.tf32,
+    )
+    (only,) = found.best or found.too_large
+    return model, only
+
+
+@contextmanager
+def _attention(setup: Setup) -> Iterator[None]:
+    """Let attention write the matrix of its weights, if the run did."""
+    import torch
+    from torch import Tensor
+    from torch.nn import functional as F
+
+    def explicit(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        weights = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).softmax(-1)
+        return torch.matmul(weights.to(value.dtype), value)
+
+    if setup.explicit_attention:
+        with patch.object(F, "scaled_dot_product_attention", explicit):
+            yield
+    else:
+        yield

@@ -1,0 +1,164 @@
+"""Training runs that others published: their settings, memory and times, and where each figure is from.
+
+Half of the judged cases may set the planner's assumed constants (:data:`SETS`), the other half judges them
+(:data:`JUDGES`). Which is which was committed before the planner was first run on them. :data:`SHOWN` are figures
+whose settings are too uncertain to judge by.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SETS, JUDGES, SHOWN = "sets", "judges", "shown"
+MIB, GB = 2**20, 1e9
+KNOWN, GUESSED, TIME = 0.15, 0.25, 0.35
+"""How far a prediction may be off: memory whose settings are all known, memory otherwise, and times."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The settings of a published run; those of the planner's ``TrainingRun`` and ``Search``."""
+
+    model: str
+    gpu: str
+    batch_size: int
+    resolution: int = 512
+    precision: str = "16-mixed"
+    strategy: str = "single"
+    """Name of one of the planner's candidates."""
+    gpus: int = 1
+    explicit_attention: bool = False
+    """Whether attention writes the matrix of its weights, as before flash attention."""
+    checkpointing: bool = False
+    tf32: bool = False
+    adam_8bit: bool = False
+    run: dict[str, Any] = field(default_factory=dict)
+    """More fields of ``TrainingRun``."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One figure."""
+
+    setup: Setup
+    what: str
+    """"reserved": bytes as nvidia-smi shows them; "allocated": bytes; or a time in seconds: "forward", "backward",
+    "encoding", "step"; or "without_encoding": the speed-up by latents and embeddings from a store."""
+    figure: float
+    half: str
+    tolerance: float
+    source: str
+    uncertain: str = ""
+    """What is not known of the settings."""
+
+
+_NVIDIA = "NVIDIA, optimisation of fine-tuning SD 1.4 on one A100 80 GB, talk of 2023"
+_T4 = "github.com/ShivamShrirao/diffusers, examples/dreambooth/README.md: a table of runs on a T4"
+_COLOSSALAI = "hpc-ai.com, Colossal-AI 0.2.0: Stable Diffusion 2.0 with 5.6 times less memory, 2023"
+_SIMPLETUNER = "github.com/bghira/SimpleTuner, documentation/DEEPSPEED.md: SDXL on an RTX 4090"
+_ANYSCALE = "anyscale.com, pre-training of Stable Diffusion 2 with Ray on A100"
+
+
+def _nvidia(batch_size: int, **settings: Any) -> Setup:
+    encoders = {"encoder_dtype": "float32" if settings.get("tf32") else "float16"}
+    return Setup("sd15", "a100-80gb", batch_size, run={"averages": True, **encoders}, **settings)
+
+
+def _t4(batch_size: int, *, checkpointing: bool) -> Setup:
+    """Prior preservation: a batch is a pair of an instance and a class image. Latents and embeddings are cached."""
+    run = {"encodes": False}
+    return Setup("sd15", "t4", 2 * batch_size, checkpointing=checkpointing, adam_8bit=True, run=run)
+
+
+def _anyscale(batch_size: int, resolution: int) -> Setup:
+    """Weights are gathered once per step; encoders compute in half precision in every step."""
+    name, run = "fsdp reshard_after_forward=False", {"encoder_dtype": "float16"}
+    return Setup("sd21", "a100-80gb", batch_size, resolution, "bf16-mixed", name, 8, run=run)
+
+
+_TF32 = _nvidia(8, precision="32-true", tf32=True, explicit_attention=True)
+_FP16 = _nvidia(8, explicit_attention=True)
+_SD2 = {"model": "sd21", "gpu": "a100-80gb", "batch_size": 16}
+_SDXL = Setup(
+    "sdxl",
+    "rtx-4090",
+    8,
+    1024,
+    "bf16-mixed",
+    "deepspeed_zero2_offload",
+    checkpointing=True,
+    run={"encodes": False},
+)
+
+PUBLISHED = {
+    "nvidia_tf32": Published(_TF32, "reserved", 69479 * MIB, SETS, KNOWN, _NVIDIA),
+    "nvidia_fp16": Published(_FP16, "reserved", 71695 * MIB, JUDGES, KNOWN, _NVIDIA),
+    "nvidia_flash": Published(_nvidia(8), "reserved", 25481 * MIB, SETS, KNOWN, _NVIDIA),
+    "nvidia_batch_48": Published(
+        _nvidia(48), "reserved", 72979 * MIB, JUDGES, KNOWN, _NVIDIA, "layers were fused by inductor"
+    ),
+    "nvidia_zero2": Published(
+        _nvidia(56, strategy="deepspeed_zero2", gpus=8),
+        "reserved",
+        72439 * MIB,
+        SHOWN,
+        GUESSED,
+        _NVIDIA,
+        "the number of GPUs; 8 are assumed",
+    ),
+    "nvidia_forward": Published(
+        _FP16, "forward", 0.0817, SETS, TIME, _NVIDIA, "which rung; that before fused AdamW is assumed"
+    ),
+    "nvidia_backward": Published(_FP16, "backward", 0.1252, JUDGES, TIME, _NVIDIA, "the same"),
+    "nvidia_step": Published(
+        _FP16, "step", 0.436, SHOWN, TIME, _NVIDIA, "166 ms of it clip, step and average weights one by one"
+    ),
+    "colossalai_baseline": Published(
+        Setup(**_SD2, explicit_attention=True),
+        "allocated",
+        64.5 * GB,
+        JUDGES,
+        GUESSED,
+        _COLOSSALAI,
+        "precision, number of GPUs, how memory was read",
+    ),
+    "colossalai_optimised": Published(
+        Setup(**_SD2, precision="16-mixed", strategy="gemini_offload", checkpointing=True),
+        "allocated",
+        11.6 * GB,
+        JUDGES,
+        GUESSED,
+        _COLOSSALAI,
+        "placement, checkpointing, number of GPUs",
+    ),
+    "diffusers_16gb": Published(
+        Setup("sd15", "a100-80gb", 2, checkpointing=True, adam_8bit=True),
+        "reserved",
+        16 * GB,
+        JUDGES,
+        GUESSED,
+        "huggingface.co/docs/diffusers, DreamBooth: 8-bit Adam and gradient checkpointing for a card of 16 GB",
+        "the size of the card, not a measurement",
+    ),
+    "t4_checkpointing": Published(_t4(1, checkpointing=True), "reserved", 9.92 * GB, SETS, GUESSED, _T4),
+    "t4": Published(_t4(1, checkpointing=False), "reserved", 11.17 * GB, JUDGES, GUESSED, _T4),
+    "t4_checkpointing_batch_2": Published(_t4(2, checkpointing=True), "reserved", 10.4 * GB, JUDGES, GUESSED, _T4),
+    "t4_batch_2": Published(_t4(2, checkpointing=False), "reserved", 13.67 * GB, SETS, GUESSED, _T4),
+    "t4_checkpointing_step": Published(_t4(1, checkpointing=True), "step", 1 / 0.93, SETS, TIME, _T4),
+    "t4_step": Published(_t4(1, checkpointing=False), "step", 1 / 1.14, JUDGES, TIME, _T4),
+    "t4_checkpointing_batch_2_step": Published(_t4(2, checkpointing=True), "step", 1 / 0.66, JUDGES, TIME, _T4),
+    "t4_batch_2_step": Published(_t4(2, checkpointing=False), "step", 1 / 0.82, SETS, TIME, _T4),
+    "simpletuner": Published(_SDXL, "reserved", 13102 * MIB, SETS, KNOWN, _SIMPLETUNER),
+    "simpletuner_step": Published(_SDXL, "step", 8.0, JUDGES, TIME, _SIMPLETUNER, "the host's CPU"),
+    "anyscale_encoding": Published(_anyscale(128, 256), "encoding", 0.44, SETS, TIME, _ANYSCALE),
+    "anyscale_256": Published(_anyscale(128, 256), "without_encoding", 1.45, JUDGES, TIME, _ANYSCALE),
+    "anyscale_512": Published(_anyscale(32, 512), "without_encoding", 1.26, SETS, TIME, _ANYSCALE),
+    "mosaicml_step": Published(
+        Setup("sd21", "a100-80gb", 16, 512, "16-mixed", "fsdp", 128, run={"encodes": False, "averages": True}),
+        "step",
+        16 / 36,
+        SHOWN,
+        TIME,
+        "mosaicml.com, Training Stable Diffusion from scratch for less than $50k, 2023: 36 images/s per A100",
+        "batch per GPU, and the network between machines",
+    ),
+}

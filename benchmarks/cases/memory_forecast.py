@@ -4,7 +4,6 @@ On the CPU, device and host are one memory. The real peak includes what Python, 
 """
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from torchrun import torchrun
@@ -63,15 +62,7 @@ def predicted(name: str, precision: str) -> int:
     for each in holdings:
         held[each.when] += each.nbytes
     update = held[When.AS_READY] + held[When.UPDATE]
-    if name.startswith("fsdp"):
-        footprint = replace(footprint, in_forward={**footprint.in_forward, **_copied_by_gloo(footprint, name)})
-    elif name.startswith("deepspeed") and "zero3" not in name:
+    if name.startswith("deepspeed") and "zero3" not in name:
         update = max(update, footprint.dtype.itemsize * sum(weight.numel for weight in forecaster.workload.weights))
     step = StepCurves(forecaster.trace(footprint), footprint, holdings).total(BATCH_SIZE).max()
     return int(held[When.ALWAYS] + max(step, update))
-
-
-def _copied_by_gloo(footprint: Any, name: str) -> dict[str, int]:
-    """Return the bytes in each block with one more buffer: gloo copies what it gathers, which nccl does not."""
-    copies = 1 if name == "fsdp_grad_op" else 2
-    return {block: size + size // copies for block, size in footprint.in_forward.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def run(cfg: DictConfig) -> int:
         return calibrate.run(cfg)
     check(cfg)
     device, speeds = hardware_of(cfg.gpu)
-    price = device.price_per_hour if cfg.price is None else cfg.price
+    price = Price.of(cfg, device)
     started = time.perf_counter()
     model = described(cfg)
     training = run_of(cfg, model)
@@ -74,9 +75,27 @@ def run(cfg: DictConfig) -> int:
     return 0 if found.best else 1
 
 
+@dataclass(frozen=True)
+class Price:
+    """Of a GPU."""
+
+    per_hour: float
+    """Dollars."""
+    source: str
+
+    @classmethod
+    def of(cls, cfg: DictConfig, device: Device) -> Price | None:
+        """Return the price of the command line, or that of the GPU's table; None if there is none."""
+        if cfg.price is not None:
+            return cls(cfg.price, "given")
+        if device.price_per_hour is None:
+            return None
+        return cls(device.price_per_hour, device.price_source or "from the GPU's table")
+
+
 def told_hints(prepared: Search, found: Plans) -> list[str]:
-    """Return the smallest GPU for the training, and what more memory buys, as lines of text."""
-    lines = []
+    """Return what the allocator loses, the smallest GPU, and what more memory buys, as lines of text."""
+    lines = _fragments(prepared, found.best[0]) if found.best else []
     least = smallest(prepared)
     if least is not None:
         device = least.cluster.device
@@ -89,15 +108,32 @@ def told_hints(prepared: Search, found: Plans) -> list[str]:
     return lines
 
 
-def record_of(cfg: DictConfig, training: TrainingRun, found: Plans, price: float | None) -> dict[str, Any]:
+def _fragments(prepared: Search, fastest: Plan) -> list[str]:
+    lost = prepared.segments(fastest).fragments
+    if lost < _WORTH_TELLING * fastest.memory.device:
+        return []
+    fits = fastest.memory.device + lost <= fastest.cluster.memory
+    return [
+        f"CUDA's allocator loses {lost / GB:.1f} GB of the fastest plan's memory between blocks"
+        + ("" if fits else ", and does not fit then")
+        + "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that"
+    ]
+
+
+_WORTH_TELLING = 0.01
+"""Part of a plan's memory."""
+
+
+def record_of(cfg: DictConfig, training: TrainingRun, found: Plans, price: Price | None) -> dict[str, Any]:
     """Return what ``output`` holds, without what takes longer to compute."""
     made = f"given: {' '.join(sys.argv[1:])}; the others by default"
-    found_record = record(found, title=what_is_trained(cfg, training), settings=made, price=price)
-    source = None if price is None else "given" if cfg.price is not None else "from the GPU's table"
+    found_record = record(
+        found, title=what_is_trained(cfg, training), settings=made, price=None if price is None else price.per_hour
+    )
     return {
         **found_record,
         "images": cfg.images,
-        "price_source": source,
+        "price_source": None if price is None else price.source,
         "command": f"python -m sd_lightning.train {_model(cfg)} ",
     }
 
@@ -210,13 +246,13 @@ def title(cfg: DictConfig, training: TrainingRun, cluster: Cluster) -> str:
     )
 
 
-def table(found: Plans, first: str, *, images: float | None, price: float | None) -> list[str]:
+def table(found: Plans, first: str, *, images: float | None, price: Price | None) -> list[str]:
     """Return the plans as lines of text."""
-    count = found.cluster.count
+    count, per_hour = found.cluster.count, None if price is None else price.per_hour
     header = ["strategy", "micro-batch", "recompute", "GPU GB", "host GB", "s/step", "img/s"]
     header += ["$/million"] * (price is not None) + ["days"] * (images is not None)
     header += ["dollars"] * (images is not None and price is not None)
-    rows = [header, *(_row(each, images, price) for each in found.best)]
+    rows = [header, *(_row(each, images, per_hour) for each in found.best)]
     lines = [first, "", *_aligned(rows)] if found.best else [first, "", "nothing fits"]
     if found.best:
         fastest = found.best[0]
@@ -226,6 +262,8 @@ def table(found: Plans, first: str, *, images: float | None, price: float | None
         lines += _aligned([_row_too_large(each) for each in found.too_large])
     lines += [f"not considered: {reason}" for reason in found.missing]
     lines += ["", f"GB are predicted from shapes; seconds are {found.speeds.provenance}"]
+    if price is not None:
+        lines.append(f"dollars: {price.per_hour:g} per hour and GPU, {price.source}")
     if count > 1:
         lines.append(f"micro-batch: {count} GPUs x samples per GPU and pass, x passes per step")
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ GIB = 2**30
 USABLE = 0.97
 """Part of a GPU's nominal memory that can be used; assumed."""
 DTYPES = ("float32", "tf32", "float16", "bfloat16")
+_OPTIONAL = ("link_gb_per_s", "price_per_hour", "price_source", "reached")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Device:
     """Between GPUs of a machine, each way; None: over PCIe."""
     price_per_hour: float | None = None
     """Dollars per GPU."""
+    price_source: str | None = None
+    """Whose price, and when."""
+    reached: Mapping[str, float] = field(default_factory=dict)
+    """By name of :data:`DTYPES`: part of the peak arithmetic that large operations reach; 0.55 if not given."""
 
     @property
     def memory(self) -> int:
@@ -100,21 +105,25 @@ def device_of(values: Any, who: str) -> Device:
     Raises:
         UsageError: A value is missing, unknown or not positive.
     """
-    known = [field.name for field in fields(Device)]
+    known = [each.name for each in fields(Device)]
     if not isinstance(values, dict):
         raise UsageError(f"{who}: holds a {type(values).__name__}; expected the keys {', '.join(known)}")
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1) or ["one of " + ", ".join(known)]
             raise UsageError(f"{who}: {key} is no key of a device table; expected {near[0]}")
-    for field in fields(Device):
-        if field.name not in values and field.name not in ("link_gb_per_s", "price_per_hour"):
-            raise UsageError(f"{who}: {field.name} is missing; copy it from a table of conf/devices")
+    for name in known:
+        if name not in values and name not in _OPTIONAL:
+            raise UsageError(f"{who}: {name} is missing; copy it from a table of conf/devices")
     peaks = values["peak_tflops"]
     missing = [name for name in DTYPES if name not in peaks] if isinstance(peaks, dict) else list(DTYPES)
     if missing:
         raise UsageError(f"{who}: peak_tflops has no {missing[0]}; expected {', '.join(DTYPES)}")
-    numbers = {**{k: v for k, v in values.items() if k not in ("name", "peak_tflops")}, **peaks}
+    reached = values.get("reached") or {}
+    if not isinstance(reached, dict) or not set(reached) <= set(DTYPES):
+        raise UsageError(f"{who}: reached={reached}; expected parts of the peak for {', '.join(DTYPES)}")
+    numbers = {k: v for k, v in values.items() if k not in ("name", "peak_tflops", "price_source", "reached")}
+    numbers |= {**peaks, **{f"reached.{name}": part for name, part in reached.items()}}
     for key, value in numbers.items():
         if value is not None and not (isinstance(value, int | float) and value > 0):
             raise UsageError(f"{who}: {key}={value}; expected a number above 0")

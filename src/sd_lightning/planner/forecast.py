@@ -22,7 +22,7 @@ from sd_lightning.planner.trace import Trace
 
 GB = 1e9
 DEVICE_ALLOWANCE = int(0.6 * GB)
-"""Assumed, not measured: the CUDA context, workspaces of cuBLAS and cuDNN, NCCL's buffers, and fragmentation."""
+"""Assumed, not measured: the CUDA context, workspaces of cuBLAS and cuDNN, and NCCL's buffers."""
 HOST_ALLOWANCE = int(2.0 * GB)
 """Assumed, not measured: Python, torch and the CUDA libraries in host memory."""
 _FLOAT_BYTES = 4

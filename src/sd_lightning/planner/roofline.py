@@ -20,7 +20,7 @@ from sd_lightning.planner.trace import Trace
 
 KINDS_OF_PRODUCTS = ("matmul", "convolution", "attention")
 _ASSUMED_PEAK = 0.55
-"""Part of the peak arithmetic that large operations reach; assumed."""
+"""Part of the peak arithmetic that large operations reach, if the device's table says nothing; assumed."""
 _ASSUMED_BANDWIDTH = 0.8
 """Part of the memory's, the links' and PCIe's bandwidth that is reached; assumed."""
 _ASSUMED_LAUNCH = 6e-6
@@ -93,7 +93,10 @@ class Speeds:
     @classmethod
     def of(cls, device: Device) -> Speeds:
         """Return what a device is assumed to reach of its data sheet."""
-        peaks = {dtype: Curve.constant(_ASSUMED_PEAK * 1e12 * peak) for dtype, peak in device.peak_tflops.items()}
+        peaks = {
+            dtype: Curve.constant(1e12 * peak * device.reached.get(dtype, _ASSUMED_PEAK))
+            for dtype, peak in device.peak_tflops.items()
+        }
         flops = {(kind, dtype): curve for kind in KINDS_OF_PRODUCTS for dtype, curve in peaks.items()}
         pcie = _ASSUMED_BANDWIDTH * 1e9 * device.pcie_gb_per_s
         link = pcie if device.link_gb_per_s is None else _ASSUMED_BANDWIDTH * 1e9 * device.link_gb_per_s

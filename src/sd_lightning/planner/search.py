@@ -18,6 +18,7 @@ from sd_lightning.planner.forecast import GB, Forecast, Forecaster
 from sd_lightning.planner.passes import encoding_recordings
 from sd_lightning.planner.roofline import Speeds, StepTime, Work, step_time
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.segments import Reserved
 from sd_lightning.planner.subject import Subject
 from sd_lightning.planner.timeline import Timeline, timeline
 from sd_lightning.planner.trace import Trace
@@ -203,10 +204,19 @@ class Search:
 
     def timeline(self, plan: Plan) -> Timeline:
         """Return the memory of a plan's step, operation by operation."""
+        return timeline(*self._traced(plan))
+
+    def segments(self, plan: Plan) -> Reserved:
+        """Return what CUDA's allocator reserves for a plan's activations and gradients."""
+        forecaster, footprint = self._traced(plan)
+        return forecaster.segments(footprint)
+
+    def _traced(self, plan: Plan) -> tuple[Forecaster, Footprint]:
+        """Return what traces a plan with what its blocks keep, and what its strategy holds."""
         forecaster = Forecaster(self._model, plan.run)
         footprint = plan.candidate.footprint(forecaster.workload)
         assert footprint is not None
-        return timeline(forecaster, footprint)
+        return forecaster, footprint
 
     def within(self, memory: int, candidates: Iterable[Candidate] | None = None) -> Search:
         """Return the same search for GPUs of which a plan may take another number of bytes."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sd_lightning.planner.recording import rounded
+from sd_lightning.planner.recording import ROUNDING
 from sd_lightning.planner.trace import Trace
 
 MIB = 2**20
@@ -68,7 +68,7 @@ class Allocator:
 
     def allocate(self, size: int) -> _Block:
         """Return a block: the smallest free one that is large enough, or one of a new segment."""
-        size = max(int(rounded(np.int64(size))), 512)
+        size = max(-(-size // ROUNDING) * ROUNDING, ROUNDING)
         is_small = size <= _SMALL
         pool = self._free[is_small]
         place = bisect_left(pool, (size, -1))
@@ -80,7 +80,7 @@ class Allocator:
             block = _Block(segment.size, segment)
         block.is_free = False
         left = block.size - size
-        if left >= 512 if is_small else left > _SMALL:
+        if left >= ROUNDING if is_small else left > _SMALL:
             rest = _Block(left, block.segment, block, block.after)
             if block.after is not None:
                 block.after.before = rest

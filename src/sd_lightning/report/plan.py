@@ -258,7 +258,7 @@ def _gpu_card(data: Data) -> str:
         axes.set_xlim(0, 1.1 * max(map(value, ordered)))
         axes.set_xlabel(unit)
 
-    note = "The fastest plan on each." + ("" if priced else " No price is known; price= sets one.")
+    note = "The fastest plan on each." + (" GPUs without a known price are in the table below." if priced else "")
     svg = render_svg("GPUs", draw, wide=True, height=_height(ordered))
     return card(unit.capitalize(), note, picture=svg, wide=True)
 
@@ -299,7 +299,7 @@ def _table(data: Data) -> str:
 def _provenance(data: Data) -> str:
     rows = [
         ("memory", "predicted from shapes: traced operations, and what each strategy declares that it holds"),
-        ("0.6 GB per GPU, 2 GB on the host", "assumed: CUDA context, workspaces, fragmentation; Python and libraries"),
+        ("0.6 GB per GPU, 2 GB on the host", "assumed: CUDA context, workspaces, NCCL; Python and libraries"),
         ("97 % of a GPU's memory", "assumed to be usable"),
         ("seconds, images per second", data["speeds"]),
         ("price", data["price_source"] or "none is known; price= sets one"),

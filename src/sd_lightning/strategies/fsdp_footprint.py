@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
     """Count shards of rows, the blocks that are gathered, and gradients on their way.
 
-    An all-gather fills a flat buffer, from which the block's weights are copied; the buffer is kept until the next
-    one is full. A reduce-scatter reads another flat buffer (``torch.distributed.fsdp._fully_shard``).
+    An all-gather fills a flat buffer, from which the block's weights are copied; in the forward pass the buffer is kept
+    until those of the next block are copied (``FSDPParamGroup.wait_for_unshard`` of torch 2.13). A reduce-scatter reads
+    another flat buffer.
     """
     own, precision = workload.lightning_dtype, strategy.mixed_precision
     gathered = precision.param_dtype or own
@@ -42,19 +43,15 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
     raw = {name: gathered.itemsize * _trained(weights) for name, weights in blocks.items()}
     names = [name for name in size if name]
     kept = [Holding("gathered weights", size.get("", 0), When.COMPUTE)]
-    before = dict(zip(names[1:], names))  # the backward pass gathers it ahead
+    before = {name: size[last] for name, last in zip(names[1:], names)}
+    own_block = dict.fromkeys(names, 0)
     if strategy.reshard_after_forward:
-        in_forward = {name: 2 * size[name] for name in names}
+        own_block = {name: size[name] for name in names}
     else:
         kept.append(Holding("gathered weights", sum(size[name] for name in names), When.UNTIL_READY))
-        in_forward = {name: size[name] for name in names}
-    in_backward = {
-        name: size[name] * strategy.reshard_after_forward
-        + (size[before[name]] if name in before else 0)
-        + raw[name]
-        + sent[name]
-        for name in names
-    }
+    in_forward = {name: own_block[name] + size[name] + before.get(name, 0) for name in names}
+    # The block before it is gathered ahead.
+    in_backward = {name: own_block[name] + before.get(name, 0) + raw[name] + sent[name] for name in names}
     numel = sum(sizes)
     passes = 2 if strategy.reshard_after_forward else 1
     traffic = Traffic(

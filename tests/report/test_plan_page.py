@@ -60,7 +60,13 @@ def test_the_page_shows_every_plan_of_the_file(make: Callable[..., str], tmp_pat
             "Time",
             "Time by strategy",
         ),
-        *("Speed against memory", "All strategies", "Other GPUs", "Images per second", "Where the numbers are from"),
+        *(
+            "Speed against memory",
+            "All strategies",
+            "Other GPUs",
+            "Dollars for a million images",
+            "Where the numbers are from",
+        ),
     ]
     assert "assumed, from the data sheet" in page and "<td>price</td><td>given</td>" in page
 

@@ -82,8 +82,7 @@ def _choices() -> tuple[dict[str, Mapping[str, Any]], dict[str, float], dict[str
         return trace.live(BATCH) + trace.ready() * trace.gradient_bytes
 
     def seconds(trace: Trace) -> float:
-        flops, moved = trace.flops.at(BATCH), trace.moved.at(BATCH)
-        return float(speeds.seconds(trace.operations, flops, moved).sum())
+        return float(speeds.seconds(trace, BATCH).sum())
 
     base = traced({})
     whole = dict.fromkeys(_blocks(model.denoiser), Kept.INPUTS)

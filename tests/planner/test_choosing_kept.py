@@ -38,7 +38,7 @@ def live(trace: Trace) -> np.ndarray:
 
 
 def seconds(trace: Trace) -> float:
-    return float(SPEEDS.seconds(trace.operations, trace.flops.at(BATCH), trace.moved.at(BATCH)).sum())
+    return float(SPEEDS.seconds(trace, BATCH).sum())
 
 
 @cache

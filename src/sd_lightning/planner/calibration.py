@@ -18,7 +18,7 @@ from sd_lightning.planner.devices import DTYPES, GIB, Device, device_of, host_by
 from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds
 from sd_lightning.storage.atomic import new_file
 
-FORMAT = 1
+FORMAT = 2
 _ALIKE_ON_CPU = ("tf32", "float16")
 """Dtypes that are not measured on a CPU, where nothing trains in them: float32's figures stand in their place."""
 _TORCH = {"float32": torch.float32, "tf32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -101,8 +101,9 @@ def load(file: Path) -> Calibration:
         missing = [f"{kind}/{dtype}" for kind in KINDS_OF_PRODUCTS for dtype in DTYPES if (kind, dtype) not in flops]
         if missing:
             raise KeyError(f"flops of {missing[0]}")
-        others = {each.name: given[each.name] for each in fields(Speeds) if each.name not in ("flops", "bandwidth")}
-        speeds = Speeds(flops, _curve(given["bandwidth"]), **{**others, "assumed": tuple(others["assumed"])})
+        values = {each.name: given[each.name] for each in fields(Speeds)}
+        values |= {name: _curve(given[name]) for name in ("bandwidth", "functions")}
+        speeds = Speeds(**{**values, "flops": flops, "assumed": tuple(values["assumed"])})
         device = device_of(read["device"], f"gpu={file}")
         return Calibration(device, speeds, read["date"], read["versions"])
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -127,29 +128,33 @@ def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
     """
     on_cuda = torch.cuda.is_available()
     watch = measuring.Stopwatch(torch.device("cuda" if on_cuda else "cpu"), effort or measuring.Effort())
-    flops = _flops(watch)
-    moved = measuring.bandwidth(watch)
+    latency = measuring.latencies(watch)
+    flops = _flops(watch, latency)
+    moved, functions = measuring.bandwidths(watch, latency["elementwise"])
     to_device, to_host = measuring.copies(watch)
     table = table_of(device_name())
     device = _device(table, flops, moved, min(to_device, to_host))
     speeds = Speeds(
         flops,
         moved,
+        functions,
         measuring.update_bandwidth(watch),
-        measuring.launch(watch),
+        measuring.launch(watch, latency),
+        latency,
         to_device,
         to_host,
         Speeds.of(device).link if on_cuda else min(to_device, to_host) / 2,  # gloo copies what it sends
         measuring.host_updates(watch.effort),
         f"calibrated on {date}",
         ("link",),
+        fresh=measuring.fresh(watch),
         overlaps=on_cuda,
     )
     versions = {"torch": torch.__version__} | ({"cuda": str(torch.version.cuda)} if on_cuda else {})
     return Calibration(device, speeds, date, versions, table)
 
 
-def _flops(watch: measuring.Stopwatch) -> dict[tuple[str, str], Curve]:
+def _flops(watch: measuring.Stopwatch, latency: Mapping[str, float]) -> dict[tuple[str, str], Curve]:
     on_cuda = watch.device.type == "cuda"
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     found: dict[tuple[str, str], Curve] = {}
@@ -159,7 +164,7 @@ def _flops(watch: measuring.Stopwatch) -> dict[tuple[str, str], Curve]:
                 continue
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32"
             for kind in KINDS_OF_PRODUCTS:
-                for name, curve in measuring.product_rates(watch, kind, _TORCH[dtype]).items():
+                for name, curve in measuring.product_rates(watch, kind, _TORCH[dtype], latency).items():
                     found[name, dtype] = curve
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

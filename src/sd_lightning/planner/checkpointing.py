@@ -130,7 +130,7 @@ class Simulation:
         self._sizes = sizes[blocks.changed]
         self._signed = np.where(blocks.is_dropped, -self._sizes, self._sizes)
         self._input_sizes = sizes[blocks.inputs]
-        seconds = speeds.seconds(trace.operations, trace.flops.at(batch_size), trace.moved.at(batch_size), tf32=tf32)
+        seconds = speeds.seconds(trace, batch_size, tf32=tf32)
         self.seconds = float(seconds.sum())
         self._recomputed = np.zeros((len(self.blocks), len(_MENU)))
         for level, again in enumerate(blocks.again):

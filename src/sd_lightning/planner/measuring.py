@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sd_lightning.planner.recording import record
 from sd_lightning.planner.roofline import BYTES_PER_CLIP, BYTES_PER_UPDATE, Curve
+from sd_lightning.planner.trace import Trace
 
 _ROUNDS = 3
 """Of each measurement; the median counts."""
@@ -79,13 +82,37 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
 
-def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype) -> dict[str, Curve]:
+def latencies(watch: Stopwatch) -> dict[str, float]:
+    """Return the seconds of calls with next to nothing to do, by kind of operation."""
+
+    def new(*shape: int) -> Tensor:
+        return torch.ones(shape, device=watch.device, requires_grad=True)
+
+    x = new(4, 4)
+    found = {"elementwise": watch.seconds(partial(torch.add, x.detach(), x.detach()))}
+    found["function"] = watch.seconds(partial(F.silu, x.detach()))
+    inputs: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor]]] = {
+        "matmul": (F.linear, (x, new(4, 4))),
+        "convolution": (partial(F.conv2d, padding=1), (new(16, 4, 4, 4), new(4, 4, 3, 3))),
+        "attention": (F.scaled_dot_product_attention, [new(1, 1, 4, 16) for _ in range(3)]),
+    }
+    for kind, (compute, given) in inputs.items():
+        found[kind] = watch.seconds(partial(compute, *(each.detach() for each in given)))
+        if kind != "matmul":
+            output = compute(*given)
+            back = partial(torch.autograd.grad, output, given, torch.ones_like(output), retain_graph=True)
+            found[f"{kind}_backward"] = watch.seconds(back)
+    return found
+
+
+def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype, latency: Mapping[str, float]) -> dict[str, Curve]:
     """Return floating-point operations per second by operations per byte, forward and backward.
 
     Args:
         watch: Of the device.
         kind: "matmul", "convolution" or "attention".
         dtype: Of its inputs.
+        latency: What :func:`latencies` returns; it is not part of the rates.
 
     Returns:
         By kind: "matmul", whose backward is two more products; or the kind and "<kind>_backward".
@@ -99,15 +126,21 @@ def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype) -> dict[str, 
         read, written = sum(each.nbytes for each in inputs), output.nbytes
         intensity = flops / (read + written)
         if kind == "matmul":
-            points.setdefault(kind, []).append((intensity, 3 * flops / (ahead + back)))
+            points.setdefault(kind, []).append((intensity, 3 * flops / _beyond(ahead + back, 3 * latency[kind])))
         else:
             again = _BACKWARD[kind] * flops
             moved = 2 * read + written * (2 if kind == "attention" else 1)
-            points.setdefault(kind, []).append((intensity, flops / ahead))
-            points.setdefault(f"{kind}_backward", []).append((again / moved, again / back))
+            points.setdefault(kind, []).append((intensity, flops / _beyond(ahead, latency[kind])))
+            back_alone = _beyond(back, latency[f"{kind}_backward"])
+            points.setdefault(f"{kind}_backward", []).append((again / moved, again / back_alone))
         if max(ahead, back) > watch.effort.longest:
             break
     return {name: Curve(*zip(*found)) for name, found in points.items()}
+
+
+def _beyond(seconds: float, latency: float) -> float:
+    """Return the seconds that depend on the work."""
+    return max(seconds - latency, seconds / 10)
 
 
 _BACKWARD = {"convolution": 2.0, "attention": 2.5}
@@ -137,33 +170,91 @@ def _examples(kind: str, dtype: torch.dtype, watch: Stopwatch) -> Iterator[Examp
             yield 4.0 * heads * tokens**2 * width, attention, (q, k, v)
 
 
-def bandwidth(watch: Stopwatch) -> Curve:
-    """Return bytes per second of operations that memory limits, by bytes: a sum, an activation and a normalisation."""
-    points = []
+def bandwidths(watch: Stopwatch, latency: float) -> tuple[Curve, Curve]:
+    """Return bytes per second by bytes: of sums and copies, and of activation functions and normalisations.
+
+    Args:
+        watch: Of the device.
+        latency: Seconds of a call with nothing to do; they are not part of the rates.
+    """
+    points: tuple[list[tuple[float, float]], ...] = [], []
     for numel in _ELEMENTWISE[: watch.effort.sizes]:
         x = torch.randn(4, 32, numel // 128, device=watch.device).requires_grad_()
         y, weight = x.detach().clone(), torch.ones(32, device=watch.device)
-        runs: list[tuple[float, Callable[[], object]]] = [(3, partial(torch.add, x.detach(), y))]
-        for forward in (partial(F.silu, x), partial(F.group_norm, x, 32, weight)):
-            runs.append((2, forward))
-            runs.append((3, partial(torch.autograd.grad, forward(), x, y, retain_graph=True)))
-        moved, seconds = 0.0, 0.0
-        for tensors, run in runs:
-            moved += tensors * x.nbytes
-            seconds += watch.seconds(run)
-        points.append((moved / len(runs), moved / seconds))
-        if seconds > watch.effort.longest * len(runs):
+        simple: list[tuple[int, Callable[[], object]]] = [
+            (3, partial(torch.add, x.detach(), y)),
+            (3, partial(torch.mul, x.detach(), y)),
+            (2, y.clone),
+            (2, partial(torch.cat, (y[:2], y[2:]))),
+        ]
+        functions: list[tuple[int, Callable[[], object]]] = []
+        for forward in (partial(F.silu, x), partial(F.gelu, x), partial(F.group_norm, x, 32, weight)):
+            functions.append((2, forward))
+            functions.append((3, partial(torch.autograd.grad, forward(), x, y, retain_graph=True)))
+        seconds = 0.0
+        for found, runs in zip(points, (simple, functions)):
+            times = [watch.seconds(run) for _, run in runs]
+            seconds = max(seconds, *times)
+            moved = [tensors * x.nbytes for tensors, _ in runs]
+            alone = sum(_beyond(each, latency) for each in times)
+            found.append((sum(moved) / len(runs), sum(moved) / alone))
+        if seconds > watch.effort.longest:
             break
-    return Curve(*zip(*points))
+    simple_curve, function_curve = (Curve(*zip(*found)) for found in points)
+    return simple_curve, function_curve
 
 
-def launch(watch: Stopwatch) -> float:
-    """Return the seconds per operation of a network of tiny layers, forward and backward."""
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(32))).to(watch.device)
-    x = torch.zeros(1, 4, device=watch.device, requires_grad=True)
-    inputs = [x, *layers.parameters()]
-    operations = 32 * (2 + 4)  # a product and an activation; two products, a sum and an activation's gradient
-    return watch.seconds(lambda: torch.autograd.grad(layers(x).sum(), inputs)) / operations
+def launch(watch: Stopwatch, latency: Mapping[str, float]) -> float:
+    """Return the seconds per operation of a small network beside its latency: Python, autograd and views.
+
+    Args:
+        watch: Of the device.
+        latency: What :func:`latencies` returns.
+    """
+    from diffusers import UNet2DConditionModel
+
+    network: Any = cast(Any, UNet2DConditionModel)(
+        sample_size=4,
+        layers_per_block=1,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        cross_attention_dim=8,
+        attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
+
+    def step(device: torch.device) -> Tensor:
+        count = 16  # as for latencies: oneDNN computes convolutions of small batches in another way
+        inputs = torch.ones(count, 4, 4, 4, device=device), torch.ones(count, device=device)
+        output: Tensor = network(*inputs, torch.ones(count, 4, 8, device=device)).sample
+        return output.mean()
+
+    network.to("meta")
+    trace = Trace(record(partial(step, torch.device("meta"))))
+    network.to_empty(device=watch.device)
+    counts = dict.fromkeys(latency, 0)
+    for (kind, _), found in trace.alike.items():
+        counts[kind] += int((trace.moved.constant[found] > 0).sum())
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+
+    def run() -> None:
+        network.zero_grad()
+        step(watch.device).backward()
+
+    seconds = watch.seconds(run) - sum(count * latency[kind] for kind, count in counts.items())
+    return max(seconds, 0.0) / sum(counts.values())
+
+
+def fresh(watch: Stopwatch) -> float | None:
+    """Return bytes per second at which a CPU's memory can be taken from the system; None on a GPU, which keeps it."""
+    if watch.device.type != "cpu":
+        return None
+    kept = torch.empty(_COPIED, dtype=torch.uint8)
+    again = watch.seconds(lambda: kept.fill_(1))
+    return _COPIED / _beyond(watch.seconds(lambda: torch.empty(_COPIED, dtype=torch.uint8).fill_(1)), again)
 
 
 def update_bandwidth(watch: Stopwatch) -> float:

@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
+from sd_lightning.models.checkpointing import KINDS
+
 NEVER = 2**62
 PRIME = 1009
 """Batch size of recordings that hold for all others: no layer has a multiple of it as its width."""
@@ -49,6 +51,24 @@ class Cost:
     """Bytes of its inputs and outputs; 0 if it only allocates."""
     dtype: torch.dtype
     """Of its largest floating-point tensor."""
+
+    @property
+    def kind(self) -> str:
+        """Return "matmul"; "convolution" or "attention", also with "_backward"; "function" or "elementwise".
+
+        Functions are activation functions and normalisations.
+        """
+        product = KINDS.get(self.name, "matmul" if self.flops != Amount() else "")
+        if product:
+            is_backward = self.name.endswith("_backward") and product != "matmul"
+            return f"{product}_backward" if is_backward else product
+        return "function" if self.name.removesuffix("_backward").removesuffix("_data") in _FUNCTIONS else "elementwise"
+
+
+_FUNCTIONS = frozenset(
+    ("silu", "gelu", "sigmoid", "tanh", "exp", "erf", "_softmax", "_log_softmax", "native_group_norm")
+    + ("native_layer_norm", "_fused_rms_norm", "rsqrt", "pow", "cos", "sin")
+)
 
 
 @dataclass

@@ -6,16 +6,14 @@ the optimizer are added as the strategies declare them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from sd_lightning.models.checkpointing import KINDS
 from sd_lightning.planner.devices import Device
 from sd_lightning.planner.footprint import Traffic
-from sd_lightning.planner.recording import Operation
 from sd_lightning.planner.trace import Trace
 
 KINDS_OF_PRODUCTS = ("matmul", "convolution", "attention")
@@ -72,10 +70,14 @@ class Speeds:
     "attention_backward" are kinds, too; without them, backward is as fast as forward."""
     bandwidth: Curve
     """Of its memory, bytes per second, by bytes."""
+    functions: Curve
+    """The same in activation functions and normalisations."""
     update_bandwidth: float
     """The same in the optimizer's step."""
     launch: float
-    """Seconds per operation that the host needs, at least."""
+    """Seconds that the host needs per operation of a network, beside those of ``latency``."""
+    latency: Mapping[str, float]
+    """Kind of operation -> seconds of a call with next to nothing to do; 0 if not given."""
     to_device: float
     """From host memory, bytes per second."""
     to_host: float
@@ -87,6 +89,9 @@ class Speeds:
     """Where the figures are from: "assumed", from a data sheet; or "calibrated on <date>"."""
     assumed: tuple[str, ...] = ()
     """Names of figures that a calibration could not measure."""
+    fresh: float | None = None
+    """Bytes per second at which new memory is taken from the system, to which a CPU's allocator gives it back in each
+    step; None if it is kept."""
     overlaps: bool = True
     """Whether collectives and copies run beside the computation; on a CPU they take its cores."""
 
@@ -102,7 +107,7 @@ class Speeds:
         link = pcie if device.link_gb_per_s is None else _ASSUMED_BANDWIDTH * 1e9 * device.link_gb_per_s
         bandwidth = _ASSUMED_BANDWIDTH * 1e9 * device.memory_gb_per_s
         moved = Curve.constant(bandwidth)
-        return cls(flops, moved, bandwidth, _ASSUMED_LAUNCH, pcie, pcie, link, _ASSUMED_HOST_UPDATES)
+        return cls(flops, moved, moved, bandwidth, _ASSUMED_LAUNCH, {}, pcie, pcie, link, _ASSUMED_HOST_UPDATES)
 
     @property
     def provenance(self) -> str:
@@ -116,35 +121,37 @@ class Speeds:
         curves = {key: curve.divided(count) for key, curve in self.flops.items()}
         names = ("update_bandwidth", "to_device", "to_host", "link", "host_updates")
         rates = {name: getattr(self, name) / count for name in names}
-        return replace(self, flops=curves, bandwidth=self.bandwidth.divided(count), **rates)
+        curves_of_bytes = {name: getattr(self, name).divided(count) for name in ("bandwidth", "functions")}
+        return replace(self, flops=curves, **curves_of_bytes, **rates)
 
-    def seconds(
-        self, operations: Sequence[Operation], flops: np.ndarray, moved: np.ndarray, *, tf32: bool = False
-    ) -> np.ndarray:
-        """Return the seconds of each operation.
+    def seconds(self, trace: Trace, batch_size: int, *, tf32: bool = False) -> np.ndarray:
+        """Return the seconds of each operation of a trace.
+
+        On a GPU the host starts operations ahead, so the slower of the two counts; on a CPU both add up.
 
         Args:
-            operations: Their kinds and dtypes.
-            flops: Floating-point operations of each.
-            moved: Bytes that each reads and writes; 0 for views, which take no time.
+            trace: The operations.
+            batch_size: Samples.
             tf32: Products of float32 matrices use TensorFloat-32.
         """
-        alike: dict[tuple[str, torch.dtype], list[int]] = {}
-        for index in np.flatnonzero(flops).tolist():
-            cost = operations[index].cost
-            alike.setdefault((cost.name, cost.dtype), []).append(index)
+        flops, moved = trace.flops.at(batch_size), trace.moved.at(batch_size)
         busy = moved / self.bandwidth.at(moved)
-        for key, found in alike.items():
-            rates = self._rate(*key, tf32).at(flops[found] / moved[found])
-            busy[found] = np.maximum(busy[found], flops[found] / rates)
-        return np.where(moved > 0, np.maximum(busy, self.launch), 0.0)
+        host = np.full(len(moved), self.launch)
+        for (kind, dtype), found in trace.alike.items():
+            host[found] += self.latency.get(kind, 0.0)
+            if kind == "function":
+                busy[found] = moved[found] / self.functions.at(moved[found])
+            elif kind != "elementwise":
+                rates = self._rate(kind, dtype, tf32).at(flops[found] / np.maximum(moved[found], 1))
+                busy[found] = np.maximum(busy[found], flops[found] / rates)
+        # Views move nothing, and take no time of their own.
+        return np.where(moved > 0, np.maximum(busy, host) if self.overlaps else busy + host, 0.0)
 
-    def _rate(self, name: str, computed_in: torch.dtype, tf32: bool) -> Curve:
+    def _rate(self, kind: str, computed_in: torch.dtype, tf32: bool) -> Curve:
         dtype = _DTYPES.get(computed_in, "float32")
         dtype = "tf32" if tf32 and dtype == "float32" else dtype
-        kind = KINDS.get(name, "matmul")
-        backward = self.flops.get((f"{kind}_backward", dtype)) if name.endswith("_backward") else None
-        return self.flops[kind, dtype] if backward is None else backward
+        backward = self.flops.get((kind, dtype))
+        return self.flops[kind.removesuffix("_backward"), dtype] if backward is None else backward
 
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -196,11 +203,15 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
         speeds: Of the device.
         work: The rest of the step.
     """
-    flops, moved = trace.flops.at(batch_size), trace.moved.at(batch_size)
-    seconds = speeds.seconds(trace.operations, flops, moved, tf32=work.tf32)
+    seconds = speeds.seconds(trace, batch_size, tf32=work.tf32)
     backward = float(seconds[trace.is_backward].sum())
     forward = float(seconds.sum()) - backward
     backward += work.recomputation
+    if speeds.fresh is not None:
+        held = trace.live(batch_size)
+        forward_held = float(held[~trace.is_backward].max(initial=0))
+        forward += forward_held / speeds.fresh
+        backward += (float((held + trace.ready() * trace.gradient_bytes).max()) - forward_held) / speeds.fresh
     others = (work.world_size - 1) / work.world_size
     passing = others * (traffic.gathered + traffic.reduced) / speeds.link
     copying = max(traffic.to_device / speeds.to_device, traffic.to_host / speeds.to_host)

@@ -329,9 +329,7 @@ class Search:
         count = 4
         seconds = 0.0
         for recording in encoding_recordings(self._forecaster(self._choices[0]).model, self.run, count):
-            trace = Trace(recording)
-            work = trace.flops.constant, trace.moved.constant
-            seconds += float(self._speeds.seconds(trace.operations, *work, tf32=self._tf32).sum())
+            seconds += float(self._speeds.seconds(Trace(recording), 0, tf32=self._tf32).sum())
         return seconds / count
 
     def _fastest(self, plans: Sequence[Plan]) -> Plan:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from sd_lightning.planner.recording import Amount, Recording, live_bytes, rounded
 
@@ -43,6 +44,11 @@ class Trace:
         self._size = Amounts.of(each.size for each in self.buffers)
         self.flops = Amounts.of(each.cost.flops for each in self.operations)
         self.moved = Amounts.of(each.cost.moved for each in self.operations)
+        alike: dict[tuple[str, torch.dtype], list[int]] = {}
+        for index, each in enumerate(self.operations):
+            alike.setdefault((each.cost.kind, each.cost.dtype), []).append(index)
+        self.alike = {key: np.array(found) for key, found in alike.items()}
+        """Indices of operations by kind and dtype."""
         self.is_backward = np.array([each.is_backward for each in self.operations], bool)
         self.is_output = np.array([each.is_output for each in self.buffers], bool)
         self.used = np.array([each.used for each in self.buffers], np.int64)

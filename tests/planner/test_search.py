@@ -110,12 +110,14 @@ def test_a_step_takes_longer_with_more_samples_slower_memory_and_slower_links(ti
 
     assert time(batch=4 * 8192) == pytest.approx(4 * time(), rel=0.2)
     assert time(batch=1) >= len(trace.operations) / 2 * fast.launch, "small batches wait for the host"
-    assert time(replace(fast, bandwidth=Curve.constant(fast.bandwidth.best / 2))) > 1.5 * time()
-    gathered = Traffic(gathered=int(time() * fast.link * 20))
+    half = Curve.constant(fast.bandwidth.best / 2)
+    assert time(replace(fast, bandwidth=half, functions=half)) > 1.5 * time()
+    gathered = Traffic(gathered=int(time() * fast.link["all_gather"] * 20))
+    link = int(fast.link["all_gather"])
     assert time(traffic=gathered) > 5 * time(), "what computation cannot hide is waited for"
     assert time(traffic=Traffic(gathered=1000)) == time(), "and what it can hide is not"
-    assert time(traffic=Traffic(exposed=int(fast.link))) == pytest.approx(time() + 0.5), "half of it comes from others"
-    assert time(traffic=Traffic(exposed=int(fast.link)), world_size=1) == pytest.approx(time())
+    assert time(traffic=Traffic(exposed=link)) == pytest.approx(time() + 0.5), "half of it comes from others"
+    assert time(traffic=Traffic(exposed=link), world_size=1) == pytest.approx(time())
     host = time(traffic=Traffic(stepped_on_host=10**9)) - time()
     assert host == pytest.approx(1e9 / fast.host_updates, rel=0.01)
     assert time(accumulate=3) == pytest.approx(3 * time(), rel=0.01)

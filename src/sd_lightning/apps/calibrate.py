@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.calibration import Calibration, calibrate, file_of
-from sd_lightning.planner.roofline import Speeds
+from sd_lightning.planner.roofline import COLLECTIVES, Speeds
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -53,12 +53,18 @@ def lines(found: Calibration) -> list[str]:
     add("optimizer's step", "update_bandwidth", "GB/s", lambda speeds: speeds.update_bandwidth / 1e9)
     add("host to device", "to_device", "GB/s", lambda speeds: speeds.to_device / 1e9)
     add("device to host", "to_host", "GB/s", lambda speeds: speeds.to_host / 1e9)
-    add("between devices", "link", "GB/s", lambda speeds: speeds.link / 1e9)
+    for name in COLLECTIVES:
+        label = f"{name.replace('_', '-')} between devices"
+        add(label, "link", "GB/s", partial(_link, name))
     add("AdamW on the host", "host_updates", "10^9 weights/s", lambda speeds: speeds.host_updates / 1e9)
-    add("start of an operation", "launch", "µs", lambda speeds: 1e6 * speeds.launch)
+    add("host's time for an operation", "launch", "µs", lambda speeds: 1e6 * speeds.launch)
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     aligned = (f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows)
     return [f"{found.device.name}: the best that was reached", *aligned]
+
+
+def _link(collective: str, speeds: Speeds) -> float:
+    return speeds.link[collective] / 1e9
 
 
 def _tflops(kind: str, dtype: str, speeds: Speeds) -> float | None:

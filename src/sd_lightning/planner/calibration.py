@@ -15,6 +15,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.planner import measuring
 from sd_lightning.planner.devices import DTYPES, GIB, Device, device_of, host_bytes, load_device, table_of
+from sd_lightning.planner.links import link_rates
 from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds
 from sd_lightning.storage.atomic import new_file
 
@@ -133,6 +134,7 @@ def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
     moved, functions = measuring.bandwidths(watch, latency["elementwise"])
     to_device, to_host = measuring.copies(watch)
     table = table_of(device_name())
+    links = link_rates() if watch.effort.links else None
     device = _device(table, flops, moved, min(to_device, to_host))
     speeds = Speeds(
         flops,
@@ -143,10 +145,10 @@ def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
         latency,
         to_device,
         to_host,
-        Speeds.of(device).link if on_cuda else min(to_device, to_host) / 2,  # gloo copies what it sends
+        links or Speeds.of(device).link,
         measuring.host_updates(watch.effort),
         f"calibrated on {date}",
-        ("link",),
+        () if links else ("link",),
         fresh=measuring.fresh(watch),
         overlaps=on_cuda,
     )

@@ -144,8 +144,8 @@ class Traffic:
     """Bytes of weights that are all-gathered in each pass, while blocks compute."""
     reduced: int = 0
     """Bytes of gradients that are reduce-scattered in each pass, while blocks compute."""
-    reduced_once: int = 0
-    """Bytes that are reduce-scattered or all-gathered once per step, in the last backward pass."""
+    all_reduced: int = 0
+    """Bytes that are all-reduced once per step, in the last backward pass."""
     exposed: int = 0
     """Bytes that are reduce-scattered or all-gathered once per step, while nothing computes."""
     to_device: int = 0
@@ -215,6 +215,6 @@ def replicated(workload: Workload, *, buckets: bool = False) -> Footprint:
             *([Holding("gradients", gradients)] if buckets or workload.accumulates else kept),
             Holding("swapped weights", gradients, When.SWAPPED_APART if dtype == torch.float32 else When.SWAPPED),
         ],
-        traffic=Traffic(reduced_once=2 * gradients if buckets else 0, stepped=sum(sizes)),
+        traffic=Traffic(all_reduced=gradients if buckets else 0, stepped=sum(sizes)),
         averaged=sum(sizes),
     )

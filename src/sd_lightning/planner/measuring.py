@@ -47,6 +47,8 @@ class Effort:
     """Seconds of one operation; larger ones are not measured."""
     sizes: int = 16
     """Sizes of each kind of operation, at most."""
+    links: bool = True
+    """Whether collectives are measured, in processes of their own."""
 
 
 class Stopwatch:

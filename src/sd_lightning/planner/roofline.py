@@ -16,6 +16,7 @@ from sd_lightning.planner.devices import Device
 from sd_lightning.planner.footprint import Traffic
 from sd_lightning.planner.trace import Trace
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 KINDS_OF_PRODUCTS = ("matmul", "convolution", "attention")
 _ASSUMED_PEAK = 0.55
 """Part of the peak arithmetic that large operations reach, if the device's table says nothing; assumed."""
@@ -81,8 +82,8 @@ class Speeds:
     to_device: float
     """From host memory, bytes per second."""
     to_host: float
-    link: float
-    """Between devices, bytes per second each way."""
+    link: Mapping[str, float]
+    """Between devices, by name of :data:`COLLECTIVES`: bytes per second that a process receives."""
     host_updates: float
     """Elements per second that Adam updates in host memory."""
     source: str = "assumed"
@@ -107,7 +108,8 @@ class Speeds:
         link = pcie if device.link_gb_per_s is None else _ASSUMED_BANDWIDTH * 1e9 * device.link_gb_per_s
         bandwidth = _ASSUMED_BANDWIDTH * 1e9 * device.memory_gb_per_s
         moved = Curve.constant(bandwidth)
-        return cls(flops, moved, moved, bandwidth, _ASSUMED_LAUNCH, {}, pcie, pcie, link, _ASSUMED_HOST_UPDATES)
+        links = dict.fromkeys(COLLECTIVES, link)
+        return cls(flops, moved, moved, bandwidth, _ASSUMED_LAUNCH, {}, pcie, pcie, links, _ASSUMED_HOST_UPDATES)
 
     @property
     def provenance(self) -> str:
@@ -117,9 +119,9 @@ class Speeds:
         return self.source + f" ({', '.join(self.assumed)} assumed)" * bool(self.assumed)
 
     def shared_by(self, count: int) -> Speeds:
-        """Return what each of several processes reaches that share the cores of a CPU."""
+        """Return what each of several processes reaches that share the cores of a CPU; links were measured so."""
         curves = {key: curve.divided(count) for key, curve in self.flops.items()}
-        names = ("update_bandwidth", "to_device", "to_host", "link", "host_updates")
+        names = ("update_bandwidth", "to_device", "to_host", "host_updates")
         rates = {name: getattr(self, name) / count for name in names}
         curves_of_bytes = {name: getattr(self, name).divided(count) for name in ("bandwidth", "functions")}
         return replace(self, flops=curves, **curves_of_bytes, **rates)
@@ -213,15 +215,16 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
         forward += forward_held / speeds.fresh
         backward += (float((held + trace.ready() * trace.gradient_bytes).max()) - forward_held) / speeds.fresh
     others = (work.world_size - 1) / work.world_size
-    passing = others * (traffic.gathered + traffic.reduced) / speeds.link
+    gather, reduce, all_reduce = (speeds.link[name] for name in COLLECTIVES)
+    passing = others * (traffic.gathered / gather + traffic.reduced / reduce)
     copying = max(traffic.to_device / speeds.to_device, traffic.to_host / speeds.to_host)
-    reducing = others * traffic.reduced_once / speeds.link
+    reducing = others * 2 * traffic.all_reduced / all_reduce
     if speeds.overlaps:
         waiting = work.accumulate * max(passing - forward - backward, copying - forward - backward, 0.0)
         waiting += max(reducing - backward, 0.0)
     else:
         waiting = work.accumulate * (passing + copying) + reducing
-    waiting += others * traffic.exposed / speeds.link
+    waiting += others * traffic.exposed / gather
     update = traffic.stepped * (BYTES_PER_UPDATE + BYTES_PER_CLIP) / speeds.update_bandwidth
     update += traffic.stepped_on_host / speeds.host_updates + traffic.refreshed / speeds.to_device
     update += work.averaged * _BYTES_PER_AVERAGE / speeds.update_bandwidth

@@ -68,8 +68,8 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         buckets = [Holding("new buckets", gradients, When.UPDATE)]
         if not self._has_views:
             buckets.append(Holding("buckets", gradients))
-        sent = 2 * gradients if self._ddp_comm_hook is None else 2 * gradients * 2 // workload.lightning_dtype.itemsize
-        return replace(found, device=[*found.device, *buckets], traffic=replace(found.traffic, reduced_once=sent))
+        sent = gradients if self._ddp_comm_hook is None else gradients * 2 // workload.lightning_dtype.itemsize
+        return replace(found, device=[*found.device, *buckets], traffic=replace(found.traffic, all_reduced=sent))
 
     @override
     def setup_environment(self) -> None:

@@ -1,0 +1,76 @@
+"""Measurement of collectives between the devices of a machine, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_GATHERED = 32 * 2**20
+"""Bytes of a collective's whole tensor."""
+_ROUNDS = 5
+_PATIENCE = timedelta(seconds=120)
+
+
+def link_rates() -> dict[str, float] | None:
+    """Return bytes per second that a GPU, or one of two processes on a CPU, receives, by collective.
+
+    None on a machine with one GPU.
+    """
+    on_cuda = torch.cuda.is_available()
+    count = torch.cuda.device_count() if on_cuda else 2
+    if count < 2:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_run, (count, folder, torch.get_num_threads()), nprocs=count)
+        found: dict[str, float] = json.loads(Path(folder, "found").read_text())
+        return found
+
+
+def _run(rank: int, world_size: int, folder: str, threads: int) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, whose new names torch 2.11 lacks
+    on_cuda = torch.cuda.is_available()
+    store = dist.FileStore(f"{folder}/store", world_size)
+    backend = "nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_PATIENCE)
+    torch.set_num_threads(max(threads // world_size, 1))
+    if on_cuda:
+        torch.cuda.set_device(rank)
+    found = rates_in_group(torch.device("cuda", rank) if on_cuda else torch.device("cpu"))
+    if rank == 0:
+        Path(folder, "found").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def rates_in_group(device: torch.device) -> dict[str, float]:
+    """Return bytes per second that a process of this process group receives, by collective."""
+    world_size = dist.get_world_size()
+    whole = torch.ones(_GATHERED // 4 // world_size * world_size, device=device)
+    part = torch.ones(len(whole) // world_size, device=device)
+    received = (world_size - 1) * part.nbytes
+    return {
+        "all_gather": received / _seconds(lambda: dist.all_gather_into_tensor(whole, part), device),
+        "reduce_scatter": received / _seconds(lambda: dist.reduce_scatter_tensor(part, whole), device),
+        "all_reduce": 2 * received / _seconds(lambda: dist.all_reduce(whole), device),
+    }
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    seconds = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

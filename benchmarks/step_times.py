@@ -30,9 +30,10 @@ import unet_35m
 from hand_written import Batch
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning._console import quiet_libraries
+from sd_lightning.models.families import architecture
 from sd_lightning.planner.calibration import calibrate
 from sd_lightning.planner.forecast import Forecaster
-from sd_lightning.planner.links import rates_in_group
+from sd_lightning.planner.links import rates_in_group, start_in_group
 from sd_lightning.planner.measuring import Effort
 from sd_lightning.planner.roofline import Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
@@ -72,7 +73,7 @@ class Subject:
             {
                 "latent_moments": torch.randn((self.batch_size, 8, self.side, self.side), generator=generator),
                 "input_ids": {
-                    name: torch.randint(0, 500, (self.batch_size, int(model.architecture.max_length)))
+                    name: torch.randint(0, 500, (self.batch_size, int(architecture("tiny").max_length)))
                     for name in model.text_encoders
                 },
                 "epoch": torch.zeros(self.batch_size, dtype=torch.int64),
@@ -144,9 +145,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    links = rates_in_group(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    links, start = rates_in_group(cpu), start_in_group(cpu)
     dist.barrier()
-    speeds = replace(calibrate("today", Effort(least=0.01, links=False)).speeds, link=links)
+    speeds = replace(calibrate("today", Effort(least=0.01, links=False)).speeds, link=links, collective=start)
     dist.barrier()
     found: dict[str, Any] = {
         f"{name}/{strategy}": {"measured": [], "predicted": predicted(subject, make, speeds)}

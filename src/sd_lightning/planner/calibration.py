@@ -15,7 +15,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.planner import measuring
 from sd_lightning.planner.devices import DTYPES, GIB, Device, device_of, host_bytes, load_device, table_of
-from sd_lightning.planner.links import link_rates
+from sd_lightning.planner.links import measured_links
 from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds
 from sd_lightning.storage.atomic import new_file
 
@@ -134,8 +134,9 @@ def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
     moved, functions = measuring.bandwidths(watch, latency["elementwise"])
     to_device, to_host = measuring.copies(watch)
     table = table_of(device_name())
-    links = link_rates() if watch.effort.links else None
+    links = measured_links() if watch.effort.links else None
     device = _device(table, flops, moved, min(to_device, to_host))
+    assumed = Speeds.of(device)
     speeds = Speeds(
         flops,
         moved,
@@ -145,8 +146,9 @@ def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
         latency,
         to_device,
         to_host,
-        links or Speeds.of(device).link,
+        links[0] if links else assumed.link,
         measuring.host_updates(watch.effort),
+        links[1] if links else assumed.collective,
         f"calibrated on {date}",
         () if links else ("link",),
         fresh=measuring.fresh(watch),

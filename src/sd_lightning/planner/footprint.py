@@ -154,6 +154,10 @@ class Traffic:
     """Bytes copied to host memory in each pass, while blocks compute."""
     refreshed: int = 0
     """Bytes copied from host memory once per step, after the update."""
+    collectives: int = 0
+    """Collectives in each pass."""
+    copied: int = 0
+    """Bytes copied in each pass to and from the buffers of collectives, within the device's memory."""
     stepped: int = 0
     """Elements that the optimizer updates on the device."""
     stepped_on_host: int = 0

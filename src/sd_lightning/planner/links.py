@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_GATHERED = 32 * 2**20
+_GATHERED = 8 * 2**20
 """Bytes of a collective's whole tensor."""
 _ROUNDS = 5
 _PATIENCE = timedelta(seconds=120)
 
 
-def link_rates() -> dict[str, float] | None:
-    """Return bytes per second that a GPU, or one of two processes on a CPU, receives, by collective.
+def measured_links() -> tuple[dict[str, float], float] | None:
+    """Return what :func:`rates_in_group` and :func:`start_in_group` find on all GPUs, or on two processes of a CPU.
 
     None on a machine with one GPU.
     """
@@ -32,8 +32,8 @@ def link_rates() -> dict[str, float] | None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_run, (count, folder, torch.get_num_threads()), nprocs=count)
-        found: dict[str, float] = json.loads(Path(folder, "found").read_text())
-        return found
+        rates, start = json.loads(Path(folder, "found").read_text())
+        return rates, start
 
 
 def _run(rank: int, world_size: int, folder: str, threads: int) -> None:
@@ -45,7 +45,8 @@ def _run(rank: int, world_size: int, folder: str, threads: int) -> None:
     torch.set_num_threads(max(threads // world_size, 1))
     if on_cuda:
         torch.cuda.set_device(rank)
-    found = rates_in_group(torch.device("cuda", rank) if on_cuda else torch.device("cpu"))
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    found = rates_in_group(device), start_in_group(device)
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -62,6 +63,12 @@ def rates_in_group(device: torch.device) -> dict[str, float]:
         "reduce_scatter": received / _seconds(lambda: dist.reduce_scatter_tensor(part, whole), device),
         "all_reduce": 2 * received / _seconds(lambda: dist.all_reduce(whole), device),
     }
+
+
+def start_in_group(device: torch.device) -> float:
+    """Return the seconds of a collective of next to nothing."""
+    whole = torch.ones(dist.get_world_size(), device=device)
+    return _seconds(lambda: dist.all_gather_into_tensor(whole, whole[:1].clone()), device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -24,6 +24,8 @@ _ASSUMED_BANDWIDTH = 0.8
 """Part of the memory's, the links' and PCIe's bandwidth that is reached; assumed."""
 _ASSUMED_LAUNCH = 6e-6
 """Seconds that the host needs to start an operation; assumed."""
+_ASSUMED_COLLECTIVE = 3e-5
+"""Seconds of a collective of next to nothing; assumed."""
 _ASSUMED_HOST_UPDATES = 1e9
 """Elements per second that Adam updates in host memory; assumed."""
 BYTES_PER_UPDATE = 32
@@ -86,6 +88,8 @@ class Speeds:
     """Between devices, by name of :data:`COLLECTIVES`: bytes per second that a process receives."""
     host_updates: float
     """Elements per second that Adam updates in host memory."""
+    collective: float = _ASSUMED_COLLECTIVE
+    """Seconds of a collective of next to nothing."""
     source: str = "assumed"
     """Where the figures are from: "assumed", from a data sheet; or "calibrated on <date>"."""
     assumed: tuple[str, ...] = ()
@@ -217,6 +221,10 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     others = (work.world_size - 1) / work.world_size
     gather, reduce, all_reduce = (speeds.link[name] for name in COLLECTIVES)
     passing = others * (traffic.gathered / gather + traffic.reduced / reduce)
+    if work.world_size > 1:
+        passing += traffic.collectives * speeds.collective
+        size = np.array([traffic.copied / max(traffic.collectives, 1)])
+        backward += 2 * traffic.copied / float(speeds.bandwidth.at(size)[0])
     copying = max(traffic.to_device / speeds.to_device, traffic.to_host / speeds.to_host)
     reducing = others * 2 * traffic.all_reduced / all_reduce
     if speeds.overlaps:

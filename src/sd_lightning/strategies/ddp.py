@@ -17,6 +17,9 @@ from sd_lightning.strategies.restoring import put_together
 
 Compression = Literal["none", "fp16", "bf16"]
 
+_BUCKET = 25 * 2**20
+"""Bytes of a bucket of DDP, by default."""
+
 
 class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     """Lightning's DDP with the options that matter here.
@@ -69,7 +72,13 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         if not self._has_views:
             buckets.append(Holding("buckets", gradients))
         sent = gradients if self._ddp_comm_hook is None else gradients * 2 // workload.lightning_dtype.itemsize
-        return replace(found, device=[*found.device, *buckets], traffic=replace(found.traffic, all_reduced=sent))
+        traffic = replace(
+            found.traffic,
+            all_reduced=sent,
+            collectives=1 + sent // _BUCKET,
+            copied=2 * gradients * (not self._has_views),
+        )
+        return replace(found, device=[*found.device, *buckets], traffic=traffic)
 
     @override
     def setup_environment(self) -> None:

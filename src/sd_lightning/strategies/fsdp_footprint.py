@@ -57,6 +57,8 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
     traffic = Traffic(
         gathered=passes * sum(size.values()),
         reduced=sum(sent.values()),
+        collectives=(passes + 1) * len(size),
+        copied=passes * sum(size.values()) + sum(sent.values()),
         to_device=passes * shards if strategy.cpu_offload else 0,
         to_host=gradients if strategy.cpu_offload else 0,
         stepped=0 if strategy.cpu_offload else numel,

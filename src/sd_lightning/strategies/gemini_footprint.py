@@ -105,11 +105,12 @@ def _traffic(
 ) -> Traffic:
     """Return what moves; weights that are gathered within a budget are gathered again for the backward pass."""
     passes = 1 if config.gathered_budget is None else 2
-    gathered = exposed = reduced = to_device = to_host = refreshed = stepped = on_host = 0
+    gathered = exposed = reduced = to_device = to_host = refreshed = stepped = on_host = count = 0
     for layout, place in zip(layouts, places, strict=True):
         shard = layout.numel // world_size
         narrow, wide = layout.dtype.itemsize, layout.master_dtype.itemsize
         gathered += passes * layout.nbytes * (not place.is_resident(world_size))
+        count += passes * (not place.is_resident(world_size)) + layout.is_trained
         to_device += passes * narrow * shard * (place.param_tier is Tier.SLOW)
         if not layout.is_trained:
             continue
@@ -121,7 +122,18 @@ def _traffic(
         on_host += shard
         to_host += shard * (narrow if world_size == 1 else wide)
         refreshed += narrow * shard * (place.param_tier is Tier.FAST)
-    return Traffic(gathered, reduced, 0, exposed, to_device, to_host, refreshed, stepped, on_host)
+    return Traffic(
+        gathered=gathered,
+        reduced=reduced,
+        exposed=exposed,
+        to_device=to_device,
+        to_host=to_host,
+        refreshed=refreshed,
+        collectives=count,
+        copied=reduced,
+        stepped=stepped,
+        stepped_on_host=on_host,
+    )
 
 
 def _moving(whole: Sequence[int], sent: Sequence[int]) -> list[int]:

@@ -39,7 +39,13 @@ def _of_zero12(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
     if settings.stage == 1:  # reduces when the backward pass has ended
         device.append(Holding("gradients", size * numel, When.UNTIL_UPDATE))
     late = size * numel * (settings.stage == 1)
-    traffic = Traffic(reduced=size * numel - late, exposed=late + size * numel, stepped=part)
+    traffic = Traffic(
+        reduced=size * numel - late,
+        exposed=late + size * numel,
+        collectives=2 + numel // int(settings.get("zero_optimization.reduce_bucket_size")),
+        copied=size * numel + _FLOAT_BYTES * part,  # into buckets, and into float32
+        stepped=part,
+    )
     if settings.offload_device == "none":
         narrow = size * part if size < _FLOAT_BYTES else 0
         reduced = When.UPDATE if settings.stage == 1 else When.AS_READY
@@ -100,10 +106,14 @@ def _of_zero3(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
     is_offloaded = settings.get("zero_optimization.offload_param.device", "none") != "none"
     (host if is_offloaded else device).append(weights)
     on_device = settings.offload_device == "none"
+    # Modules are gathered one at a time; weights below the threshold once per step, one at a time.
+    modules = {weight.name.rpartition(".")[0] for weight in workload.weights if weight.numel > threshold}
     passes = 1 if live == whole else 2  # released after the forward pass if they are too many
     traffic = Traffic(
         gathered=passes * size * whole,
         reduced=size * sum(weight.numel for weight in workload.trained),
+        collectives=passes * len(modules) + sum(weight.numel <= threshold for weight in workload.weights),
+        copied=size * (passes * whole + sum(weight.numel for weight in workload.trained)),
         to_device=passes * size * shard * is_offloaded,
         to_host=size * part * (not on_device),
         stepped=part * on_device,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from places import REPO
+from sd_lightning.planner.measuring import Effort
 
 BENCHMARKS = REPO / "benchmarks"
 
@@ -66,6 +67,15 @@ def test_peers_of_deepspeed_get_buckets_of_the_size_of_the_model(tools: tuple[Mo
         zero = tools[0].load_case(name).peers()["deepspeed"]["zero_optimization"]
         assert max(sizes) < zero["reduce_bucket_size"] == zero["allgather_bucket_size"] < sum(sizes) / 4
     assert hand_written.zero_optimization(stage=3, offload=True, live=10)["stage3_max_live_parameters"] == 10
+
+
+@pytest.mark.slow
+def test_the_grid_of_the_planner_runs_on_the_cpu_too(tools: tuple[ModuleType, ...]) -> None:
+    case = tools[0].load_case("planner_gpu")
+    grid = (case.Setting("single", 2), case.Setting("gemini", 4, checkpointing="auto"))
+    found = case.measure(architecture="tiny", steps=5, grid=grid, effort=Effort(least=1e-4, sizes=2, links=False))
+    assert {"single_2_bf16_mixed_false_time", "gemini_4_bf16_mixed_auto_time", "auto_time"} <= found.keys()
+    assert found["auto_to_best"] > 0 and found["time_off_by"] > 0 and all(figure >= 0 for figure in found.values())
 
 
 def test_the_gpu_sweep_of_gemini_runs_on_the_cpu_too(

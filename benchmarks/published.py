@@ -109,6 +109,10 @@ PUBLISHED = {
         _FP16, "forward", 0.0817, SETS, TIME, _NVIDIA, "which rung; that before fused AdamW is assumed"
     ),
     "nvidia_backward": Published(_FP16, "backward", 0.1252, JUDGES, TIME, _NVIDIA, "the same"),
+    "nvidia_flash_forward": Published(
+        _nvidia(8), "forward", 0.0817, SHOWN, TIME, _NVIDIA, "the same; that after flash attention is assumed"
+    ),
+    "nvidia_flash_backward": Published(_nvidia(8), "backward", 0.1252, SHOWN, TIME, _NVIDIA, "the same"),
     "nvidia_step": Published(
         _FP16, "step", 0.436, SHOWN, TIME, _NVIDIA, "166 ms of it clip, step and average weights one by one"
     ),

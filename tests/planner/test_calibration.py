@@ -18,11 +18,13 @@ from sd_lightning.planner import here, measuring, plan
 from sd_lightning.planner.calibration import Calibration, calibrate, device_name, file_of, load
 from sd_lightning.planner.devices import DTYPES, load_device
 from sd_lightning.planner.footprint import Traffic
+from sd_lightning.planner.links import measured_links
 from sd_lightning.planner.measuring import Effort, Stopwatch
 from sd_lightning.planner.passes import training_pass
-from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds, Work, step_time
+from sd_lightning.planner.roofline import COLLECTIVES, KINDS_OF_PRODUCTS, Curve, Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 
+LINKS = ("all-gather", "reduce-scatter", "all-reduce")
 QUICK = Effort(least=1e-4, longest=1.0, sizes=2, links=False)
 
 
@@ -46,6 +48,15 @@ def test_all_figures_are_measured_and_kept_in_a_file(measured: Calibration, tmp_
     assert min(rates) > 1e6 and 1e-8 < speeds.launch < 1e-2
     assert speeds.provenance == "calibrated on 2026-11-24 (link assumed)" and not speeds.overlaps
     assert min(found.device.memory, found.device.host_memory) > 1e9 and found.device.name == device_name()
+
+
+@pytest.mark.slow
+def test_collectives_are_measured_between_two_processes() -> None:
+    found = measured_links()
+    assert found is not None
+    rates, start = found
+    assert tuple(rates) == COLLECTIVES and all(1e7 < rate < 1e12 for rate in rates.values())
+    assert 1e-6 < start < 1e-1
 
 
 def test_a_stopwatch_returns_the_seconds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +107,17 @@ def test_predicted_seconds_follow_the_measured_ones() -> None:
     slower = time(changed({"convolution"}, 0.01))
     assert slower.forward > 2 * plain.forward and slower.backward > 2 * plain.backward
     assert time(table.shared_by(4)).backward > 2 * plain.backward
+    assert time(replace(table, functions=table.functions.divided(100))).forward > plain.forward
+    late = dict.fromkeys(("elementwise", "convolution"), 0.001)
+    waits = time(replace(table, latency=late, overlaps=False)).forward
+    assert waits > plain.forward + 1e-3 * sum(each.cost.kind == "convolution" for each in trace.operations)
+    given_back = time(replace(table, fresh=1e9))
+    assert given_back.total - plain.total == pytest.approx(
+        float((trace.live(4096) + trace.ready() * trace.gradient_bytes).max()) / 1e9
+    )
+    collectives = time(replace(table, overlaps=False, collective=1e-3), collectives=7)
+    assert collectives.waiting == pytest.approx(7e-3)
+    assert time(table, copied=10**9).backward == pytest.approx(plain.backward + 2e9 / table.bandwidth.best)
     hidden, bare = time(table, gathered=10**6), time(replace(table, overlaps=False), gathered=10**6)
     assert hidden.waiting == 0 and bare.waiting == pytest.approx(0.5 * 10**6 / table.link["all_gather"])
 
@@ -124,8 +146,8 @@ def test_the_program_measures_and_plans_for_this_machine_use_it(
     text = capsys.readouterr().out
     assert file_of(device_name()).is_file() and f"written to {file_of(device_name())}" in text
     assert "convolution, backward, bfloat16" in text and "float16  " not in text.replace("bfloat16", "")
-    (link,) = (line for line in text.splitlines() if line.startswith("between devices"))
-    assert link.split() == ["between", "devices", "not", "measured", "GB/s"]
+    links = [line.split() for line in text.splitlines() if "between devices" in line]
+    assert links == [[name, "between", "devices", "not", "measured", "GB/s"] for name in LINKS]
 
     planning_app.run(compose("plan", "model=tiny", "optimizer.fused=false", "data.batch_size=8"))
     text = capsys.readouterr().out
@@ -159,7 +181,8 @@ def _without(*keys: str) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda written: written.update(format=2), "has format 2, and 1 is expected; run .* calibrate"),
+        (lambda written: written.update(format=1), "has format 1, and 2 is expected; run .* calibrate"),
+        (_without("speeds", "functions"), "is no calibration: KeyError: 'functions'; run"),
         (_without("speeds", "launch"), "is no calibration: KeyError: 'launch'; run"),
         (
             _without("speeds", "flops", "attention/bfloat16"),

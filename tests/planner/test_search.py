@@ -71,6 +71,8 @@ GOOD = yaml.safe_load((TABLES / "t4.yaml").read_text(encoding="utf-8"))
         ({k: v for k, v in GOOD.items() if k != "memory_gib"}, "memory_gib is missing; copy it from a table"),
         ({**GOOD, "memory_gib": 0}, "memory_gib=0; expected a number above 0"),
         ({**GOOD, "price_per_hour": -1}, "price_per_hour=-1; expected a number above 0"),
+        ({**GOOD, "reached": {"fp16": 0.2}}, "reached={'fp16': 0.2}; expected parts of the peak for float32, tf32"),
+        ({**GOOD, "reached": {"float16": 0}}, "reached.float16=0; expected a number above 0"),
         ({**GOOD, "peak_tflops": {"float32": 1}}, "peak_tflops has no tf32"),
         ({**GOOD, "peak_tflops": 8}, "peak_tflops has no float32"),
     ],

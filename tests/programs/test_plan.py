@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from composing import Compose
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.apps import plan
+from sd_lightning.planner.segments import Reserved
 
 TINY = ("model=tiny", "gpu=t4", "optimizer.fused=false")
 
@@ -29,7 +31,7 @@ def test_a_plan_is_a_table_a_command_and_a_file(
     code, text = planned(compose, capsys, *options)
     lines = text.splitlines()
     assert code == 0
-    assert lines[0].startswith("tiny at 32 x 32, all weights, bf16-mixed, AdamW, on 2 x Tesla T4 (16 GiB")
+    assert lines[0].startswith("tiny at 32 x 32, all weights, bf16-mixed, AdamW, on 2 x Tesla T4 (15 GiB")
     header = lines[2].split()
     assert header[0] == "strategy" and header[-3:] == ["$/million", "days", "dollars"]
     written = json.loads(file.read_text(encoding="utf-8"))
@@ -104,7 +106,7 @@ def test_what_does_not_fit_is_told_with_what_would(
 ) -> None:
     card = tmp_path / "small.yaml"
     table = Path(plan._conf.config_dir(), "devices", "t4.yaml").read_text(encoding="utf-8")
-    card.write_text(table.replace("memory_gib: 16", "memory_gib: 0.57", 1))
+    card.write_text(table.replace("\nmemory_gib: 15", "\nmemory_gib: 0.57", 1))
     code, text = planned(compose, capsys, f"gpu={card}")
     assert code == 1 and "nothing fits" in text and "GB of GPU memory more" in text
     assert "it fits with one of these:" in text and "  gpu=rtx-3060  strategy=single" in text
@@ -137,9 +139,35 @@ def test_bad_input_names_what_was_given_and_the_remedy(compose: Compose, options
 def test_a_gpu_of_this_machine_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A10G")
-    assert plan.hardware_of(None)[0].memory_gib == 24
+    assert plan.hardware_of(None)[0].memory_gib == 22.5
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Z1")
     with pytest.raises(
         UsageError, match="has no table for this machine's NVIDIA Z1.*calibrate here.*; or write gpu=<name>"
     ):
         plan.hardware_of(None)
+
+
+def test_dollars_say_whose_price_they_are_from(
+    compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ("strategy=single", f"output={tmp_path / 'plan.json'}")
+    _, text = planned(compose, capsys, *options)
+    source = "AWS g4dn.xlarge, on demand, us-east-1, August 2026"
+    assert f"dollars: 0.526 per hour and GPU, {source}" in text and "$/million" in text
+    assert json.loads((tmp_path / "plan.json").read_text())["price_source"] == source
+    _, text = planned(compose, capsys, *options, "price=2")
+    assert "dollars: 2 per hour and GPU, given" in text
+    _, text = planned(compose, capsys, *options, "gpu=rtx-3060")
+    assert "dollars:" not in text and "$/million" not in text
+
+
+def test_what_the_allocator_loses_is_told_if_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = SimpleNamespace(memory=SimpleNamespace(device=10 * 10**9), cluster=SimpleNamespace(memory=11 * 10**9))
+
+    def told(lost: int) -> list[str]:
+        return plan._fragments(SimpleNamespace(segments=lambda _: Reserved(peak=lost)), best)  # type: ignore[arg-type]
+
+    assert told(10**7) == []
+    (line,) = told(5 * 10**8)
+    assert line.startswith("CUDA's allocator loses 0.5 GB") and line.endswith("expandable_segments:True avoids that")
+    assert "does not fit then" not in line and "does not fit then" in told(2 * 10**9)[0]

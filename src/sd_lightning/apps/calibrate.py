@@ -50,6 +50,7 @@ def lines(found: Calibration) -> list[str]:
         if dtype == "float32" or measured.flops[kind, dtype] != measured.flops[kind, "float32"]:
             add(f"{kind.replace('_', ', ')}, {dtype}", kind, "TFLOP/s", partial(_tflops, kind, dtype))
     add("device memory", "bandwidth", "GB/s", lambda speeds: speeds.bandwidth.best / 1e9)
+    add("the same in activation functions", "functions", "GB/s", lambda speeds: speeds.functions.best / 1e9)
     add("optimizer's step", "update_bandwidth", "GB/s", lambda speeds: speeds.update_bandwidth / 1e9)
     add("host to device", "to_device", "GB/s", lambda speeds: speeds.to_device / 1e9)
     add("device to host", "to_host", "GB/s", lambda speeds: speeds.to_host / 1e9)

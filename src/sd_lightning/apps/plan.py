@@ -114,8 +114,8 @@ def _fragments(prepared: Search, fastest: Plan) -> list[str]:
         return []
     fits = fastest.memory.device + lost <= fastest.cluster.memory
     return [
-        f"CUDA's allocator loses {lost / GB:.1f} GB of the fastest plan's memory between blocks"
-        + ("" if fits else ", and does not fit then")
+        f"CUDA's allocator loses {lost / GB:.1f} GB more between the blocks of the fastest plan"
+        + ("" if fits else ", which does not fit then")
         + "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that"
     ]
 

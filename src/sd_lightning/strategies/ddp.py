@@ -17,9 +17,6 @@ from sd_lightning.strategies.restoring import put_together
 
 Compression = Literal["none", "fp16", "bf16"]
 
-_BUCKET = 25 * 2**20
-"""Bytes of a bucket of DDP, by default."""
-
 
 class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     """Lightning's DDP with the options that matter here.
@@ -50,7 +47,7 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
 
         if bucket_cap_mb < 1:
             raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
-        self._has_views = gradient_as_bucket_view
+        self._has_views, self._bucket = gradient_as_bucket_view, bucket_cap_mb * 2**20
         hooks = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         if compression not in hooks:
             raise UsageError(f"DDPStrategy got compression={compression!r}; expected one of {', '.join(hooks)}")
@@ -75,7 +72,7 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         traffic = replace(
             found.traffic,
             all_reduced=sent,
-            collectives=1 + sent // _BUCKET,
+            collectives=1 + sent // self._bucket,
             copied=2 * gradients * (not self._has_views),
         )
         return replace(found, device=[*found.device, *buckets], traffic=traffic)

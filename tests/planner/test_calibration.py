@@ -115,8 +115,11 @@ def test_predicted_seconds_follow_the_measured_ones() -> None:
     assert given_back.total - plain.total == pytest.approx(
         float((trace.live(4096) + trace.ready() * trace.gradient_bytes).max()) / 1e9
     )
-    collectives = time(replace(table, overlaps=False, collective=1e-3), collectives=7)
-    assert collectives.waiting == pytest.approx(7e-3)
+    on_cpu = replace(table, overlaps=False, collective=1e-3)
+    alone = time(on_cpu).waiting
+    assert time(on_cpu, collectives=7).waiting - alone == pytest.approx(7e-3)
+    assert time(on_cpu, collectives=8, threaded=True).waiting - alone == pytest.approx(4e-3), "half is hidden"
+    assert time(on_cpu, hooks=50).waiting - alone == pytest.approx(5e-3) and time(table, hooks=50) == plain
     assert time(table, copied=10**9).backward == pytest.approx(plain.backward + 2e9 / table.bandwidth.best)
     hidden, bare = time(table, gathered=10**6), time(replace(table, overlaps=False), gathered=10**6)
     assert hidden.waiting == 0 and bare.waiting == pytest.approx(0.5 * 10**6 / table.link["all_gather"])

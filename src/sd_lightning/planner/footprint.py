@@ -158,6 +158,10 @@ class Traffic:
     """Collectives in each pass."""
     copied: int = 0
     """Bytes copied in each pass to and from the buffers of collectives, within the device's memory."""
+    hooks: int = 0
+    """Times that the engine runs Python code for a weight or a module in each pass."""
+    threaded: bool = False
+    """Whether collectives run in threads: beside the computation also on a CPU, where there are no streams."""
     stepped: int = 0
     """Elements that the optimizer updates on the device."""
     stepped_on_host: int = 0

@@ -26,6 +26,12 @@ _ASSUMED_LAUNCH = 6e-6
 """Seconds that the host needs to start an operation; assumed."""
 _ASSUMED_COLLECTIVE = 3e-5
 """Seconds of a collective of next to nothing; assumed."""
+_ASSUMED_HOOK = 1e-4
+"""Seconds of an engine's hook in Python; assumed. A GPU's work hides them."""
+_ASSUMED_PROGRAM = 8e-3
+"""Seconds of a pass outside of the networks: Lightning, noise, loss; as `vs_diffusers` measured. A GPU hides them."""
+_ASSUMED_THREADED = 0.5
+"""Part of the time of collectives in threads that the computation on the same cores does not hide; assumed."""
 _ASSUMED_HOST_UPDATES = 1e9
 """Elements per second that Adam updates in host memory; assumed."""
 BYTES_PER_UPDATE = 32
@@ -172,7 +178,7 @@ class StepTime:
     backward: float
     encoding: float
     waiting: float
-    """For collectives and copies that take longer than the computation that hides them."""
+    """For collectives and copies that take longer than the computation that hides them; on a CPU also for hooks."""
     update: float
     """Clipping, the optimizer's step, EMA, and copying updated weights."""
 
@@ -231,7 +237,9 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
         waiting = work.accumulate * max(passing - forward - backward, copying - forward - backward, 0.0)
         waiting += max(reducing - backward, 0.0)
     else:
-        waiting = work.accumulate * (passing + copying) + reducing
+        shown = _ASSUMED_THREADED if traffic.threaded else 1.0
+        hooks = _ASSUMED_HOOK * traffic.hooks + _ASSUMED_PROGRAM
+        waiting = work.accumulate * (shown * passing + copying + hooks) + shown * reducing
     waiting += others * traffic.exposed / gather
     update = traffic.stepped * (BYTES_PER_UPDATE + BYTES_PER_CLIP) / speeds.update_bandwidth
     update += traffic.stepped_on_host / speeds.host_updates + traffic.refreshed / speeds.to_device

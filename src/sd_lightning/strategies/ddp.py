@@ -72,6 +72,7 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         traffic = replace(
             found.traffic,
             all_reduced=sent,
+            threaded=True,
             collectives=1 + sent // self._bucket,
             copied=2 * gradients * (not self._has_views),
         )

@@ -58,6 +58,7 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
         gathered=passes * sum(size.values()),
         reduced=sum(sent.values()),
         collectives=(passes + 1) * len(size),
+        hooks=2 * passes * len(workload.weights),
         copied=passes * sum(size.values()) + sum(sent.values()),
         to_device=passes * shards if strategy.cpu_offload else 0,
         to_host=gradients if strategy.cpu_offload else 0,

@@ -130,6 +130,8 @@ def _traffic(
         to_host=to_host,
         refreshed=refreshed,
         collectives=count,
+        hooks=2 * sum(len(layout.slots) for layout in layouts),
+        threaded=True,
         copied=reduced,
         stepped=stepped,
         stepped_on_host=on_host,

@@ -43,7 +43,8 @@ def _of_zero12(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
         reduced=size * numel - late,
         exposed=late + size * numel,
         collectives=2 + numel // int(settings.get("zero_optimization.reduce_bucket_size")),
-        copied=size * numel + _FLOAT_BYTES * part,  # into buckets, and into float32
+        copied=3 * size * numel + 2 * _FLOAT_BYTES * part,  # in a profile of DeepSpeed 0.19
+        hooks=2 * len(workload.trained),
         stepped=part,
     )
     if settings.offload_device == "none":
@@ -113,7 +114,8 @@ def _of_zero3(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
         gathered=passes * size * whole,
         reduced=size * sum(weight.numel for weight in workload.trained),
         collectives=passes * len(modules) + sum(weight.numel <= threshold for weight in workload.weights),
-        copied=size * (passes * whole + sum(weight.numel for weight in workload.trained)),
+        copied=3 * size * (passes * whole + sum(weight.numel for weight in workload.trained)),  # as above
+        hooks=10 * len({weight.name.rpartition(".")[0] for weight in workload.weights}) + 2 * len(workload.trained),
         to_device=passes * size * shard * is_offloaded,
         to_host=size * part * (not on_device),
         stepped=part * on_device,

@@ -30,6 +30,14 @@ TABLE = {
     "the same: Anyscale encoding; gain by latents from a store at 256², 512²; MosaicML": (
         "{anyscale_encoding}; {anyscale_256}, {anyscale_512}; {mosaicml_step}"
     ),
+    "errors of those that judge: memory of NVIDIA; of others": (
+        "{nvidia_fp16_off_by}, {nvidia_batch_48_off_by}; {colossalai_baseline_off_by}, "
+        "{colossalai_optimised_off_by}, {diffusers_16gb_off_by}, {t4_off_by}, {t4_checkpointing_batch_2_off_by}"
+    ),
+    "errors of those that judge: times": (
+        "{nvidia_backward_off_by}, {t4_step_off_by}, {t4_checkpointing_batch_2_step_off_by}, "
+        "{simpletuner_step_off_by}, {anyscale_256_off_by}"
+    ),
 }
 
 

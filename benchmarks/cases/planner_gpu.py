@@ -132,6 +132,7 @@ def trained(architecture: str, plan: Any, steps: int) -> tuple[float, int]:
     from torch.utils.data import DataLoader
 
     from sd_lightning import LatentDiffusion, SDLightningModule
+    from sd_lightning.strategies.processes.group import leave_process_group
     from sd_lightning.training.precision import precision_options
     from sd_lightning.training.speed import Speed
 
@@ -170,5 +171,6 @@ def trained(architecture: str, plan: Any, steps: int) -> tuple[float, int]:
     }
     batches: Any = [batch] * steps
     trainer.fit(module, DataLoader(batches, batch_size=None))
+    leave_process_group()
     seconds = statistics.median(after - before for before, after in zip(ends[2:], ends[3:]))
     return seconds, torch.cuda.max_memory_allocated() if on_cuda else 0

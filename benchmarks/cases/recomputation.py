@@ -23,6 +23,9 @@ TABLE = {
     "recomputation, time to that of a pass without: all blocks whole; chosen for their memory; for half their saving": (
         "{whole}; {chosen}; {half}"
     ),
+    "chosen by all blocks whole: time for their memory; for half their saving; memory": (
+        "{chosen_to_whole}; {half_to_whole}; {chosen_memory_to_whole}"
+    ),
     "the same, predicted": "{whole_predicted}; {chosen_predicted}; {half_predicted}",
     "the same for memory": "{whole_memory_to_none}; {chosen_memory_to_none}; {half_memory_to_none}",
     "the same for memory, predicted": ("{whole_memory_predicted}; {chosen_memory_predicted}; {half_memory_predicted}"),

@@ -38,7 +38,11 @@ def test_all_figures_are_measured_and_kept_in_a_file(measured: Calibration, tmp_
     measured.write(tmp_path / "devices" / "this.json")
     found = load(tmp_path / "devices" / "this.json")
     assert found.speeds == measured.speeds and found.device == measured.device
-    assert found.versions["torch"] == torch.__version__ and found.date == "2026-11-24"
+    assert (
+        found.versions["torch"] == torch.__version__
+        and int(found.versions["threads"]) > 0
+        and found.date == "2026-11-24"
+    )
     speeds = found.speeds
     assert {kind for kind, _ in speeds.flops} > set(KINDS_OF_PRODUCTS) and {dtype for _, dtype in speeds.flops} == set(
         DTYPES
@@ -115,6 +119,10 @@ def test_predicted_seconds_follow_the_measured_ones() -> None:
     assert given_back.total - plain.total == pytest.approx(
         float((trace.live(4096) + trace.ready() * trace.gradient_bytes).max()) / 1e9
     )
+    slow_data = step_time(trace, 4096, Traffic(), table, replace(work, accumulate=3, loading=plain.total))
+    assert slow_data.total == pytest.approx(3 * plain.total)
+    slow_data = step_time(trace, 4096, Traffic(), table, replace(work, loading=10 * plain.total))
+    assert slow_data.total == pytest.approx(10 * plain.total) and slow_data.forward == plain.forward
     on_cpu = replace(table, overlaps=False, collective=1e-3)
     alone = time(on_cpu).waiting
     assert time(on_cpu, collectives=7).waiting - alone == pytest.approx(7e-3)

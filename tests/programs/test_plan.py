@@ -161,6 +161,17 @@ def test_dollars_say_whose_price_they_are_from(
     assert "dollars:" not in text and "$/million" not in text
 
 
+def test_no_plan_is_faster_than_the_data_loader(
+    compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = {}
+    for loader in ("null", "100"):
+        file = tmp_path / f"{loader}.json"
+        planned(compose, capsys, "strategy=single", "data.batch_size=64", f"loader={loader}", f"output={file}")
+        found[loader] = json.loads(file.read_text())["plans"][0]["images_per_second"]
+    assert found["null"] > 200 and found["100"] == pytest.approx(100)
+
+
 def test_what_the_allocator_loses_is_told_if_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     best = SimpleNamespace(memory=SimpleNamespace(device=10 * 10**9), cluster=SimpleNamespace(memory=11 * 10**9))
 

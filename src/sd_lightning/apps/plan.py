@@ -174,7 +174,7 @@ def check(cfg: DictConfig) -> None:
     Raises:
         UsageError: A number is not positive, or the output is neither HTML nor JSON.
     """
-    for name, example in (("images", "1e6"), ("price", "2.5"), ("host_gb", "64")):
+    for name, example in (("images", "1e6"), ("price", "2.5"), ("host_gb", "64"), ("loader", "200")):
         if cfg[name] is not None and not cfg[name] > 0:
             raise UsageError(f"plan got {name}={cfg[name]}; expected a number above 0; write {name}={example}")
     resolution = cfg.data.resolution
@@ -217,6 +217,7 @@ def run_of(cfg: DictConfig, model: LatentDiffusion) -> TrainingRun:
         encodes=cfg.encoders != "none",
         cache_latents=cfg.encoders != "all",
         offload_encoders=cfg.module.offload_encoders,
+        loaded_per_second=cfg.loader,
     )
 
 

@@ -34,7 +34,7 @@ class Calibration:
     date: str
     """ISO 8601."""
     versions: Mapping[str, str]
-    """Of torch, and of CUDA if there is a GPU."""
+    """Of torch, and of CUDA and its driver if there is a GPU; and the number of torch's threads."""
     table: Device | None = None
     """The table of this device that ships."""
 
@@ -154,8 +154,16 @@ def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
         fresh=measuring.fresh(watch),
         overlaps=on_cuda,
     )
-    versions = {"torch": torch.__version__} | ({"cuda": str(torch.version.cuda)} if on_cuda else {})
+    versions = {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
+    versions |= {"cuda": str(torch.version.cuda), "driver": _driver()} if on_cuda else {}
     return Calibration(device, speeds, date, versions, table)
+
+
+def _driver() -> str:
+    """Return the version of the GPU's driver; "unknown" where it has no such file."""
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", file.read_text()) if file.is_file() else None
+    return found[1] if found else "unknown"
 
 
 def _flops(watch: measuring.Stopwatch, latency: Mapping[str, float]) -> dict[tuple[str, str], Curve]:

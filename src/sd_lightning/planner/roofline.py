@@ -178,7 +178,7 @@ class StepTime:
     backward: float
     encoding: float
     waiting: float
-    """For collectives and copies that take longer than the computation that hides them; on a CPU also for hooks."""
+    """For collectives, copies and data that take longer than what hides them; on a CPU also for hooks."""
     update: float
     """Clipping, the optimizer's step, EMA, and copying updated weights."""
 
@@ -200,6 +200,8 @@ class Work:
     recomputation: float = 0.0
     """Seconds to recompute activations in one pass, unless the trace does it."""
     tf32: bool = False
+    loading: float = 0.0
+    """Seconds in which the data loader delivers one micro-batch, beside the computation."""
 
 
 def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, work: Work) -> StepTime:
@@ -245,4 +247,5 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     update += traffic.stepped_on_host / speeds.host_updates + traffic.refreshed / speeds.to_device
     update += work.averaged * _BYTES_PER_AVERAGE / speeds.update_bandwidth
     passes = work.accumulate
-    return StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)
+    found = StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)
+    return replace(found, waiting=waiting + max(passes * work.loading - found.total, 0.0))

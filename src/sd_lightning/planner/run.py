@@ -57,6 +57,8 @@ class TrainingRun:
     """Class images generated at a time before training; 0 for none."""
     prior_dtype: torch.dtype = torch.bfloat16
     """Dtype in which class images are generated."""
+    loaded_per_second: float | None = None
+    """Images that the data loader delivers per process; None if it is never waited for."""
     from_files: bool = True
     """Whether weights are read from files tensor by tensor, not built as a whole model."""
 

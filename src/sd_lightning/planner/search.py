@@ -316,7 +316,8 @@ class Search:
         memory = forecaster.forecast(footprint, size, chosen.change if chosen else None)
         encoding = self._encoding(size) if run.encodes else 0.0
         again = chosen.seconds if chosen else 0.0
-        work = Work(run.world_size, accumulate, encoding, footprint.averaged * run.averages, again, self._tf32)
+        loading = size / run.loaded_per_second if run.loaded_per_second else 0.0
+        work = Work(run.world_size, accumulate, encoding, footprint.averaged * run.averages, again, self._tf32, loading)
         time = step_time(forecaster.trace(footprint), size, footprint.traffic, self._speeds, work)
         return Plan(candidate, run, memory, time, self._cluster)
 

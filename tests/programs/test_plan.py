@@ -120,6 +120,7 @@ def test_what_does_not_fit_is_told_with_what_would(
         (["gpu=rtx-306"], "gpu=rtx-306: no such GPU; the nearest are rtx-3060"),
         (["price=-1"], "plan got price=-1; expected a number above 0; write price=2.5"),
         (["images=0"], "plan got images=0; expected a number above 0; write images=1e6"),
+        (["loader=0"], "plan got loader=0; expected a number above 0; write loader=200"),
         (["host_gb=-2"], "plan got host_gb=-2; expected a number above 0"),
         (["data.resolution=100"], "plan got data.resolution=100; expected a multiple of 8 pixels, e.g. 512"),
         (["output=plan.txt"], "plan got output=plan.txt; expected a file that ends with .html or .json"),

@@ -2,7 +2,9 @@
 
 Half of the judged cases may set the planner's assumed constants (:data:`SETS`), the other half judges them
 (:data:`JUDGES`). Which is which was committed before the planner was first run on them. :data:`SHOWN` are figures
-whose settings are too uncertain to judge by.
+whose settings are too uncertain to judge by; NVIDIA's times with flash attention were added to them after that run.
+
+The T4's and SimpleTuner's figures were read at their source, the others as they are quoted.
 """
 
 from dataclasses import dataclass, field

@@ -30,7 +30,6 @@ import unet_35m
 from hand_written import Batch
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning._console import quiet_libraries
-from sd_lightning.models.families import architecture
 from sd_lightning.planner.calibration import calibrate
 from sd_lightning.planner.forecast import Forecaster
 from sd_lightning.planner.links import rates_in_group, start_in_group
@@ -66,21 +65,9 @@ class Subject:
     """Of latents."""
 
     def batches(self) -> list[Batch]:
-        rank = dist.get_rank()
-        generator = torch.Generator().manual_seed(rank)
-        model = self.build()
-        return [
-            {
-                "latent_moments": torch.randn((self.batch_size, 8, self.side, self.side), generator=generator),
-                "input_ids": {
-                    name: torch.randint(0, 500, (self.batch_size, int(architecture("tiny").max_length)))
-                    for name in model.text_encoders
-                },
-                "epoch": torch.zeros(self.batch_size, dtype=torch.int64),
-                "index": torch.arange(self.batch_size) + (step * dist.get_world_size() + rank) * self.batch_size,
-            }
-            for step in range(STEPS)
-        ]
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        latents = 4, self.side, self.side
+        return unet_35m.make_batches(STEPS, rank, world_size, batch_size=self.batch_size, latents=latents)
 
 
 SUBJECTS = {

@@ -39,17 +39,19 @@ def build() -> LatentDiffusion:
     return LatentDiffusion.build(replace(tiny, networks=networks), seed=0)
 
 
-def make_batches(count: int, rank: int, world_size: int) -> list[Batch]:
+def make_batches(
+    count: int, rank: int, world_size: int, *, batch_size: int = BATCH_SIZE, latents: tuple[int, ...] = LATENTS
+) -> list[Batch]:
     """Make this rank's batches: other latents and captions on every rank."""
     generator = torch.Generator().manual_seed(rank)
-    channels, *size = LATENTS
+    channels, *size = latents
     length = int(architecture("tiny").max_length)
     return [
         {
-            "latent_moments": torch.randn((BATCH_SIZE, 2 * channels, *size), generator=generator),
-            "input_ids": {"text_encoder": torch.randint(0, 500, (BATCH_SIZE, length), generator=generator)},
-            "epoch": torch.zeros(BATCH_SIZE, dtype=torch.int64),
-            "index": torch.arange(BATCH_SIZE) + (number * world_size + rank) * BATCH_SIZE,
+            "latent_moments": torch.randn((batch_size, 2 * channels, *size), generator=generator),
+            "input_ids": {"text_encoder": torch.randint(0, 500, (batch_size, length), generator=generator)},
+            "epoch": torch.zeros(batch_size, dtype=torch.int64),
+            "index": torch.arange(batch_size) + (number * world_size + rank) * batch_size,
         }
         for number in range(count)
     ]

@@ -25,6 +25,7 @@ from sd_lightning.planner.roofline import COLLECTIVES, KINDS_OF_PRODUCTS, Curve,
 from sd_lightning.planner.run import TrainingRun
 
 LINKS = ("all-gather", "reduce-scatter", "all-reduce")
+ASSUMED = "link, hooks, what threads hide assumed"
 QUICK = Effort(least=1e-4, longest=1.0, sizes=2, links=False)
 
 
@@ -50,7 +51,7 @@ def test_all_figures_are_measured_and_kept_in_a_file(measured: Calibration, tmp_
     assert len(speeds.bandwidth.sizes) == 2 == len(speeds.flops["matmul", "float32"].rates)
     rates = (speeds.update_bandwidth, speeds.to_device, speeds.to_host, *speeds.link.values(), speeds.host_updates)
     assert min(rates) > 1e6 and 1e-8 < speeds.launch < 1e-2
-    assert speeds.provenance == "calibrated on 2026-11-24 (link assumed)" and not speeds.overlaps
+    assert speeds.provenance == f"calibrated on 2026-11-24 ({ASSUMED})" and not speeds.overlaps
     assert min(found.device.memory, found.device.host_memory) > 1e9 and found.device.name == device_name()
 
 
@@ -164,7 +165,11 @@ def test_the_program_measures_and_plans_for_this_machine_use_it(
 
     planning_app.run(compose("plan", "model=tiny", "optimizer.fused=false", "data.batch_size=8"))
     text = capsys.readouterr().out
-    assert f"on 1 x {device_name()}" in text and "seconds are calibrated on 2026-11-24 (link assumed)" in text
+    assert (
+        f"on 1 x {device_name()}" in text
+        and "seconds are calibrated on 2026-11-24 ({ASSUMED})" in text
+        and "CUDA" not in text
+    )
 
 
 def test_the_file_of_another_device_is_refused(

@@ -95,7 +95,8 @@ class Price:
 
 def told_hints(prepared: Search, found: Plans) -> list[str]:
     """Return what the allocator loses, the smallest GPU, and what more memory buys, as lines of text."""
-    lines = _fragments(prepared, found.best[0]) if found.best else []
+    on_gpu = found.speeds.overlaps
+    lines = _fragments(prepared, found.best[0]) if found.best and on_gpu else []
     least = smallest(prepared)
     if least is not None:
         device = least.cluster.device

@@ -150,7 +150,7 @@ def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
         measuring.host_updates(watch.effort),
         links[1] if links else assumed.collective,
         f"calibrated on {date}",
-        () if links else ("link",),
+        ("link",) * (links is None) + ("hooks", "what threads hide") * (not on_cuda),
         fresh=measuring.fresh(watch),
         overlaps=on_cuda,
     )

@@ -167,7 +167,7 @@ def test_the_program_measures_and_plans_for_this_machine_use_it(
     text = capsys.readouterr().out
     assert (
         f"on 1 x {device_name()}" in text
-        and "seconds are calibrated on 2026-11-24 ({ASSUMED})" in text
+        and f"seconds are calibrated on 2026-11-24 ({ASSUMED})" in text
         and "CUDA" not in text
     )
 

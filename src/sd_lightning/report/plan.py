@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sd_lightning.report.bars import bar_height, charts, number, rows, stacked, tiles
 from sd_lightning.report.charts import AREAS, INKS, LINES, card, render_svg, tidy
 from sd_lightning.report.document import section, write_document
 
@@ -65,12 +66,12 @@ def write_plan_page(path: Path, data: Data) -> Path:
     body += [f'<p class="note">{html.escape(line)}</p>' for line in data["hints"]]
     if data["plans"]:
         body.append(section(f"The fastest plan: {data['plans'][0]['name']}", _fastest(data)))
-    body.append(section("Memory", _charts(_memory_card(data), _timeline_card(data))))
+    body.append(section("Memory", charts(_memory_card(data), _timeline_card(data))))
     if data["plans"]:
-        body.append(section("Time", _charts(_time_card(data), _frontier_card(data))))
+        body.append(section("Time", charts(_time_card(data), _frontier_card(data))))
     body.append(section("All strategies", _table(data)))
     if data["gpus"]:
-        body.append(section("Other GPUs", _charts(_gpu_card(data)) + _gpu_table(data)))
+        body.append(section("Other GPUs", charts(_gpu_card(data)) + _gpu_table(data)))
     body.append(section("Where the numbers are from", _provenance(data)))
     return write_document(path, data["title"], "training plan", "\n".join(body))
 
@@ -83,40 +84,32 @@ def plan_section(data: Data, measured: Mapping[str, Any] | None) -> str:
         measured: The ``plan`` of the run's summary.
     """
     shown = {**data, "plans": data["plans"][:4], "too_large": []}
-    rows = []
+    told = []
     if measured is not None:
         for label, key, unit in (("memory", "memory_gb", "GB"), ("a step", "step_seconds", "s")):
             real = measured[key]["measured"]
-            told = "not measured" if real is None else f"{real:.3g} {unit}"
-            rows.append((label, f"{measured[key]['predicted']:.3g} {unit}", told))
-    table = _rows(("", "predicted", "measured"), rows) if rows else ""
-    return section("Plan", table + _charts(_memory_card(shown), _time_card(shown)))
-
-
-def _charts(*cards: str) -> str:
-    return f'<div class="charts">{"".join(cards)}</div>'
+            shown_real = "not measured" if real is None else f"{real:.3g} {unit}"
+            told.append((label, f"{measured[key]['predicted']:.3g} {unit}", shown_real))
+    table = rows(("", "predicted", "measured"), told) if told else ""
+    return section("Plan", table + charts(_memory_card(shown), _time_card(shown)))
 
 
 def _tiles(data: Data) -> str:
     if not data["plans"]:
         return '<p class="warn">Nothing fits. The memory that each strategy lacks is below.</p>'
     best = data["plans"][0]
-    tiles = [
-        (_number(best["images_per_second"]), "images per second"),
+    shown = [
+        (number(best["images_per_second"]), "images per second"),
         (f"{best['device_peak'] / _GB:.1f} GB", f"of {data['memory'] / _GB:.1f} GB that can be used"),
         (f"{best['host_peak'] / _GB:.1f} GB", "of host memory per GPU"),
     ]
     price, images = best["dollars_per_million"], data["images"]
     if price is not None:
-        tiles.append((f"$ {price:,.2f}", "for a million images"))
+        shown.append((f"$ {price:,.2f}", "for a million images"))
     if images is not None:
         days = f"{images / best['images_per_second'] / 86400:,.1f} days"
-        tiles.append((days, f"for {images:,.0f} images" + (f", $ {price * images / 1e6:,.0f}" if price else "")))
-    shown = (
-        f'<div class="card tile"><p class="value">{html.escape(value)}</p><p>{html.escape(label)}</p></div>'
-        for value, label in tiles
-    )
-    return f'<div class="tiles">{"".join(shown)}</div>'
+        shown.append((days, f"for {images:,.0f} images" + (f", $ {price * images / 1e6:,.0f}" if price else "")))
+    return tiles(shown)
 
 
 def _fastest(data: Data) -> str:
@@ -131,7 +124,7 @@ def _memory_card(data: Data) -> str:
     limit = data["memory"] / _GB
 
     def draw(axes: Axes) -> None:
-        _stacked(axes, names, bars, list(AREAS.values()))
+        stacked(axes, names, bars, list(AREAS.values()))
         axes.axvline(limit, color=INKS["--ink"], linewidth=1.5, linestyle="--")
         axes.set_xlim(0, 1.1 * max(limit, *(sum(bar) for bar in bars)))
         axes.set_xlabel("GB of a GPU's memory, at the peak")
@@ -143,7 +136,7 @@ def _memory_card(data: Data) -> str:
     if any(plan["device_peak"] <= data["memory"] for plan in data["too_large"]):
         note += f" Others need more than the {data['host_memory'] / _GB:.0f} GB of host memory per GPU."
     note += f" {left} more strategies are in the table." if left else ""
-    svg = render_svg("Memory by strategy", draw, wide=True, height=_height(shown))
+    svg = render_svg("Memory by strategy", draw, wide=True, height=bar_height(shown))
     return card("Memory by strategy", note, keys=keys, picture=svg, wide=True)
 
 
@@ -196,13 +189,13 @@ def _time_card(data: Data) -> str:
     bars = [[1e3 * plan["seconds"][part] / plan["global_batch"] for part in _TIMES] for plan in shown]
 
     def draw(axes: Axes) -> None:
-        _stacked(axes, [plan["name"] for plan in shown], bars, list(AREAS.values()))
+        stacked(axes, [plan["name"] for plan in shown], bars, list(AREAS.values()))
         axes.set_xlim(0, 1.1 * max(map(sum, bars)))
         axes.set_xlabel("milliseconds per image, on all GPUs together")
 
     used = [any(column) for column in zip(*bars)]
     keys = [(ink, label, "") for ink, label, is_used in zip(AREAS, _TIMES.values(), used) if is_used]
-    svg = render_svg("Time by strategy", draw, wide=True, height=_height(shown))
+    svg = render_svg("Time by strategy", draw, wide=True, height=bar_height(shown))
     note = html.escape(f"Seconds are {data['speeds']}.")
     return card("Time by strategy", note, keys=keys, picture=svg, wide=True)
 
@@ -254,32 +247,32 @@ def _gpu_card(data: Data) -> str:
 
     def draw(axes: Axes) -> None:
         names = [f"{each['count']} x {each['gpu']}" for each in ordered]
-        _stacked(axes, names, [[value(each)] for each in ordered], [LINES["--line-1"]])
+        stacked(axes, names, [[value(each)] for each in ordered], [LINES["--line-1"]])
         axes.set_xlim(0, 1.1 * max(map(value, ordered)))
         axes.set_xlabel(unit)
 
     note = "The fastest plan on each." + (" GPUs without a known price are in the table below." if priced else "")
-    svg = render_svg("GPUs", draw, wide=True, height=_height(ordered))
+    svg = render_svg("GPUs", draw, wide=True, height=bar_height(ordered))
     return card(unit.capitalize(), note, picture=svg, wide=True)
 
 
 def _gpu_table(data: Data) -> str:
-    rows = [
+    lines = [
         (
             f"{each['count']} x {each['gpu']}",
             each["name"],
-            _number(each["images_per_second"]),
+            number(each["images_per_second"]),
             "—" if each["price"] is None else f"{each['price']:,.2f}",
             "—" if each["dollars_per_million"] is None else f"{each['dollars_per_million']:,.2f}",
         )
         for each in data["gpus"]
     ]
-    return _rows(("GPUs", "strategy", "images per second", "$ per GPU-hour", "$ per million images"), rows)
+    return rows(("GPUs", "strategy", "images per second", "$ per GPU-hour", "$ per million images"), lines)
 
 
 def _table(data: Data) -> str:
     recomputed = {False: "nothing", True: "all blocks", "auto": "some blocks"}
-    rows = [
+    lines = [
         (
             plan["name"],
             f"{plan['micro_batch']} x {plan['accumulate']}",
@@ -287,17 +280,17 @@ def _table(data: Data) -> str:
             f"{plan['device_peak'] / _GB:.1f}",
             f"{plan['host_peak'] / _GB:.1f}",
             f"{plan['seconds']['step']:.3g}" if plan["fits"] else "does not fit",
-            _number(plan["images_per_second"]) if plan["fits"] else "—",
+            number(plan["images_per_second"]) if plan["fits"] else "—",
         )
         for plan in (*data["plans"], *data["too_large"])
     ]
     head = ("strategy", "batch per GPU x passes", "recomputes", "GPU GB", "host GB", "s/step", "images per second")
     missing = "".join(f'<p class="note">Not considered: {html.escape(text)}</p>' for text in data["not_considered"])
-    return _rows(head, rows) + missing
+    return rows(head, lines) + missing
 
 
 def _provenance(data: Data) -> str:
-    rows = [
+    lines = [
         ("memory", "predicted from shapes: traced operations, and what each strategy declares that it holds"),
         ("0.6 GB per GPU, 2 GB on the host", "assumed: CUDA context, workspaces, NCCL; Python and libraries"),
         ("97 % of a GPU's memory", "assumed to be usable"),
@@ -305,35 +298,4 @@ def _provenance(data: Data) -> str:
         ("price", data["price_source"] or "none is known; price= sets one"),
         ("settings", data["settings"]),
     ]
-    return _rows(("what", "where it is from"), rows)
-
-
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th scope=col>{html.escape(each)}</th>" for each in head)
-    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="card scroll"><table class="plain"><tr>{cells}</tr>{lines}</table></div>'
-
-
-def _stacked(axes: Axes, names: Sequence[str], bars: Sequence[Sequence[float]], colours: Sequence[str]) -> None:
-    """Draw a horizontal bar for each name, the first at the top."""
-    places = range(len(names))
-    left = [0.0] * len(names)
-    for column, colour in zip(zip(*bars), colours):
-        axes.barh(places, column, left=left, color=colour, height=0.62, linewidth=0)
-        left = [a + b for a, b in zip(left, column)]
-    for place, total in zip(places, left):
-        axes.text(1.0, place, _number(total), transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8)
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", linewidth=0.8)
-
-
-def _height(bars: Sequence[object]) -> float:
-    """Return the height of a chart with so many bars, inches."""
-    return 0.9 + 0.27 * len(bars)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return rows(("what", "where it is from"), lines)

@@ -26,8 +26,8 @@ DIRTY = "-dirty"
 WITHIN_NOISE = "within noise"
 
 Hardware = dict[str, str | int | float]
-Measured = Mapping[str, float | list[float]]
-"""Metric -> its figure, or its figures round by round."""
+Measured = Mapping[str, float | list[float] | str]
+"""Metric -> its figure, or its figures round by round; or a note's name -> its text."""
 Row = dict[str, Any]
 """A line as it is read."""
 
@@ -74,7 +74,7 @@ def add_line(
 
     Args:
         case: Its name.
-        measured: Of a list the median is kept, and its interquartile range under ``spread``.
+        measured: Of a list the median is kept, and its interquartile range under ``spread``; texts under ``notes``.
         results: Folder of the files; None appends nothing.
         origin: Read before measuring.
         peers: Name of a peer -> its settings; ``version`` is added where it is a package.
@@ -89,8 +89,10 @@ def add_line(
         "metrics": {
             key: _rounded(statistics.median(value) if isinstance(value, list) else value)
             for key, value in measured.items()
+            if not isinstance(value, str)
         },
         "spread": {key: _rounded(spread(figures)) for key, figures in rounds.items() if len(figures) > 1},
+        "notes": {key: value for key, value in measured.items() if isinstance(value, str)},
         "rounds": min(map(len, rounds.values()), default=1),
         "peers": {name: {"version": _version(name)} | dict(settings) for name, settings in (peers or {}).items()},
         "arguments": dict(arguments or {}),
@@ -130,6 +132,11 @@ def clean(rows: list[Row]) -> list[Row]:
         for row in rows
         if not row["commit"].endswith(DIRTY) and row["commit"] != "unknown" and not row.get("arguments")
     ]
+
+
+def line_of(row: Row) -> str:
+    """Return where a figure comes from."""
+    return f"{row['commit'][:8]}, {row['date'][:10]}, {row['machine']}"
 
 
 def verdict(bar: str, metric: str, row: Row) -> str:

@@ -1,6 +1,7 @@
 """Turn the lines of `results/*.jsonl` into tables and plots.
 
     python benchmarks/report.py               print the table; write results/README.md and results/*.svg
+    python benchmarks/report.py --html        the page results/index.html with the ladders' charts, and these as PNG
     python benchmarks/report.py --readme      write the tables of README.md and docs/benchmarks.md, between two markers
 
 Shown is the newest line of every case, in results/ of every case on every machine. A line of a checkout with changes is
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lines import RESULTS, Row, clean, read_rows, verdict
+from lines import RESULTS, Row, clean, line_of, read_rows, verdict
 from run import HERE, case_names, load_case, revision_of
 
 README, PAGE = HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md"
@@ -58,11 +59,6 @@ def newest(rows: list[Row], *keys: str) -> dict[tuple[str, ...], Row]:
 def _is_comparable(row: Row) -> bool:
     case = row["case"]
     return case not in case_names() or row.get("revision", 1) == revision_of(load_case(case))
-
-
-def line_of(row: Row) -> str:
-    """Return where a figure comes from."""
-    return f"{row['commit'][:8]}, {row['date'][:10]}, {row['machine']}"
 
 
 def tables(rows: list[Row]) -> dict[Path, str]:
@@ -115,8 +111,16 @@ def with_table(text: str, table: str, *, who: str) -> str:
 
 def table(rows: list[Row]) -> str:
     """Return a Markdown table of everything in the newest line per case and machine."""
-    lines = ["| case | metrics | bar | met | torch | peers | line |", "|---|---|---|---|---|---|---|"]
-    for (case, _), row in sorted(newest(rows, "case", "machine").items()):
+    head, lines = table_cells([row for _, row in sorted(newest(rows, "case", "machine").items())])
+    ruler = ["---"] * len(head)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ruler, *lines))
+
+
+def table_cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the cells of a table of everything in some lines."""
+    lines = []
+    for row in rows:
+        case = row["case"]
         bars, spread = bars_of(case), row.get("spread", {})
         metrics = ", ".join(f"{name} {Figure(value, spread.get(name))}" for name, value in row["metrics"].items())
         met = {name: verdict(bar, name, row) for name, bar in bars.items()}
@@ -129,8 +133,8 @@ def table(rows: list[Row]) -> str:
             ", ".join(f"{name} {settings['version']}" for name, settings in row.get("peers", {}).items()),
             line_of(row),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return ["case", "metrics", "bar", "met", "torch", "peers", "line"], lines
 
 
 def plot_case(case: str, rows: list[Row], path: Path) -> None:
@@ -162,6 +166,20 @@ def plot_case(case: str, rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
+def write_page(rows: list[Row], folder: Path) -> list[Path]:
+    """Write the page with all results, and the ladders' charts as pictures; return their paths."""
+    from ladder_page import sections, write_pictures
+    from sd_lightning.report import bars
+    from sd_lightning.report.document import section, write_document
+
+    found = [row for _, row in sorted(newest(rows, "case", "machine").items())]
+    lead = '<p class="lead">The newest line of each case and machine in <code>benchmarks/results</code>.</p>'
+    body = [lead, *sections(found)]
+    body.append(section("All cases", bars.rows(*table_cells(found))))
+    page = write_document(folder / "index.html", "Benchmarks", "sd_lightning", "\n".join(body))
+    return [page, *write_pictures(found, folder)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,6 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--readme", action="store_true", help="write README.md and docs/benchmarks.md, and nothing else"
     )
+    parser.add_argument("--html", action="store_true", help="write results/index.html, and its charts as PNG")
     options = parser.parse_args(arguments)
     rows = clean(read_rows(options.results))
     if not rows:
@@ -177,6 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.readme:
         for path, text in tables(rows).items():
             path.write_text(with_table(path.read_text(encoding="utf-8"), text, who=path.name), encoding="utf-8")
+        return 0
+    if options.html:
+        for path in write_page(rows, options.results):
+            print(path)
         return 0
     text = table(rows)
     print(text, end="")

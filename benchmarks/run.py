@@ -8,7 +8,7 @@ A case is a file `cases/NAME.py`:
 
 - its docstring says what is measured;
 - `measure()` returns its metrics: a number, or a list with the figure of every round, of which the line keeps the
-  median and, as its spread, the interquartile range; a comparison is a named ratio;
+  median and, as its spread, the interquartile range; a comparison is a named ratio; or a text, kept as a note;
 - `BARS`: metric -> the bar it has to meet, written `"<= 1.1"`, `">= 1.3"` or `"== 1"`;
 - `TABLE`: what a row of the README compares -> its figures, as a format string over the metrics;
 - `README`, where there are any: what rows without a bar compare that the README shows, too;

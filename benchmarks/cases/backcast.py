@@ -4,12 +4,11 @@ Nothing is measured: a ratio is predicted by published. `published.py` has each 
 set the planner's constants.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
+from ladder import explicit_attention
 from published import JUDGES, PUBLISHED, SHOWN, Setup
 
 BARS = {
@@ -58,7 +57,7 @@ def predicted(setup: Setup, what: str) -> float:
     """Return a figure of a run, in bytes or seconds."""
     from sd_lightning.planner.forecast import Forecaster
 
-    with _attention(setup):
+    with explicit_attention() if setup.explicit_attention else nullcontext():
         model, plan = _planned(setup)
         if what == "allocated":
             return plan.memory.device
@@ -105,21 +104,3 @@ def _planned(setup: Setup) -> tuple[Any, Any]:
     )
     (only,) = found.best or found.too_large
     return model, only
-
-
-@contextmanager
-def _attention(setup: Setup) -> Iterator[None]:
-    """Let attention write the matrix of its weights, if the run did."""
-    import torch
-    from torch import Tensor
-    from torch.nn import functional as F
-
-    def explicit(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        weights = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).softmax(-1)
-        return torch.matmul(weights.to(value.dtype), value)
-
-    if setup.explicit_attention:
-        with patch.object(F, "scaled_dot_product_attention", explicit):
-            yield
-    else:
-        yield

@@ -153,7 +153,7 @@ def run_of(cfg: DictConfig, parts: Parts, model: LatentDiffusion, world_size: in
         averages=ema is not None,
         offload_averages=ema is not None and ema.get("offload", False),
         offload_encoders=cfg.module.offload_encoders,
-        cache_latents=cfg.data.get("cache_latents", False),
+        cache_latents=cfg.data.get("cache_latents", "store" in cfg.data),
         drawn_size=(cfg.sampling.get("height") or model.resolution, cfg.sampling.get("width") or model.resolution),
         vae_tiling=bool(cfg.sampling.get("vae_tiling")),
         sample_batch_size=min(cfg.sampling.batch_size, -(-num_samples // world_size)),

@@ -159,6 +159,8 @@ def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
     """Return the model argument that defers loading the weights of networks, or nothing where it is impossible."""
     if cfg.model["_target_"] != LOAD_MODEL or is_lightning_checkpoint(cfg.init_from):
         return {}  # a Lightning checkpoint is loaded into whole weights
+    if any(str(node["_target_"]).endswith("WeightAveraging") for node in cfg.callbacks.values() if node is not None):
+        return {}  # Lightning's callbacks of that name copy the module before a strategy has read its weights
     return {"deferred": tuple(names)}
 
 

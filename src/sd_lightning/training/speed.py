@@ -18,6 +18,7 @@ from sd_lightning.models.families.blocks import enable_gradient_checkpointing, r
 log = logging.getLogger(__name__)
 
 AttentionKernel = Literal["auto", "math", "flash", "efficient", "cudnn"]
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Speed:
     """Keep convolution weights and activations in the NHWC layout."""
     compile_blocks: bool = False
     """Compile the repeated blocks with torch.compile for training, one graph per kind and shape of block."""
+    compile_mode: CompileMode = "default"
+    """How: "max-autotune-no-cudagraphs" times several kernels for each product and keeps the fastest."""
     attention: AttentionKernel = "auto"
     """Kernel of scaled_dot_product_attention, with the math kernel as fallback (the VAE's heads are too wide for
     flash). "auto" leaves the choice to torch."""
@@ -40,6 +43,13 @@ class Speed:
     def __post_init__(self) -> None:
         if self.attention not in (kernels := get_args(AttentionKernel)):
             raise UsageError(f"Speed got attention={self.attention!r}; expected one of {', '.join(kernels)}")
+        if self.compile_mode not in (modes := get_args(CompileMode)):
+            raise UsageError(f"Speed got compile_mode={self.compile_mode!r}; expected {' or '.join(modes)}")
+        if self.compile_mode != "default" and not self.compile_blocks:
+            raise UsageError(
+                f"Speed got compile_mode={self.compile_mode} but nothing is compiled; write compile_blocks=true, or "
+                "leave compile_mode out"
+            )
         if not (self.gradient_checkpointing == "auto" or self.gradient_checkpointing >= 0):
             raise UsageError(
                 f"Speed got gradient_checkpointing={self.gradient_checkpointing}; expected true, false, auto, or GB of "
@@ -79,7 +89,7 @@ class Speed:
             if self.channels_last:
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if self.compile_blocks:
-                _compile_blocks(network)
+                _compile_blocks(network, self.compile_mode)
         torch.set_float32_matmul_precision("high" if self.allow_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = self.allow_tf32
         use_attention_kernel(self.attention)
@@ -98,14 +108,14 @@ def use_attention_kernel(name: AttentionKernel) -> None:
     cuda.enable_cudnn_sdp(name in ("auto", "cudnn"))
 
 
-def _compile_blocks(network: nn.Module) -> None:
+def _compile_blocks(network: nn.Module, mode: CompileMode) -> None:
     """Compile the blocks for training; in evaluation, which has many batch sizes, they run uncompiled."""
     blocks = repeated_blocks(network)
     # Blocks of one kind and shape share a graph. The limit counts all kinds together; beyond it they run uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     for block in blocks.values():
         # Not dynamic: a block called with two shapes would get one dynamic graph, on which torch 2.13's inductor fails.
-        compiled = torch.compile(block._call_impl, dynamic=False)
+        compiled = torch.compile(block._call_impl, dynamic=False, mode=mode)
         block._compiled_call_impl = partial(_call, block, compiled)
 
 

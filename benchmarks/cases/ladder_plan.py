@@ -1,0 +1,64 @@
+"""The ladder as the planner predicts it: Stable Diffusion 2.1 at 512 x 512 pixels on eight A100 80GB.
+
+Nothing is measured. The planner does not know the loader, the optimizer's kernel and compiled layers: it assumes the
+fast ones from the first rung on. "Stored latents" is also predicted for 1, 2, 4 and 8 GPUs with the same batch on each,
+and FSDP2 and DDP for two such machines whose network is TCP over one card of 100 Gbit/s, or EFA over four.
+"""
+
+from dataclasses import replace
+
+import ladder
+from lines import Measured
+
+BARS: dict[str, str] = {}
+PER_GPU = 8, 32
+"""Samples of a pass, before and after the rung "larger batch"."""
+COUNTS = (1, 2, 4, 8)
+NETWORKS = {"tcp": 12.5e9, "efa": 50e9}
+"""Bytes per second between two machines: all GPUs of a machine share them, and a ring passes them once."""
+TABLE = {
+    f"sd21 on {{gpu}}, predicted images per second of {ladder.TITLES}": ladder.table("predicted_images_per_second"),
+    "peak GB of a GPU, predicted": ladder.table("predicted_gb"),
+    "stored latents on 1, 2, 4, 8 GPUs, predicted images per second": "; ".join(
+        f"{{scaling_{count}_predicted_images_per_second}}" for count in COUNTS
+    ),
+    "FSDP2 on two machines with 8 GPUs each: TCP; EFA; DDP: TCP; EFA": (
+        "{fsdp_tcp_predicted_images_per_second}; {fsdp_efa_predicted_images_per_second}; "
+        "{ema_tcp_predicted_images_per_second}; {ema_efa_predicted_images_per_second}"
+    ),
+}
+TABLE = {row.replace("{gpu}", "8 x A100 80GB"): figures for row, figures in TABLE.items()}
+
+
+def measure(
+    architecture: str = "sd21", resolution: int = 512, gpu: str = "a100-80gb", counts: tuple[int, ...] = COUNTS
+) -> Measured:
+    """Predict every rung.
+
+    Args:
+        architecture: Which model.
+        resolution: Side of the images, pixels.
+        gpu: Name of a device table.
+        counts: Numbers of GPUs; the rungs are for the last one.
+    """
+    from sd_lightning.planner.calibration import hardware
+
+    device, speeds = hardware(gpu)
+
+    def way(count: int) -> ladder.Climb:
+        options = (f"model={architecture}", f"data.resolution={resolution}")
+        return ladder.Climb(options, "photos", "latents", (PER_GPU[0] * count, PER_GPU[1] * count))
+
+    of = {rung.name: rung for rung in ladder.RUNGS}
+    metrics = dict(ladder.forecasts(way(counts[-1]), [], ladder.Hardware(device, speeds, counts[-1])))
+    for count in counts:
+        rate, memory = ladder.predicted(way(count).command(of["latents"], []), ladder.Hardware(device, speeds, count))
+        metrics |= {f"scaling_{count}_predicted_images_per_second": rate, f"scaling_{count}_predicted_gb": memory}
+    many = 2 * counts[-1]
+    for network, rate in NETWORKS.items():
+        slower = replace(speeds, link={kind: min(link, rate) for kind, link in speeds.link.items()})
+        for name in ("ema", "fsdp"):
+            found, _ = ladder.predicted(way(many).command(of[name], []), ladder.Hardware(device, slower, many))
+            metrics[f"{name}_{network}_predicted_images_per_second"] = found
+    described = {"gpu": device.name, "model": f"{architecture} at {resolution} x {resolution}"}
+    return {**metrics, **described, "devices": counts[-1]}

@@ -1,0 +1,279 @@
+"""The ladders of `results/*.jsonl` as tables and charts: measured ones, and the predicted one."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ladder import RUNGS, Rung
+from lines import Row, line_of
+from sd_lightning.planner.devices import Device, table_of
+from sd_lightning.report.bars import bar_height, charts, number, rows
+from sd_lightning.report.charts import AREAS, INKS, LINES, Panel, card, render_panels, render_svg, tidy
+from sd_lightning.report.document import section
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MEASURED, PREDICTED = "measured", "predicted"
+_BAR, _MARK, _LINE = "--area-1", "--line-2", "--line-3"
+_SCALING = "scaling_"
+_RATE, _MEMORY = "images_per_second", "gb"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a rung."""
+
+    value: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A line of a case that holds rungs."""
+
+    row: Row
+
+    @property
+    def is_measured(self) -> bool:
+        return any(f"{rung.name}_{_RATE}" in self.row["metrics"] for rung in RUNGS)
+
+    @property
+    def devices(self) -> int:
+        return int(self.row["metrics"]["devices"])
+
+    @cached_property
+    def device(self) -> Device | None:
+        """The GPU's table; None on a CPU, or if there is none."""
+        name = self._notes.get("gpu") or self.row["hardware"].get("gpu")
+        return None if name is None else table_of(str(name))
+
+    @property
+    def hardware(self) -> str:
+        """What it ran on, or is predicted for."""
+        name = self._notes.get("gpu") or self.row["hardware"].get("gpu")
+        if name is not None:
+            return f"{self.devices} x {name}"
+        return f"{self.devices} processes on {self.row['hardware']['cores']} cores of {self.row['hardware']['cpu']}"
+
+    @property
+    def title(self) -> str:
+        return f"{self._notes['model']}, {self.hardware}"
+
+    @property
+    def source(self) -> str:
+        """Where its figures are from."""
+        if self.is_measured:
+            return f"{MEASURED} on {self.hardware} ({line_of(self.row)}), medians of {self.row['rounds']} runs"
+        return f"{PREDICTED}, {self._assumed}, at {line_of(self.row).partition(',')[0]}"
+
+    @property
+    def forecast(self) -> str:
+        """How the predicted figures beside measured ones are made."""
+        return f"{PREDICTED} by the planner, {self._assumed}"
+
+    @property
+    def _assumed(self) -> str:
+        speeds = self._notes.get("speeds", "assumed")
+        return "speeds assumed from the data sheet" if speeds == "assumed" else f"speeds {speeds}"
+
+    @property
+    def _notes(self) -> Mapping[str, str]:
+        notes: Mapping[str, str] = self.row.get("notes", {})
+        return notes
+
+    def figure(self, rung: Rung, metric: str, kind: str) -> Figure | None:
+        """Return a rung's images per second or GB, measured or predicted."""
+        name = f"{rung.name}_{metric}" if kind == MEASURED else f"{rung.name}_{PREDICTED}_{metric}"
+        value = self.row["metrics"].get(name)
+        return None if value is None else Figure(value, self.row.get("spread", {}).get(name, 0.0))
+
+    def shown(self, rung: Rung, metric: str) -> Figure | None:
+        """Return the measured figure, or in a predicted ladder the predicted one."""
+        return self.figure(rung, metric, MEASURED if self.is_measured else PREDICTED)
+
+    def dollars(self, rung: Rung) -> float | None:
+        """Return the price of a million images; None without a figure or a price."""
+        rate = self.shown(rung, _RATE)
+        if rate is None or self.device is None or self.device.price_per_hour is None:
+            return None
+        return 1e6 / rate.value / 3600 * self.device.price_per_hour * self.devices
+
+    def skipped(self, rung: Rung) -> str | None:
+        """Return why a rung did not run."""
+        return self._notes.get(f"{rung.name}_skipped")
+
+    def command(self, rung: Rung) -> str:
+        return self._notes.get(f"{rung.name}_command", f"python -m sd_lightning.train experiment=ladder_{rung.name}")
+
+    def rungs(self) -> list[Rung]:
+        """Return the rungs that it has figures of, or reasons why not."""
+        return [rung for rung in RUNGS if self.shown(rung, _RATE) is not None or self.skipped(rung)]
+
+    def scaling(self) -> dict[int, float]:
+        """Return predicted images per second by number of devices; empty if the case has none."""
+        end = f"_{PREDICTED}_{_RATE}"
+        names = [name for name in self.row["metrics"] if name.startswith(_SCALING) and name.endswith(end)]
+        return {int(name.removeprefix(_SCALING).removesuffix(end)): self.row["metrics"][name] for name in names}
+
+
+def ladders(found: Sequence[Row]) -> list[Ladder]:
+    """Return the ladders among the newest lines of each case and machine, measured ones first."""
+    all_of_them = [Ladder(row) for row in found if row["case"].startswith("ladder")]
+    return sorted(all_of_them, key=lambda each: not each.is_measured)
+
+
+def ladder_section(ladder: Ladder) -> str:
+    """Return a ladder's section of the page."""
+    cards = []
+    for panel in panels(ladder):
+        svg = render_svg(f"{panel.title}: {ladder.title}", panel.draw, wide=True, height=bar_height(ladder.rungs()))
+        cards.append(card(panel.title, html.escape(note(ladder)), keys=panel.keys, picture=svg, wide=True))
+    return section(f"The ladder: {ladder.title}", table(ladder) + charts(*cards) + _scaling_card(ladder))
+
+
+def note(ladder: Ladder) -> str:
+    """Return what bars and marks are."""
+    text = f"Bars are {ladder.source}."
+    return text + (f" Marks are {ladder.forecast}." if ladder.is_measured else "")
+
+
+def table(ladder: Ladder) -> str:
+    """Return the rungs as an HTML table."""
+    first = ladder.shown(ladder.rungs()[0], _RATE)
+    lines = []
+    for rung in ladder.rungs():
+        rate, told = ladder.shown(rung, _RATE), ladder.figure(rung, _RATE, PREDICTED)
+        memory, told_memory = ladder.shown(rung, _MEMORY), ladder.figure(rung, _MEMORY, PREDICTED)
+        price = ladder.dollars(rung)
+        why = ladder.skipped(rung)
+        cells = [rung.title, rung.change]
+        cells += [_told(rate) if rate else "skipped", "—" if told is None or not ladder.is_measured else _told(told)]
+        cells += [f"{rate.value / first.value:.2f}" if rate and first else "—"]
+        cells += [_told(memory), "—" if told_memory is None or not ladder.is_measured else _told(told_memory)]
+        cells += ["—" if price is None else f"{price:,.2f}", why or ladder.command(rung)]
+        lines.append(cells)
+    head = ["rung", "what it changes", "img/s", "predicted", "× first", "GB", "predicted", "$ per million images"]
+    return rows([*head, "command, or why it did not run"], lines)
+
+
+def panels(ladder: Ladder) -> list[Panel]:
+    """Return throughput, memory and cost by rung as charts."""
+    found = [
+        Panel("Images per second", lambda axes: _bars(axes, ladder, _RATE, "images per second"), _keys(ladder)),
+        Panel("Memory", lambda axes: _bars(axes, ladder, _MEMORY, "GB of a process at its peak"), _keys(ladder)),
+    ]
+    if any(ladder.dollars(rung) is not None for rung in ladder.rungs()):
+        found.append(Panel("Cost", lambda axes: _costs(axes, ladder), [(_BAR, _kind(ladder), "")]))
+    return found
+
+
+def write_picture(ladder: Ladder, path: Path) -> Path:
+    """Write a ladder's charts as one PNG."""
+    drawn = panels(ladder)
+    if len(ladder.scaling()) > 1:
+        drawn.append(Panel("Scaling", lambda axes: _scaling(axes, ladder), _SCALING_KEYS))
+    height = max(bar_height(ladder.rungs()), 2.7)
+    return render_panels(path, f"{ladder.title}: {ladder.source}", drawn, columns=2, size=(6.4, height))
+
+
+def _keys(ladder: Ladder) -> list[tuple[str, str, str]]:
+    return [(_BAR, _kind(ladder), ""), *[(_MARK, PREDICTED, "")] * ladder.is_measured]
+
+
+def _kind(ladder: Ladder) -> str:
+    return MEASURED if ladder.is_measured else PREDICTED
+
+
+def _told(figure: Figure | None) -> str:
+    if figure is None:
+        return "—"
+    return number(figure.value) + (f" ± {figure.spread:.1g}" if figure.spread else "")
+
+
+def _bars(axes: Axes, ladder: Ladder, metric: str, label: str) -> None:
+    shown = {rung: ladder.shown(rung, metric) for rung in ladder.rungs()}
+    marks = {rung: ladder.figure(rung, metric, PREDICTED) for rung in shown} if ladder.is_measured else {}
+    _draw(axes, ladder, {rung: each for rung, each in shown.items() if each is not None}, label, marks)
+
+
+def _costs(axes: Axes, ladder: Ladder) -> None:
+    prices = {rung: price for rung in ladder.rungs() if (price := ladder.dollars(rung)) is not None}
+    _draw(axes, ladder, {rung: Figure(price) for rung, price in prices.items()}, "dollars for a million images", {})
+
+
+def _draw(
+    axes: Axes, ladder: Ladder, bars: Mapping[Rung, Figure], label: str, marks: Mapping[Rung, Figure | None]
+) -> None:
+    """Draw a bar for each rung, the first at the top, and marks beside them."""
+    order = ladder.rungs()
+    most = 1.1 * max([each.value + each.spread for each in bars.values()] + [m.value for m in marks.values() if m])
+    for place, rung in enumerate(order):
+        bar, mark = bars.get(rung), marks.get(rung)
+        if bar is None:
+            axes.text(0, place, " skipped", va="center", fontsize=8, color=INKS["--muted"])
+            continue
+        axes.barh(place, bar.value, xerr=bar.spread / 2 or None, color=AREAS[_BAR], height=0.62, ecolor=INKS["--ink"])
+        if mark is not None:
+            axes.plot(mark.value, place, marker="D", markersize=5, color=LINES[_MARK])
+        axes.text(1.0, place, _told(bar), transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8)
+    axes.set_yticks(range(len(order)), [rung.title for rung in order])
+    axes.set_ylim(len(order) - 0.4, -0.6)
+    axes.set_xlim(0, 1.12 * most)  # room for the numbers
+    axes.set_xlabel(label)
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", linewidth=0.8)
+
+
+_SCALING_KEYS = [("--line-1", PREDICTED, ""), ("--muted", "linear", "")]
+
+
+def _scaling(axes: Axes, ladder: Ladder) -> None:
+    found = sorted(ladder.scaling().items())
+    counts, rates = zip(*found)
+    axes.plot(counts, [rates[0] / counts[0] * count for count in counts], color=INKS["--muted"], linestyle="--")
+    axes.plot(counts, rates, color=LINES["--line-1"], marker="o", linewidth=2)
+    axes.set_xticks(counts)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("images per second")
+    tidy(axes)
+
+
+def _scaling_card(ladder: Ladder) -> str:
+    found = ladder.scaling()
+    if len(found) < 2:
+        return ""
+    least, most = min(found), max(found)
+    told = f"{found[most] / found[least] * least / most:.0%} of linear on {most}"
+    text = f"{ladder.source[:1].upper()}{ladder.source[1:]}. The rung of stored latents, the same batch on every GPU."
+    svg = render_svg(f"Scaling: {ladder.title}", lambda axes: _scaling(axes, ladder), wide=True)
+    return charts(card("From one GPU to several", html.escape(text), keys=_keys_of(told), picture=svg, wide=True))
+
+
+def _keys_of(told: str) -> list[tuple[str, str, str]]:
+    (ink, label, _), linear = _SCALING_KEYS
+    return [(ink, label, told), linear]
+
+
+def sections(found: Sequence[Row]) -> list[str]:
+    """Return the ladders' sections of the page; a sentence if there are none."""
+    shown = [ladder_section(ladder) for ladder in ladders(found)]
+    text = '<p class="absent">No ladder was measured: run <code>python benchmarks/run.py ladder ladder_plan</code>.</p>'
+    return shown or [section("The ladder", text)]
+
+
+def write_pictures(found: Sequence[Row], folder: Path) -> list[Path]:
+    """Write a PNG for each ladder; return their paths."""
+    paths: list[Path] = []
+    for ladder in ladders(found):
+        machine: Any = ladder.row["machine"] if ladder.is_measured else PREDICTED
+        paths.append(write_picture(ladder, folder / f"{ladder.row['case']}-{machine}.png"))
+    return paths

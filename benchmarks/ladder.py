@@ -1,28 +1,15 @@
 """The ladder: one training, one change at a time. A rung is `experiment=ladder_<name>`, a file of conf/experiment.
 
 Each rung holds the changes below it. One that a machine cannot run is left out there, and what it changes is taken
-back for those above it.
+back for those above it. On a CPU this also holds for compiled layers, as each run would compile for a minute or two.
 """
 
-import json
 import re
-import shutil
-import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from datetime import date
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
-from lines import Measured
-
-HERE = Path(__file__).resolve().parent
-EXPERIMENTS = HERE.parent / "conf" / "experiment"
+EXPERIMENTS = Path(__file__).resolve().parents[1] / "conf" / "experiment"
 
 
 @dataclass(frozen=True)
@@ -90,6 +77,8 @@ class Rung:
     lacks: Lacks = _nothing
     undone: tuple[str, ...] = ()
     """Overrides that take the change back for the rungs above."""
+    aside_on_cpu: bool = False
+    """Whether the rungs above go without it on a CPU."""
 
     @property
     def is_stored(self) -> bool:
@@ -115,7 +104,7 @@ RUNGS = (
     Rung("bf16", "bfloat16", _bf16, ("trainer.precision=32-true", "module.encoder_dtype=float32")),
     Rung("loader", "loader", undone=("data.num_workers=0",)),
     Rung("adamw", "fused AdamW", undone=("optimizer.fused=false",)),
-    Rung("fused_layers", "fused layers", undone=("speed.compile_blocks=false",)),
+    Rung("fused_layers", "fused layers", undone=("speed.compile_blocks=false",), aside_on_cpu=True),
     Rung("flash", "flash attention", undone=("speed.attention=math",)),
     Rung("batch", "larger batch"),
     Rung("ema", "fused EMA", undone=("callbacks=weight_averaging",)),
@@ -152,177 +141,6 @@ class Climb:
         return [f"experiment=ladder_{rung.name}", *changes, *self.options, *data, f"data.batch_size={batch}"]
 
 
-def climb(
-    machine: Machine, way: Climb, folder: Path, *, rounds: int, rungs: Sequence[Rung] = RUNGS
-) -> tuple[Measured, list[Rung]]:
-    """Train every rung that the machine can run, in turns.
-
-    Args:
-        machine: This one.
-        way: What is the same on all rungs.
-        folder: Where runs are written; each is deleted when it has been read.
-        rounds: How often; in every other one from the top.
-        rungs: To run.
-
-    Returns:
-        Metrics of every rung, with its command or the reason why it did not run; and those that did not.
-    """
-    left_out = []
-    metrics: dict[str, float | list[float] | str] = {}
-    for rung in rungs:
-        why = rung.lacks(machine)
-        if why is not None:
-            left_out.append(rung)
-            metrics[f"{rung.name}_skipped"] = why
-    for number in range(rounds):
-        running = [rung for rung in rungs if rung not in left_out]
-        for rung in running if number % 2 == 0 else reversed(running):
-            options = way.command(rung, left_out)
-            print(f"ladder: {' '.join(options)}", file=sys.stderr, flush=True)
-            found = trained(options, folder / rung.name)
-            if isinstance(found, str):
-                left_out.append(rung)
-                metrics[f"{rung.name}_skipped"] = found
-                continue
-            metrics[f"{rung.name}_command"] = shown(options)
-            for key, value in found.items():
-                metrics.setdefault(f"{rung.name}_{key}", [])
-                figures = metrics[f"{rung.name}_{key}"]
-                assert isinstance(figures, list)
-                figures.append(value)
-            print(f"ladder: {rung.name} {found}", file=sys.stderr, flush=True)
-    return metrics, left_out
-
-
-def shown(options: Sequence[str]) -> str:
-    """Return the command of a rung, without the folders of this machine."""
-    folders = {"data.train_data_dir": "photos", "data.store": "latents", "model.pretrained": "model"}
-    words = [(key, folders.get(key, value)) for key, _, value in (each.partition("=") for each in options)]
-    return "python -m sd_lightning.train " + " ".join(f"{key}={value}" for key, value in words)
-
-
-def trained(options: Sequence[str], folder: Path) -> dict[str, float] | str:
-    """Train by the program; return images per second, peak GB and waiting, or the last line of its error."""
-    command = [sys.executable, "-W", "ignore", "-m", "sd_lightning.train", *options, f"output_dir={folder}"]
-    done = subprocess.run([*command, "overwrite=true"], capture_output=True, text=True)
-    if done.returncode != 0:
-        print(done.stderr[-4000:], file=sys.stderr, flush=True)
-        return "failed: " + (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
-    summary = json.loads((folder / "summary.json").read_text())
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-    return {
-        "images_per_second": summary["images_per_second"],
-        "gb": summary["peak_memory_gib"] * 2**30 / 1e9,
-        "data_wait": summary["data_wait"],
-    }
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What predictions are for."""
-
-    device: Any
-    """A `planner.devices.Device`."""
-    speeds: Any
-    """A `planner.roofline.Speeds`."""
-    count: int
-    on_cpu: bool = False
-
-
-def predicted(options: Sequence[str], hardware: Hardware) -> tuple[float, float]:
-    """Return the planner's images per second, and GB of a process at its peak."""
-    from sd_lightning import _conf
-    from sd_lightning.apps.planning import described, run_of
-    from sd_lightning.apps.preflight import Parts
-    from sd_lightning.planner.candidates import Candidate
-    from sd_lightning.planner.here import cluster_here
-    from sd_lightning.planner.search import Cluster, Search
-    from sd_lightning.strategies import engine_of
-
-    cfg = composed(options)
-    parts, model, count = Parts.build(cfg), described(cfg), hardware.count
-    cluster, speeds = Cluster(hardware.device, count), hardware.speeds
-    if hardware.on_cpu:
-        cluster, speeds = cluster_here(hardware.device, speeds, count, on_cpu=True)
-    run = run_of(cfg, parts, model, count)
-    candidate = Candidate("", lambda **_: engine_of(_conf.instantiate(cfg.strategy)))
-    search = Search(
-        model,
-        replace(run, sample_batch_size=0),
-        replace(cluster, host_memory=2**50),
-        speeds=speeds,
-        batch_size=cfg.data.batch_size,
-        micro_batches=[run.batch_size],
-        checkpointing=False,
-        candidates=[candidate],
-        tf32=cfg.speed.allow_tf32,
-    )
-    with explicit_attention() if cfg.speed.attention == "math" else nullcontext():
-        found = search.plans()
-    if found.missing:
-        raise RuntimeError(f"{options[0]}: {found.missing[0]}")
-    (plan,) = found.best or found.too_large
-    return plan.images_per_second, (plan.memory.device + plan.memory.host * hardware.on_cpu) / 1e9
-
-
-def composed(options: Sequence[str]) -> Any:
-    """Return the configuration that these overrides of `train` compose."""
-    from sd_lightning import _conf
-    from sd_lightning.train import PROGRAM
-
-    received: list[Any] = []
-    with patch.object(sys, "argv", ["train", *options]):
-        _conf.main(replace(PROGRAM, task=received.append))
-    return received[0]
-
-
-@contextmanager
-def explicit_attention() -> Iterator[None]:
-    """Let traced attention write the matrix of its weights, as torch's math kernel does."""
-    import torch
-    from torch import Tensor
-    from torch.nn import functional as F
-
-    def explicit(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        weights = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).softmax(-1)
-        return torch.matmul(weights.to(value.dtype), value)
-
-    with patch.object(F, "scaled_dot_product_attention", explicit):
-        yield
-
-
-def forecasts(way: Climb, left_out: Sequence[Rung], hardware: Hardware, rungs: Sequence[Rung] = RUNGS) -> Measured:
-    """Return the planner's figures of the rungs that run; a rung that it does not know has those of the one below."""
-    metrics: dict[str, float | list[float] | str] = {}
-    for rung in rungs:
-        if rung not in left_out:
-            rate, memory = predicted(way.command(rung, left_out), hardware)
-            metrics |= {f"{rung.name}_predicted_images_per_second": rate, f"{rung.name}_predicted_gb": memory}
-    return metrics
-
-
-def write_photos(folder: Path, count: int, size: int) -> None:
-    """Write JPEG files with captions: digits, with noise as a camera adds it."""
-    import numpy as np
-    from PIL import Image
-
-    from sd_lightning.data.sources.digits import Digits
-
-    folder.mkdir(parents=True)
-    digits, random = Digits("train", size=size), np.random.default_rng(0)
-    for i in range(count):
-        pixels = np.asarray(digits.image(i)) + random.normal(0, 8, (size, size, 3))
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{i:04}.jpg", quality=90)
-        (folder / f"{i:04}.txt").write_text(digits.captions(i)[0])
-
-
-def precompute(photos: Path, store: Path, options: Sequence[str]) -> None:
-    """Encode the photos by the program."""
-    words = ["data=images", f"data.train_data_dir={photos}", f"store={store}", *options]
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "sd_lightning.precompute", *words], check=True)
-
-
 def table(metric: str) -> str:
     """Return the figures of a row of a case's table: a metric of every rung."""
     return "; ".join(f"{{{rung.name}_{metric}}}" for rung in RUNGS)
@@ -339,72 +157,3 @@ def rows(what: str) -> dict[str, str]:
         f"{what}, peak GB of a process, in this order": table("gb"),
         f"{what}, these peaks, predicted": table("predicted_gb"),
     }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is trained."""
-
-    architecture: str
-    resolution: int
-    """Side of the images, pixels."""
-    photo_size: int
-    """The same of the files."""
-    batch_sizes: tuple[int, int]
-    """Per device, before and after the rung "batch"."""
-    steps: int
-    """Of each run; the first one does not count."""
-    photos: int = 512
-    """Number of files."""
-
-
-_IN_MEMORY = Path("/dev/shm")
-_ROOM = 40 * 10**9
-"""Free bytes there that hold a run's checkpoint."""
-
-
-def measure(
-    setting: Setting, *, rounds: int, processes: int = 2, rungs: Sequence[str] | None = None, effort: Any = None
-) -> Measured:
-    """Train the rungs that this machine can run, in turns, and predict them.
-
-    Args:
-        setting: What is trained.
-        rounds: Runs of each rung.
-        processes: That train on a machine without a GPU.
-        rungs: Names of those to run; all if not given.
-        effort: How long the calibration may take.
-    """
-    from sd_lightning import LatentDiffusion
-    from sd_lightning.planner.calibration import calibrate
-
-    machine, resolution = Machine.here(processes), setting.resolution
-    chosen = [rung for rung in RUNGS if rungs is None or rung.name in rungs]
-    calibrated = calibrate(date.today().isoformat(), effort)
-    hardware = Hardware(calibrated.device, calibrated.speeds, machine.devices, on_cpu=not machine.on_cuda)
-    has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM
-    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if has_room else None) as folder:
-        here = Path(folder)
-        LatentDiffusion.build(setting.architecture).save_pretrained(here / "model")
-        write_photos(here / "photos", setting.photos, setting.photo_size)
-        options = [f"model={setting.architecture}", f"model.pretrained={here / 'model'}"]
-        options += [f"data.resolution={resolution}", "data.center_crop=true"]
-        if any(rung.is_stored for rung in chosen):
-            precompute(here / "photos", here / "store", options)
-        options += [f"trainer.max_steps={setting.steps}", f"trainer.devices={machine.devices}"]
-        small, large = (size * machine.devices for size in setting.batch_sizes)
-        way = Climb(tuple(options), str(here / "photos"), str(here / "store"), (small, large))
-        metrics, left_out = climb(machine, way, here / "runs", rounds=rounds, rungs=chosen)
-        told = forecasts(way, left_out, hardware, chosen)
-    described = {"model": f"{setting.architecture} at {resolution} x {resolution}", "speeds": hardware.speeds.source}
-    return {**metrics, **told, **described, "gained": gained(metrics, chosen), "devices": machine.devices}
-
-
-def gained(metrics: Measured, rungs: Sequence[Rung] = RUNGS) -> float:
-    """Return how many times as fast as the first rung the fastest is."""
-    rates = {
-        rung.name: statistics.median(figures)
-        for rung in rungs
-        if isinstance(figures := metrics.get(f"{rung.name}_images_per_second"), list)
-    }
-    return max(rates.values()) / rates[rungs[0].name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,11 @@ class Ladder:
         return f"{PREDICTED}, {self._assumed}, at {line_of(self.row).partition(',')[0]}"
 
     @property
+    def heading(self) -> str:
+        """Title and source of a picture, in one line."""
+        return f"{self.title}: {_kind(self)} {self.row['date'][:10]}, at {self.row['commit'][:8]}"
+
+    @property
     def forecast(self) -> str:
         """How the predicted figures beside measured ones are made."""
         return f"{PREDICTED} by the planner, {self._assumed}"
@@ -103,6 +108,10 @@ class Ladder:
         if rate is None or self.device is None or self.device.price_per_hour is None:
             return None
         return 1e6 / rate.value / 3600 * self.device.price_per_hour * self.devices
+
+    @property
+    def has_prices(self) -> bool:
+        return any(self.dollars(rung) is not None for rung in self.rungs())
 
     def skipped(self, rung: Rung) -> str | None:
         """Return why a rung did not run."""
@@ -152,23 +161,39 @@ def table(ladder: Ladder) -> str:
         memory, told_memory = ladder.shown(rung, _MEMORY), ladder.figure(rung, _MEMORY, PREDICTED)
         price = ladder.dollars(rung)
         why = ladder.skipped(rung)
-        cells = [rung.title, rung.change]
-        cells += [_told(rate) if rate else "skipped", "—" if told is None or not ladder.is_measured else _told(told)]
-        cells += [f"{rate.value / first.value:.2f}" if rate and first else "—"]
-        cells += [_told(memory), "—" if told_memory is None or not ladder.is_measured else _told(told_memory)]
-        cells += ["—" if price is None else f"{price:,.2f}", why or ladder.command(rung)]
-        lines.append(cells)
-    head = ["rung", "what it changes", "img/s", "predicted", "× first", "GB", "predicted", "$ per million images"]
-    return rows([*head, "command, or why it did not run"], lines)
+        cells = [
+            rung.title,
+            _told(rate) if rate else "skipped",
+            f"{rate.value / first.value:.2f}" if rate and first else "—",
+        ]
+        cells += [_told(told)] * ladder.is_measured + [_told(memory)] + [_told(told_memory)] * ladder.is_measured
+        cells += ["—" if price is None else f"{price:,.2f}"] * ladder.has_prices
+        lines.append([*cells, f"skipped: {why}" if why else rung.change])
+    head = ["rung", "img/s", "× first", *["predicted"] * ladder.is_measured, "GB", *["predicted"] * ladder.is_measured]
+    told = rows([*head, *["$ per million"] * ladder.has_prices, "what it changes"], lines)
+    return f'<div class="told">{told}{_commands(ladder)}</div>'
+
+
+def _commands(ladder: Ladder) -> str:
+    """Return what to type for each rung."""
+    lines = []
+    for rung in ladder.rungs():
+        rate = ladder.shown(rung, _RATE)
+        if rate is not None:
+            lines.append(f"# {rung.title}: {number(rate.value)} img/s, {_kind(ladder)}\n{ladder.command(rung)}")
+    text = html.escape("\n".join(lines))
+    return f'<details class="card"><summary>The commands of these rungs</summary><pre>{text}</pre></details>'
 
 
 def panels(ladder: Ladder) -> list[Panel]:
     """Return throughput, memory and cost by rung as charts."""
     found = [
         Panel("Images per second", lambda axes: _bars(axes, ladder, _RATE, "images per second"), _keys(ladder)),
-        Panel("Memory", lambda axes: _bars(axes, ladder, _MEMORY, "GB of a process at its peak"), _keys(ladder)),
     ]
-    if any(ladder.dollars(rung) is not None for rung in ladder.rungs()):
+    if any(ladder.shown(rung, _MEMORY) for rung in ladder.rungs()):
+        draw = partial(_bars, ladder=ladder, metric=_MEMORY, label="GB of a process at its peak")
+        found.append(Panel("Memory", draw, _keys(ladder)))
+    if ladder.has_prices:
         found.append(Panel("Cost", lambda axes: _costs(axes, ladder), [(_BAR, _kind(ladder), "")]))
     return found
 
@@ -179,7 +204,7 @@ def write_picture(ladder: Ladder, path: Path) -> Path:
     if len(ladder.scaling()) > 1:
         drawn.append(Panel("Scaling", lambda axes: _scaling(axes, ladder), _SCALING_KEYS))
     height = max(bar_height(ladder.rungs()), 2.7)
-    return render_panels(path, f"{ladder.title}: {ladder.source}", drawn, columns=2, size=(6.4, height))
+    return render_panels(path, ladder.heading, drawn, columns=2, size=(6.4, height))
 
 
 def _keys(ladder: Ladder) -> list[tuple[str, str, str]]:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from ladder import explicit_attention
+from ladder_forecast import explicit_attention
 from published import JUDGES, PUBLISHED, SHOWN, Setup
 
 BARS = {

@@ -6,6 +6,7 @@ On a CPU two processes of one thread train over gloo. Beside each rung is what t
 from typing import Any
 
 import ladder
+import ladder_runs
 from lines import Measured
 
 BARS = {"gained": ">= 1.3"}
@@ -17,7 +18,7 @@ def measure(rounds: int = 3, **options: Any) -> Measured:
 
     Args:
         rounds: Runs of each rung.
-        **options: Of :func:`ladder.measure`.
+        **options: Of :func:`ladder_runs.measure`.
     """
-    setting = ladder.Setting("tiny", resolution=32, photo_size=256, batch_sizes=(8, 32), steps=24)
-    return ladder.measure(setting, rounds=rounds, **options)
+    setting = ladder_runs.Setting("tiny", resolution=32, photo_size=256, batch_sizes=(8, 32), steps=24)
+    return ladder_runs.measure(setting, rounds=rounds, **options)

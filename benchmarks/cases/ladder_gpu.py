@@ -6,18 +6,19 @@ Beside each rung is what the planner predicts, calibrated here.
 from typing import Any
 
 import ladder
+import ladder_runs
 from lines import Measured
 
 BARS: dict[str, str] = {}
 TABLE = ladder.rows("sd15 on GPUs")
 
 
-def measure(setting: ladder.Setting | None = None, **options: Any) -> Measured:
+def measure(setting: ladder_runs.Setting | None = None, **options: Any) -> Measured:
     """Train every rung once.
 
     Args:
         setting: What is trained; sd15 if not given.
-        **options: Of :func:`ladder.measure`.
+        **options: Of :func:`ladder_runs.measure`.
     """
-    of_sd15 = ladder.Setting("sd15", resolution=512, photo_size=768, batch_sizes=(4, 16), steps=12, photos=256)
-    return ladder.measure(setting or of_sd15, rounds=1, **options)
+    of_sd15 = ladder_runs.Setting("sd15", resolution=512, photo_size=768, batch_sizes=(4, 16), steps=12, photos=256)
+    return ladder_runs.measure(setting or of_sd15, rounds=1, **options)

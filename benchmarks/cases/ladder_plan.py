@@ -6,8 +6,10 @@ and FSDP2 and DDP for two such machines whose network is TCP over one card of 10
 """
 
 from dataclasses import replace
+from typing import Any
 
 import ladder
+from ladder_forecast import Hardware, forecasts, predicted
 from lines import Measured
 
 BARS: dict[str, str] = {}
@@ -44,21 +46,22 @@ def measure(
     from sd_lightning.planner.calibration import hardware
 
     device, speeds = hardware(gpu)
+    of, most = {rung.name: rung for rung in ladder.RUNGS}, counts[-1]
 
     def way(count: int) -> ladder.Climb:
         options = (f"model={architecture}", f"data.resolution={resolution}")
         return ladder.Climb(options, "photos", "latents", (PER_GPU[0] * count, PER_GPU[1] * count))
 
-    of = {rung.name: rung for rung in ladder.RUNGS}
-    metrics = dict(ladder.forecasts(way(counts[-1]), [], ladder.Hardware(device, speeds, counts[-1])))
+    def told(name: str, count: int, reached: Any = speeds) -> tuple[float, float]:
+        return predicted(way(count).command(of[name], []), Hardware(device, reached, count))
+
+    metrics = dict(forecasts(way(most), [], Hardware(device, speeds, most)))
     for count in counts:
-        rate, memory = ladder.predicted(way(count).command(of["latents"], []), ladder.Hardware(device, speeds, count))
+        rate, memory = told("latents", count)
         metrics |= {f"scaling_{count}_predicted_images_per_second": rate, f"scaling_{count}_predicted_gb": memory}
-    many = 2 * counts[-1]
     for network, rate in NETWORKS.items():
         slower = replace(speeds, link={kind: min(link, rate) for kind, link in speeds.link.items()})
         for name in ("ema", "fsdp"):
-            found, _ = ladder.predicted(way(many).command(of[name], []), ladder.Hardware(device, slower, many))
-            metrics[f"{name}_{network}_predicted_images_per_second"] = found
+            metrics[f"{name}_{network}_predicted_images_per_second"] = told(name, 2 * most, slower)[0]
     described = {"gpu": device.name, "model": f"{architecture} at {resolution} x {resolution}"}
-    return {**metrics, **described, "devices": counts[-1]}
+    return {**metrics, **described, "devices": most}

@@ -1,0 +1,176 @@
+"""Trains the rungs of the ladder in turns, each as a run of the program."""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ladder import RUNGS, Climb, Machine, Rung
+from ladder_forecast import Hardware, forecasts
+from lines import Measured
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained."""
+
+    architecture: str
+    resolution: int
+    """Side of the images, pixels."""
+    photo_size: int
+    """The same of the files."""
+    batch_sizes: tuple[int, int]
+    """Per device, before and after the rung "batch"."""
+    steps: int
+    """Of each run; the first one does not count."""
+    photos: int = 512
+    """Number of files."""
+
+
+_IN_MEMORY = Path("/dev/shm")
+_ROOM = 40 * 10**9
+"""Free bytes there that hold a run's checkpoint."""
+
+
+def measure(
+    setting: Setting, *, rounds: int, processes: int = 2, rungs: Sequence[str] | None = None, effort: Any = None
+) -> Measured:
+    """Train the rungs that this machine can run, in turns, and predict them.
+
+    Args:
+        setting: What is trained.
+        rounds: Runs of each rung.
+        processes: That train on a machine without a GPU.
+        rungs: Names of those to run; all if not given.
+        effort: How long the calibration may take.
+    """
+    from sd_lightning import LatentDiffusion
+    from sd_lightning.planner.calibration import calibrate
+
+    machine, resolution = Machine.here(processes), setting.resolution
+    chosen = [rung for rung in RUNGS if rungs is None or rung.name in rungs]
+    calibrated = calibrate(date.today().isoformat(), effort)
+    hardware = Hardware(calibrated.device, calibrated.speeds, machine.devices, on_cpu=not machine.on_cuda)
+    has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM
+    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if has_room else None) as folder:
+        here = Path(folder)
+        LatentDiffusion.build(setting.architecture).save_pretrained(here / "model")
+        write_photos(here / "photos", setting.photos, setting.photo_size)
+        options = [f"model={setting.architecture}", f"model.pretrained={here / 'model'}"]
+        options += [f"data.resolution={resolution}", "data.center_crop=true"]
+        if any(rung.is_stored for rung in chosen):
+            precompute(here / "photos", here / "store", options)
+        options += [f"trainer.max_steps={setting.steps}", f"trainer.devices={machine.devices}"]
+        small, large = (size * machine.devices for size in setting.batch_sizes)
+        way = Climb(tuple(options), str(here / "photos"), str(here / "store"), (small, large))
+        metrics, left_out = climb(machine, way, here / "runs", rounds=rounds, rungs=chosen)
+        ran = [rung for rung in chosen if f"{rung.name}_images_per_second" in metrics]
+        told = forecasts(way, left_out, hardware, ran)
+    described = {"model": f"{setting.architecture} at {resolution} x {resolution}", "speeds": hardware.speeds.source}
+    return {**metrics, **told, **described, "gained": gained(metrics, chosen), "devices": machine.devices}
+
+
+def climb(
+    machine: Machine, way: Climb, folder: Path, *, rounds: int, rungs: Sequence[Rung] = RUNGS
+) -> tuple[Measured, list[Rung]]:
+    """Train every rung that the machine can run, in turns.
+
+    Args:
+        machine: This one.
+        way: What is the same on all rungs.
+        folder: Where runs are written; each is deleted when it has been read.
+        rounds: How often; in every other one from the top.
+        rungs: To run.
+
+    Returns:
+        Metrics of every rung, with its command or the reason why it did not run; and the changes that rungs above do
+        without.
+    """
+    left_out = []
+    aside = [rung for rung in rungs if rung.aside_on_cpu and not machine.on_cuda]
+    metrics: dict[str, float | list[float] | str] = {}
+    for rung in rungs:
+        why = rung.lacks(machine)
+        if why is not None:
+            left_out.append(rung)
+            metrics[f"{rung.name}_skipped"] = why
+    for number in range(rounds):
+        running = [rung for rung in rungs if rung not in left_out]
+        for rung in running if number % 2 == 0 else reversed(running):
+            options = way.command(rung, [*left_out, *aside])
+            print(f"ladder: {' '.join(options)}", file=sys.stderr, flush=True)
+            found = trained(options, folder / rung.name)
+            if isinstance(found, str):
+                left_out.append(rung)
+                metrics[f"{rung.name}_skipped"] = found
+                continue
+            metrics[f"{rung.name}_command"] = shown(options)
+            for key, value in found.items():
+                metrics.setdefault(f"{rung.name}_{key}", [])
+                figures = metrics[f"{rung.name}_{key}"]
+                assert isinstance(figures, list)
+                figures.append(value)
+            print(f"ladder: {rung.name} {found}", file=sys.stderr, flush=True)
+    return metrics, [*left_out, *aside]
+
+
+def shown(options: Sequence[str]) -> str:
+    """Return the command of a rung, without the folders of this machine."""
+    folders = {"data.train_data_dir": "photos", "data.store": "latents", "model.pretrained": "model"}
+    words = [(key, folders.get(key, value)) for key, _, value in (each.partition("=") for each in options)]
+    return "python -m sd_lightning.train " + " ".join(f"{key}={value}" for key, value in words)
+
+
+def trained(options: Sequence[str], folder: Path) -> dict[str, float] | str:
+    """Train by the program; return images per second, peak GB and waiting, or the last line of its error."""
+    command = [sys.executable, "-W", "ignore", "-m", "sd_lightning.train", *options, f"output_dir={folder}"]
+    done = subprocess.run([*command, "overwrite=true"], capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stderr[-4000:], file=sys.stderr, flush=True)
+        return "failed: " + (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
+    summary = json.loads((folder / "summary.json").read_text())
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    return {
+        "images_per_second": summary["images_per_second"],
+        "gb": summary["peak_memory_gib"] * 2**30 / 1e9,
+        "data_wait": summary["data_wait"],
+    }
+
+
+def write_photos(folder: Path, count: int, size: int) -> None:
+    """Write JPEG files with captions: digits, with noise as a camera adds it."""
+    import numpy as np
+    from PIL import Image
+
+    from sd_lightning.data.sources.digits import Digits
+
+    folder.mkdir(parents=True)
+    digits, random = Digits("train", size=size), np.random.default_rng(0)
+    for i in range(count):
+        pixels = np.asarray(digits.image(i)) + random.normal(0, 8, (size, size, 3))
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{i:04}.jpg", quality=90)
+        (folder / f"{i:04}.txt").write_text(digits.captions(i)[0])
+
+
+def precompute(photos: Path, store: Path, options: Sequence[str]) -> None:
+    """Encode the photos by the program."""
+    words = ["data=images", f"data.train_data_dir={photos}", f"store={store}", *options]
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "sd_lightning.precompute", *words], check=True)
+
+
+def gained(metrics: Measured, rungs: Sequence[Rung] = RUNGS) -> float:
+    """Return how many times as fast as the first rung the fastest is."""
+    rates = {
+        rung.name: statistics.median(figures)
+        for rung in rungs
+        if isinstance(figures := metrics.get(f"{rung.name}_images_per_second"), list)
+    }
+    return max(rates.values()) / rates[rungs[0].name]

@@ -107,7 +107,7 @@ RUNGS = (
     Rung("fused_layers", "fused layers", undone=("speed.compile_blocks=false",), aside_on_cpu=True),
     Rung("flash", "flash attention", undone=("speed.attention=math",)),
     Rung("batch", "larger batch"),
-    Rung("ema", "fused EMA", undone=("callbacks=weight_averaging",)),
+    Rung("ema", "fused EMA"),
     Rung("zero2", "ZeRO-2", _several, _ONE_STRATEGY),
     Rung("fsdp", "FSDP2", _several, _ONE_STRATEGY),
     Rung("latents", "stored latents"),

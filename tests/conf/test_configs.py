@@ -158,11 +158,14 @@ BUILDERS: dict[str, Callable[[DictConfig], None]] = {
 
 def values_for(option: str, tmp_path: Path) -> list[str]:
     """Give the values that an option has no default for."""
-    if option in ("data/images", "experiment/sd21_finetune"):
+    from_store = ("experiment/ladder_latents", "experiment/ladder_compile")
+    if option in ("data/images", "experiment/sd21_finetune") or (
+        option.startswith("experiment/ladder_") and option not in from_store
+    ):
         for i in range(20):
             Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
             (tmp_path / f"{i}.txt").write_text("black")
-        return [f"data.train_data_dir={tmp_path}"]
+        return [f"data.train_data_dir={tmp_path}", *["data.batch_size=16"] * option.startswith("experiment/ladder_")]
     if option == "data/dreambooth" or option.startswith(("experiment/dreambooth", "experiment/auto")):
         for i in range(3):
             Image.new("RGB", (16, 16)).save(tmp_path / f"{i}.png")
@@ -175,10 +178,10 @@ def values_for(option: str, tmp_path: Path) -> list[str]:
         rows = {"image": [digits.image(i) for i in range(20)], "text": [digits.captions(i)[0] for i in range(20)]}
         Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"))
         return [f"data.dataset_name={tmp_path / 'saved'}"]
-    if option == "data/latents" or "_pretrain_" in option:
+    if option == "data/latents" or "_pretrain_" in option or option in from_store:
         small_store.update(tmp_path / "saved", ImageFolder(small_store.write_pictures(tmp_path / "saved/photos", 20)))
         of_store = ["data.resolution=null", "data.batch_size=16", "trainer.max_steps=15000"]
-        return [f"data.store={tmp_path / 'saved'}", *(of_store if "_pretrain_" in option else [])]
+        return [f"data.store={tmp_path / 'saved'}", *(of_store if option != "data/latents" else [])]
     if option == "data/webdataset":
         write_tar(tmp_path / "a.tar", {k: v for i in range(20) for k, v in sample(f"{i}", i).items()})
         return [f"data.train_data_dir={tmp_path}"]

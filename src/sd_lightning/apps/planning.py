@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.preflight import LOAD_MODEL, Parts
+from sd_lightning.apps.preflight import LOAD_MODEL, Parts, averages_by_lightning
 from sd_lightning.apps.trainer_checks import num_processes
 from sd_lightning.models.checkpointing import Kept, told
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -150,7 +150,7 @@ def run_of(cfg: DictConfig, parts: Parts, model: LatentDiffusion, world_size: in
         gradient_checkpointing=cfg.speed.gradient_checkpointing is True,
         kept={} if parts.recomputation is None else parts.recomputation.kept,
         encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
-        averages=ema is not None,
+        averages=ema is not None or averages_by_lightning(cfg),
         offload_averages=ema is not None and ema.get("offload", False),
         offload_encoders=cfg.module.offload_encoders,
         cache_latents=cfg.data.get("cache_latents", "store" in cfg.data),

@@ -74,6 +74,12 @@ class Parts:
         return parts
 
 
+def averages_by_lightning(cfg: DictConfig) -> bool:
+    """Return whether a callback of Lightning's averages the weights: ``WeightAveraging`` or ``EMAWeightAveraging``."""
+    nodes = (node for node in cfg.callbacks.values() if node is not None)
+    return any(str(node["_target_"]).endswith("WeightAveraging") for node in nodes)
+
+
 def _check_step(cfg: DictConfig, optimizer: torch.optim.Optimizer) -> None:
     """Take a trial step with an optimizer that will run on the CPU: some settings fail only there."""
     import torch

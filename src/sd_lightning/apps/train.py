@@ -15,7 +15,14 @@ from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps.preflight import LOAD_MODEL, Parts, check_model, is_lightning_checkpoint, preflight
+from sd_lightning.apps.preflight import (
+    LOAD_MODEL,
+    Parts,
+    averages_by_lightning,
+    check_model,
+    is_lightning_checkpoint,
+    preflight,
+)
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.trainer_checks import check_trainer, left_to_planner
 from sd_lightning.storage import checkpoint, runs
@@ -159,8 +166,8 @@ def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
     """Return the model argument that defers loading the weights of networks, or nothing where it is impossible."""
     if cfg.model["_target_"] != LOAD_MODEL or is_lightning_checkpoint(cfg.init_from):
         return {}  # a Lightning checkpoint is loaded into whole weights
-    if any(str(node["_target_"]).endswith("WeightAveraging") for node in cfg.callbacks.values() if node is not None):
-        return {}  # Lightning's callbacks of that name copy the module before a strategy has read its weights
+    if averages_by_lightning(cfg):
+        return {}  # it copies the module before a strategy has read its weights
     return {"deferred": tuple(names)}
 
 

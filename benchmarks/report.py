@@ -1,7 +1,7 @@
 """Turn the lines of `results/*.jsonl` into tables and plots.
 
     python benchmarks/report.py               print the table; write results/README.md and results/*.svg
-    python benchmarks/report.py --readme      write the tables of README.md and docs/benchmarks.md, between two markers
+    python benchmarks/report.py --readme      write the tables of README.md and docs/, each between two markers
 
 Shown is the newest line of every case, in results/ of every case on every machine. A line of a checkout with changes is
 no result, and neither is one with arguments of `--set`, or from before a case came to measure something else. The
@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cost_tables
 from lines import RESULTS, Row, clean, read_rows, verdict
 from run import HERE, case_names, load_case, revision_of
 
-README, PAGE = HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md"
-MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
+README, DOCS = HERE.parent / "README.md", HERE.parent / "docs"
+PAGE, COSTS = DOCS / "benchmarks.md", DOCS / "costs.md"
 SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 
 
@@ -65,9 +66,14 @@ def line_of(row: Row) -> str:
     return f"{row['commit'][:8]}, {row['date'][:10]}, {row['machine']}"
 
 
-def tables(rows: list[Row]) -> dict[Path, str]:
-    """Return the tables of the README and of its page about benchmarks."""
-    return {README: case_table(rows, only_bars=True), PAGE: case_table(rows, only_bars=False)}
+def tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
+    """Return the tables of each page, by the name of their markers: `<!-- name -->` and `<!-- /name -->`."""
+    costs = cost_tables.tables(newest(rows, "case").get(("costs",)), list(newest(rows, "case", "machine").values()))
+    return {
+        README: {"benchmarks": case_table(rows, only_bars=True), "costs": costs.pop("readme")},
+        PAGE: {"benchmarks": case_table(rows, only_bars=False)},
+        COSTS: costs,
+    }
 
 
 def case_table(rows: list[Row], *, only_bars: bool) -> str:
@@ -101,16 +107,18 @@ def _figures(case: str, row: Row | None, template: str, names: list[str]) -> lis
     return [measured, limits, met, line_of(row)]
 
 
-def with_table(text: str, table: str, *, who: str) -> str:
-    """Return a page with a table between its markers.
+def with_tables(text: str, found: dict[str, str], *, who: str) -> str:
+    """Return a page with its tables between their markers.
 
     Raises:
         SystemExit: A marker is missing.
     """
-    begin, end = MARKERS
-    if not 0 <= text.find(begin) < text.find(end):
-        raise SystemExit(f"{who}: expected {begin} and below it {end}; write them where the table belongs")
-    return f"{text.partition(begin)[0]}{begin}\n{table}{end}{text.partition(end)[2]}"
+    for name, each in found.items():
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if not 0 <= text.find(begin) < text.find(end):
+            raise SystemExit(f"{who}: expected {begin} and below it {end}; write them where the table belongs")
+        text = f"{text.partition(begin)[0]}{begin}\n{each}{end}{text.partition(end)[2]}"
+    return text
 
 
 def table(rows: list[Row]) -> str:
@@ -167,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
-        "--readme", action="store_true", help="write README.md and docs/benchmarks.md, and nothing else"
+        "--readme", action="store_true", help="write the tables of README.md and docs/, and nothing else"
     )
     options = parser.parse_args(arguments)
     rows = clean(read_rows(options.results))
@@ -175,8 +183,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no lines of a commit in {options.results}; run benchmarks/run.py CASE first", file=sys.stderr)
         return 2
     if options.readme:
-        for path, text in tables(rows).items():
-            path.write_text(with_table(path.read_text(encoding="utf-8"), text, who=path.name), encoding="utf-8")
+        # Every page is made before one is written.
+        pages = {
+            path: with_tables(path.read_text(encoding="utf-8"), found, who=path.name)
+            for path, found in tables(rows).items()
+        }
+        for path, text in pages.items():
+            path.write_text(text, encoding="utf-8")
         return 0
     text = table(rows)
     print(text, end="")

@@ -22,6 +22,8 @@ README_MACHINES = (
     ("h100", TOGETHER),
 )
 """Rows of the README for every model."""
+COMPARED = "a100-80gb"
+"""The GPU whose prediction the README compares with a published run on A100."""
 ALONE_OR_DDP = ("single", "ddp")
 """Strategies that have one column in the README."""
 NONE = "–"
@@ -117,6 +119,9 @@ class Table:
         if speed is None:
             return self._lacking(key) if details else NONE
         figures = _figures(self.predicted.get(f"{key}_gb"), speed, machine)
+        host = self.predicted.get(f"{key}_host_gb")
+        if details and host is not None:
+            figures[0] += f" + {gigabytes(host)}"
         figures += [f"{self.predicted[f'{key}_batch']:.0f}"] * details
         offloaded = self.predicted.get(f"{key}_offloaded")
         return " · ".join(figures) + (f" ({offloaded:.0%})" if offloaded else "")
@@ -207,7 +212,10 @@ def readme_table(metrics: Mapping[str, float], runs: list[Measured]) -> str:
             cells = [table.cell(model, machine, each, details=False) if each in here else "" for each in columns]
             rows.append([f"`{model}`, {resolution}", f"{machine.count} x `{machine.gpu}`", *cells])
     header = [" or ".join(f"`{each}`" for each in ALONE_OR_DDP), *(f"`{each}`" for each in others)]
-    return table.text(["model, pixels", "GPUs", *header], rows)
+    ratio = _to_published(metrics).get(COMPARED)
+    told = NONE if ratio is None else f"{1 / ratio:.1f}"
+    note = f"MosaicML's published pre-training on {TWO_PHASES.gpus} {TWO_PHASES.gpu} took {told} times the days that"
+    return table.text(["model, pixels", "GPUs", *header], rows) + f"\n{note} are predicted so for `{COMPARED}`.\n"
 
 
 def whole_table(metrics: Mapping[str, float], runs: list[Measured], count: int) -> str:
@@ -294,21 +302,26 @@ def two_phases(metrics: Mapping[str, float]) -> str:
     sizes = [f"{size}²" for size in TWO_PHASES.images]
     header = ["GPUs", "encode once", *(f"{size}, stored" for size in sizes), "stored, all"]
     header += [*(f"{size}, online" for size in sizes), "online, all", "online to stored", "$ per million"]
-    rows, ours = [], []
-    published = _published()
-    for machine in (each for each in machines() if each.count == TOGETHER):
-        found = _predicted(metrics, machine)
-        if found is not None:
-            rows.append([f"{machine.count} x `{machine.gpu}`", *found.cells()])
-            parts = found.encoding / published.encoding, sum(found.stored) / sum(published.stored)
-            ours += [f"{parts[0]:.2f} and {parts[1]:.2f} of them on `{machine.gpu}`"] * machine.gpu.startswith("a100")
-    rows.append([f"{published.gpus} x {TWO_PHASES.gpu}, published", *published.cells()])
+    rows = [
+        [f"{machine.count} x `{machine.gpu}`", *found.cells()]
+        for machine in machines()
+        if (found := _predicted(metrics, machine)) is not None
+    ]
+    rows.append([f"{TWO_PHASES.gpus} x {TWO_PHASES.gpu}, published", *_published().cells()])
     lines = [f"Published: {TWO_PHASES.source}; ${TWO_PHASES.price:g} per GPU and hour."]
+    ours = [f"{ratio:.2f} of them on `{gpu}`" for gpu, ratio in _to_published(metrics).items()]
     if ours:
-        lines.append(f"Of the published days, encoding once and both phases stored, are predicted: {'; '.join(ours)}.")
+        lines.append(f"Of the published days of both phases, stored, are predicted: {', '.join(ours)}.")
     told = "; ".join(f"{dollars(value)} ({who})" for who, value in PER_MILLION.items())
     lines.append(f"Published dollars per million images of these phases: {told}.")
     return markdown(header, rows) + "".join(f"\n{line}\n" for line in lines)
+
+
+def _to_published(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return days predicted for both phases on stored latents to the published ones, by kind of A100."""
+    published = sum(_published().stored)
+    found = {machine.gpu: _predicted(metrics, machine) for machine in machines() if machine.gpu.startswith("a100")}
+    return {gpu: sum(each.stored) / published for gpu, each in found.items() if each is not None}
 
 
 def _days(images: float, per_second: float) -> float:
@@ -316,7 +329,7 @@ def _days(images: float, per_second: float) -> float:
 
 
 def _predicted(metrics: Mapping[str, float], machine: Machine) -> PreTraining | None:
-    """Return what a line of `costs` predicts for a machine; None if it does not know it, or nothing fits."""
+    """Return what a line of `costs` predicts for a machine; None if it has no links, is not known, or nothing fits."""
     passes, distinct = TWO_PHASES.images, TWO_PHASES.distinct
     speeds = {
         kind: [metrics.get(f"{PRE_TRAINED}_{size}_{machine}_{kind}_images_per_second") for size in passes]

@@ -5,9 +5,10 @@ their table) are taken alone and eight at a time, others alone, as their price i
 All weights are trained, with fused AdamW and an EMA; images and captions are encoded in each step; the batch and what
 is recomputed are the planner's fastest. Precision is bf16-mixed, and 16-mixed where a GPU computes bfloat16 slower.
 
-Of a strategy that fits, the line has the peak of a GPU (`_gb`), images per second of all GPUs and the batch per GPU; of
-one that does not, what its smallest batch needs (`_needs_gb`, `_needs_host_gb`). Where Gemini does not fit, a part of
-the optimizer goes to host memory, the one that is the fastest (`_offloaded`). Dollars are computed in the report.
+Of a strategy that fits, the line has the peak of a GPU (`_gb`), images per second of all GPUs, the batch per GPU, and if
+it offloads, the host memory per GPU (`_host_gb`); of one that does not, what its smallest batch needs (`_needs_gb`,
+`_needs_host_gb`). Where Gemini does not fit, a part of the optimizer goes to host memory, the one that is the fastest
+(`_offloaded`). Dollars are computed in the report.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ def cells(model: LatentDiffusion, prefix: str, machine: Machine, resolution: int
         metrics[f"{prefix}_{name}_gb"] = plan.memory.device / GB
         metrics[f"{prefix}_{name}_images_per_second"] = plan.images_per_second
         metrics[f"{prefix}_{name}_batch"] = plan.run.batch_size
+        if name.endswith("_offload") or FRACTION in plan.candidate.settings:
+            metrics[f"{prefix}_{name}_host_gb"] = plan.memory.host / GB
     for plan in too_large:
         key = f"{prefix}_{plan.candidate.name}_needs"
         if plan.memory.device > cluster.memory:

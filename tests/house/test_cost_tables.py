@@ -46,7 +46,8 @@ def test_costs_predicts_memory_and_speed_of_what_suits_a_machine(
     found = costs.measure(models={"tiny": 32}, gpus=GPUS, pre_trained="tiny")
     alone = {key.removeprefix("tiny_1x_rtx-3060_") for key in found if "rtx-3060" in key}
     names = {"single", "gemini", "gemini_offload", "deepspeed_zero2_offload"}
-    assert alone == {f"{name}_{what}" for name in names for what in ("gb", "images_per_second", "batch")}
+    figures = {f"{name}_{what}" for name in names for what in ("gb", "images_per_second", "batch")}
+    assert alone == figures | {"gemini_offload_host_gb", "deepspeed_zero2_offload_host_gb"}
     assert "tiny_8x_a100-80gb_ddp_gb" in found and "tiny_8x_a100-80gb_single_gb" not in found
     assert found["tiny_8x_a100-80gb_gemini_images_per_second"] > found["tiny_1x_a100-80gb_gemini_images_per_second"]
     for size in recipe.images:
@@ -100,6 +101,7 @@ def test_a_cell_is_memory_speed_and_dollars_or_a_dash(costs: ModuleType, cost_ta
     metrics |= {"sd15_8x_a100-80gb_ddp_images_per_second": 274.2, "sd15_1x_rtx-3060_single_needs_gb": 20.06}
     metrics |= {"sd15_1x_rtx-3060_gemini_gb": 9.0, "sd15_1x_rtx-3060_gemini_images_per_second": 2.5}
     metrics |= {"sd15_1x_rtx-3060_gemini_batch": 4, "sd15_1x_rtx-3060_gemini_offloaded": 0.5}
+    metrics |= {"sd15_1x_rtx-3060_gemini_host_gb": 12.0}
     metrics |= {"sd15_1x_rtx-3060_gemini_offload_needs_gb": 13, "sd15_1x_rtx-3060_gemini_offload_needs_host_gb": 40}
     table = cost_tables.Table(metrics, [])
     price = 1e6 / 274.2 / 3600 * 8 * eight.device.price_per_hour
@@ -107,7 +109,9 @@ def test_a_cell_is_memory_speed_and_dollars_or_a_dash(costs: ModuleType, cost_ta
     assert table.cell("sd15", eight, "ddp", details=False) == f"83.0 · 274 · ${price:.1f}"
     assert table.cell("sd15", alone, "single", details=True) == "needs 20.1"
     assert table.cell("sd15", alone, "single", details=False) == "–"
-    assert table.cell("sd15", alone, "gemini", details=True) == "9.0 · 2.50 · – · 4 (50%)", "no price, no dollars"
+    assert table.cell("sd15", alone, "gemini", details=True) == "9.0 + 12.0 · 2.50 · – · 4 (50%)", (
+        "no price, no dollars"
+    )
     assert table.cell("sd15", alone, "gemini_offload", details=True) == "needs 13.0, needs 40.0 host"
     assert table.cell("of another line", eight, "ddp", details=True) == "–"
 
@@ -194,6 +198,9 @@ def test_two_phases_are_days_and_dollars_beside_the_published_ones(cost_tables: 
     # 8 A100 at $2 an hour: 81.33 days and $31,230 without encoding, as published.
     assert rows[2][1:4] == ["19.7 · $7,568", "11.9 · $4,551", "69.5 · $26,679"]
     assert rows[2][5:7] == ["–", "–"] and rows[2][8].startswith("1.40 ×; ")
+    took = (1126.4e6 / 1100 + 1740.8e6 / 290) / (1126.4e6 / 2000 + 1740.8e6 / 400)
+    assert f" are predicted: {1 / took:.2f} of them on `a100-80gb`.\n" in cost_tables.two_phases(metrics)
+    assert f"took {took:.1f} times the days that are predicted so" in cost_tables.readme_table(metrics, [])
 
 
 def test_without_a_line_of_costs_the_pages_say_how_to_get_one(cost_tables: ModuleType) -> None:

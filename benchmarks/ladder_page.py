@@ -153,7 +153,12 @@ def note(ladder: Ladder) -> str:
 
 
 def table(ladder: Ladder) -> str:
-    """Return the rungs as an HTML table."""
+    """Return the rungs as an HTML table, and their commands."""
+    return f'<div class="told">{rows(*cells(ladder))}{_commands(ladder)}</div>'
+
+
+def cells(ladder: Ladder) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the cells of a table of the rungs."""
     first = ladder.shown(ladder.rungs()[0], _RATE)
     lines = []
     for rung in ladder.rungs():
@@ -170,8 +175,7 @@ def table(ladder: Ladder) -> str:
         cells += ["—" if price is None else f"{price:,.2f}"] * ladder.has_prices
         lines.append([*cells, f"skipped: {why}" if why else rung.change])
     head = ["rung", "img/s", "× first", *["predicted"] * ladder.is_measured, "GB", *["predicted"] * ladder.is_measured]
-    told = rows([*head, *["$ per million"] * ladder.has_prices, "what it changes"], lines)
-    return f'<div class="told">{told}{_commands(ladder)}</div>'
+    return [*head, *["$ per million"] * ladder.has_prices, "what it changes"], lines
 
 
 def _commands(ladder: Ladder) -> str:
@@ -293,6 +297,17 @@ def sections(found: Sequence[Row]) -> list[str]:
     shown = [ladder_section(ladder) for ladder in ladders(found)]
     text = '<p class="absent">No ladder was measured: run <code>python benchmarks/run.py ladder ladder_plan</code>.</p>'
     return shown or [section("The ladder", text)]
+
+
+def markdown(found: Sequence[Row]) -> str:
+    """Return the ladders as Markdown, a table for each; a sentence if there are none."""
+    shown = []
+    for ladder in ladders(found):
+        head, lines = cells(ladder)
+        ruler = ["---"] * len(head)
+        body = "".join(f"| {' | '.join(line)} |\n" for line in (head, ruler, *lines))
+        shown.append(f"**{ladder.title}**. {note(ladder)}\n\n{body}")
+    return "\n".join(shown) or "No ladder is measured yet: `python benchmarks/run.py ladder ladder_plan`.\n"
 
 
 def write_pictures(found: Sequence[Row], folder: Path) -> list[Path]:

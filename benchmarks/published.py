@@ -168,3 +168,47 @@ PUBLISHED = {
         "batch per GPU, and the network between machines",
     ),
 }
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Pre-training in phases of growing images, and what it cost."""
+
+    images: dict[int, float]
+    """Side, pixels -> images that pass through training, repetitions counted."""
+    distinct: dict[int, float]
+    """The same -> images of the data set, each of which is encoded once."""
+    batch_size: int
+    """Samples per step on all GPUs."""
+    images_per_second: dict[int, float]
+    """Side, pixels -> published speed of the denoiser's training on latents and embeddings from a store."""
+    gpus: int
+    gpu: str
+    encoding_gpu_hours: float
+    """To encode the data set once."""
+    online: float
+    """How much longer training takes that encodes in its steps."""
+    price: float
+    """Dollars per GPU and hour."""
+    source: str
+
+
+TWO_PHASES = Recipe(
+    images={256: 1126.4e6, 512: 1740.8e6},
+    distinct={256: 790e6, 512: 300e6},
+    batch_size=2048,
+    images_per_second={256: 1100, 512: 290},
+    gpus=8,
+    gpu="A100",
+    encoding_gpu_hours=3784,
+    online=1.4,
+    price=2.0,
+    source="[MosaicML](https://github.com/mosaicml/diffusion), the size of its data set from its "
+    "[report](https://www.databricks.com/blog/stable-diffusion-2)",
+)
+PER_MILLION = {
+    "MosaicML, 128 A100 at $2 an hour, encoding not counted": 33874 / 2867.2,
+    "Anyscale, A100, reserved": 13.8,
+    "Anyscale, A100, on demand": 23.5,
+}
+"""Who and how -> published dollars for a million images that pass through both phases."""

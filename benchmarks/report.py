@@ -2,7 +2,7 @@
 
     python benchmarks/report.py               print the table; write results/README.md and results/*.svg
     python benchmarks/report.py --html        the page results/index.html with the ladders' charts, and these as PNG
-    python benchmarks/report.py --readme      write the tables of README.md and docs/benchmarks.md, between two markers
+    python benchmarks/report.py --readme      write the tables of README.md and docs/, each between two markers
 
 Shown is the newest line of every case, in results/ of every case on every machine. A line of a checkout with changes is
 no result, and neither is one with arguments of `--set`, or from before a case came to measure something else. The
@@ -16,11 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cost_tables
+import ladder_page
 from lines import RESULTS, Row, clean, line_of, read_rows, verdict
 from run import HERE, case_names, load_case, revision_of
 
-README, PAGE = HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md"
-MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
+README, DOCS = HERE.parent / "README.md", HERE.parent / "docs"
+PAGE, COSTS = DOCS / "benchmarks.md", DOCS / "costs.md"
 SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 
 
@@ -61,9 +63,15 @@ def _is_comparable(row: Row) -> bool:
     return case not in case_names() or row.get("revision", 1) == revision_of(load_case(case))
 
 
-def tables(rows: list[Row]) -> dict[Path, str]:
-    """Return the tables of the README and of its page about benchmarks."""
-    return {README: case_table(rows, only_bars=True), PAGE: case_table(rows, only_bars=False)}
+def tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
+    """Return the tables of each page, by the name of their markers: `<!-- name -->` and `<!-- /name -->`."""
+    every = list(newest(rows, "case", "machine").values())
+    costs = cost_tables.tables(newest(rows, "case").get(("costs",)), every)
+    return {
+        README: {"benchmarks": case_table(rows, only_bars=True), "costs": costs.pop("readme")},
+        PAGE: {"benchmarks": case_table(rows, only_bars=False), "ladders": ladder_page.markdown(every)},
+        COSTS: costs,
+    }
 
 
 def case_table(rows: list[Row], *, only_bars: bool) -> str:
@@ -97,16 +105,18 @@ def _figures(case: str, row: Row | None, template: str, names: list[str]) -> lis
     return [measured, limits, met, line_of(row)]
 
 
-def with_table(text: str, table: str, *, who: str) -> str:
-    """Return a page with a table between its markers.
+def with_tables(text: str, found: dict[str, str], *, who: str) -> str:
+    """Return a page with its tables between their markers.
 
     Raises:
         SystemExit: A marker is missing.
     """
-    begin, end = MARKERS
-    if not 0 <= text.find(begin) < text.find(end):
-        raise SystemExit(f"{who}: expected {begin} and below it {end}; write them where the table belongs")
-    return f"{text.partition(begin)[0]}{begin}\n{table}{end}{text.partition(end)[2]}"
+    for name, each in found.items():
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if not 0 <= text.find(begin) < text.find(end):
+            raise SystemExit(f"{who}: expected {begin} and below it {end}; write them where the table belongs")
+        text = f"{text.partition(begin)[0]}{begin}\n{each}{end}{text.partition(end)[2]}"
+    return text
 
 
 def table(rows: list[Row]) -> str:
@@ -168,16 +178,15 @@ def plot_case(case: str, rows: list[Row], path: Path) -> None:
 
 def write_page(rows: list[Row], folder: Path) -> list[Path]:
     """Write the page with all results, and the ladders' charts as pictures; return their paths."""
-    from ladder_page import sections, write_pictures
     from sd_lightning.report import bars
     from sd_lightning.report.document import section, write_document
 
     found = [row for _, row in sorted(newest(rows, "case", "machine").items())]
     lead = '<p class="lead">The newest line of each case and machine in <code>benchmarks/results</code>.</p>'
-    body = [lead, *sections(found)]
+    body = [lead, *ladder_page.sections(found)]
     body.append(section("All cases", bars.rows(*table_cells(found))))
     page = write_document(folder / "index.html", "Benchmarks", "sd_lightning", "\n".join(body))
-    return [page, *write_pictures(found, folder)]
+    return [page, *ladder_page.write_pictures(found, folder)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -185,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
-        "--readme", action="store_true", help="write README.md and docs/benchmarks.md, and nothing else"
+        "--readme", action="store_true", help="write the tables of README.md and docs/, and nothing else"
     )
     parser.add_argument("--html", action="store_true", help="write results/index.html, and its charts as PNG")
     options = parser.parse_args(arguments)
@@ -194,8 +203,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no lines of a commit in {options.results}; run benchmarks/run.py CASE first", file=sys.stderr)
         return 2
     if options.readme:
-        for path, text in tables(rows).items():
-            path.write_text(with_table(path.read_text(encoding="utf-8"), text, who=path.name), encoding="utf-8")
+        # Every page is made before one is written.
+        pages = {
+            path: with_tables(path.read_text(encoding="utf-8"), found, who=path.name)
+            for path, found in tables(rows).items()
+        }
+        for path, text in pages.items():
+            path.write_text(text, encoding="utf-8")
         return 0
     if options.html:
         for path in write_page(rows, options.results):

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training_runs import Run
+
 BARS: dict[str, str] = {}
 TABLE = {
-    "sd21 on a GPU, batch 8, samples per second: torch's AdamW under autocast; Gemini resident; all offloaded": (
-        "{sd21_b8_autocast_samples_per_second}; {sd21_b8_resident_samples_per_second}; {sd21_b8_all_samples_per_second}"
+    "sd21 on a GPU, batch 8, images per second: torch's AdamW under autocast; Gemini resident; all offloaded": (
+        "{sd21_b8_autocast_images_per_second}; {sd21_b8_resident_images_per_second}; {sd21_b8_all_images_per_second}"
     ),
 }
 SWEEP: dict[str, dict[str, Any]] = {
@@ -25,6 +27,21 @@ SWEEP: dict[str, dict[str, Any]] = {
     "all": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 2**29},
 }
 TEXT_LENGTH = 77
+RESOLUTIONS = {"sd21": 768, "sdxl": 1024}
+STRATEGIES = {
+    "autocast": "single",
+    "resident": "gemini",
+    "half_optim": "gemini offload_optim_frac=0.5",
+    "optim": "gemini offload_optim_frac=1.0",
+    "all": "gemini_offload",
+}
+MEASURED = {
+    f"{architecture}_b{batch}_{name}": Run(architecture, resolution, strategy, batch, encoders="none", averages=False)
+    for architecture, resolution in RESOLUTIONS.items()
+    for batch in (1, 8)
+    for name, strategy in STRATEGIES.items()
+}
+"""The UNet alone, from random weights; under a cap of memory."""
 
 
 def measure(
@@ -46,7 +63,7 @@ def measure(
         device: "cpu" measures times only.
 
     Returns:
-        By run: samples per second, peak GiB, GiB copied each way per step, and the milliseconds between the end
+        By run: images per second, peak GB, GiB copied each way per step, and the milliseconds between the end
         of backward and the end of the step, in which the device waits for the host (``step_phase_ms``).
     """
     if device == "cuda":
@@ -90,11 +107,11 @@ def _run(architecture: str, batch: int, steps: int, device: str, settings: dict[
             seconds.append(end - begin)
             waits.append(end - middle)
             moved = {key: value - before.get(key, 0) for key, value in engine.ledger.moved.items()} if engine else {}
-    found = {"fits": 1.0, "samples_per_second": batch * len(seconds) / sum(seconds)}
+    found = {"fits": 1.0, "images_per_second": batch * len(seconds) / sum(seconds)}
     found["step_phase_ms"] = 1e3 * sum(waits) / len(waits)
     found |= {f"{source}_to_{target}_gib": value / 2**30 for (source, target), value in moved.items()}
     if device == "cuda":
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["gb"] = torch.cuda.max_memory_allocated() / 1e9
     if engine:
         engine.close()
     return found

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from training_runs import Run
+
 BARS = {"memory_off_by": "<= 0.1", "time_off_by": "<= 0.15", "auto_to_best": ">= 0.95"}
 TABLE = {
     "planner on a GPU, sd15, 13 settings: largest error of memory; median error of time; its choice to the best": (
@@ -54,6 +56,12 @@ GRID = (
     Setting("gemini", 32),
     Setting("gemini_offload", 8),
 )
+MEASURED = {
+    str(each): Run(
+        "sd15", 512, each.strategy, each.batch_size, precision=each.precision, encoders="text", averages=False
+    )
+    for each in GRID
+}
 
 
 def measure(
@@ -81,6 +89,7 @@ def measure(
         seconds, peak = trained(architecture, plan, steps)
         told = max(plan.memory.on_device[:2], key=lambda phase: phase.nbytes)  # the step's; nothing is encoded before
         metrics[f"{name}_ms"], metrics[f"{name}_gb"] = 1e3 * seconds, peak / 1e9
+        metrics[f"{name}_images_per_second"] = plan.run.batch_size / seconds
         metrics[f"{name}_time"] = plan.time.total / seconds
         errors["time"].append(abs(plan.time.total / seconds - 1))
         if peak:

@@ -8,11 +8,14 @@ from functools import partial
 
 import torch
 
+from training_runs import Run
+
 BARS: dict[str, str] = {}
 TABLE = {
     "sd15 at 512 x 512 on a GPU, images per second: plain; with gradient checkpointing": "{plain_images_per_second}; "
     "{checkpointed_images_per_second}",
 }
+MEASURED = dict.fromkeys(("plain", "checkpointed"), Run("sd15", 512, "single", batch_size=8, encoders="text"))
 
 
 def measure(*, architecture: str = "sd15", batch_size: int = 8, steps: int = 30, precision: str = "bf16-mixed") -> dict:
@@ -25,7 +28,7 @@ def measure(*, architecture: str = "sd15", batch_size: int = 8, steps: int = 30,
         precision: Lightning's precision.
 
     Returns:
-        Images per second, MFU and peak GiB of each run.
+        Images per second, MFU and peak GB of each run.
     """
     metrics: dict[str, float] = {}
     for name, checkpointing in (("plain", False), ("checkpointed", True)):
@@ -34,6 +37,7 @@ def measure(*, architecture: str = "sd15", batch_size: int = 8, steps: int = 30,
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         summary = _train(architecture, batch_size, steps, precision, gradient_checkpointing=checkpointing)
+        summary["gb"] = summary.pop("peak_memory_gib") * 2**30 / 1e9
         metrics |= {f"{name}_{key}": value for key, value in summary.items()}
         print(name, summary, file=sys.stderr, flush=True)
     return metrics

@@ -263,19 +263,19 @@ def test_a_table_shows_figures_with_their_spread_bars_and_verdicts(
     assert len(report.case_table([row], only_bars=True).splitlines()) == 6
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/costs.md"])
 def test_the_tables_of_the_pages_are_those_of_the_newest_lines(
     tools: tuple[ModuleType, ...], lines: ModuleType, page: str
 ) -> None:
     report, path = tools[1], BENCHMARKS.parent / page
     text = path.read_text(encoding="utf-8")
-    expected = report.with_table(text, report.tables(lines.read_rows(lines.RESULTS))[path], who=page)
+    expected = report.with_tables(text, report.tables(lines.read_rows(lines.RESULTS))[path], who=page)
     assert text == expected, "write it with: python benchmarks/report.py --readme"
 
 
 def test_a_page_without_markers_says_which(tools: tuple[ModuleType, ...]) -> None:
     with pytest.raises(SystemExit, match="a page: expected <!-- benchmarks --> and below it"):
-        tools[1].with_table("no table here", "| a |\n", who="a page")
+        tools[1].with_tables("no table here", {"benchmarks": "| a |\n"}, who="a page")
 
 
 def test_sides_take_turns_and_warm_up_is_dropped(tools: tuple[ModuleType, ...]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ladder import RUNGS, Rung
 from lines import Row, line_of
+from published import NVIDIA_LADDER
 from sd_lightning.planner.devices import Device, table_of
 from sd_lightning.report.bars import bar_height, charts, number, rows
 from sd_lightning.report.charts import AREAS, INKS, LINES, Panel, card, render_panels, render_svg, tidy
@@ -308,6 +309,26 @@ def markdown(found: Sequence[Row]) -> str:
         body = "".join(f"| {' | '.join(line)} |\n" for line in (head, ruler, *lines))
         shown.append(f"**{ladder.title}**. {note(ladder)}\n\n{body}")
     return "\n".join(shown) or "No ladder is measured yet: `python benchmarks/run.py ladder ladder_plan`.\n"
+
+
+def published(found: Sequence[Row]) -> str:
+    """Return NVIDIA's ladder beside ours, predicted for the same GPU, as Markdown."""
+    row = next((row for row in found if row["case"] == "ladder_plan"), None)
+    rates = {
+        each: None if row is None else row["metrics"].get(f"nvidia_{each.rung}_{PREDICTED}_{_RATE}")
+        for each in NVIDIA_LADDER
+    }
+    first, ours = NVIDIA_LADDER[0].images_per_second, rates[NVIDIA_LADDER[0]]
+    lines = [
+        "| NVIDIA's rung | published img/s | × first | ours | predicted img/s | × first |",
+        "|---|---|---|---|---|---|",
+    ]
+    of = {rung.name: rung for rung in RUNGS}
+    for each, rate in rates.items():
+        told = [number(rate), f"{rate / ours:.2f}"] if rate is not None and ours is not None else ["–", "–"]
+        theirs = [number(each.images_per_second), f"{each.images_per_second / first:.2f}"]
+        lines.append(f"| {' | '.join([each.title, *theirs, of[each.rung].title, *told])} |")
+    return "\n".join(lines) + "\n"
 
 
 def write_pictures(found: Sequence[Row], folder: Path) -> list[Path]:

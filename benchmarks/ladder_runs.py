@@ -93,14 +93,12 @@ def climb(
         Metrics of every rung, with its command or the reason why it did not run; and the changes that rungs above do
         without.
     """
-    left_out = []
-    aside = [rung for rung in rungs if rung.aside_on_cpu and not machine.on_cuda]
-    metrics: dict[str, float | list[float] | str] = {}
-    for rung in rungs:
-        why = rung.lacks(machine)
-        if why is not None:
-            left_out.append(rung)
-            metrics[f"{rung.name}_skipped"] = why
+    aside = [rung for rung in RUNGS if rung.aside_on_cpu and not machine.on_cuda]
+    lacking = {rung: why for rung in RUNGS if (why := rung.lacks(machine)) is not None}
+    left_out = list(lacking)
+    metrics: dict[str, float | list[float] | str] = {
+        f"{rung.name}_skipped": why for rung, why in lacking.items() if rung in rungs
+    }
     for number in range(rounds):
         running = [rung for rung in rungs if rung not in left_out]
         for rung in running if number % 2 == 0 else reversed(running):

@@ -69,7 +69,11 @@ def tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
     costs = cost_tables.tables(newest(rows, "case").get(("costs",)), every)
     return {
         README: {"benchmarks": case_table(rows, only_bars=True), "costs": costs.pop("readme")},
-        PAGE: {"benchmarks": case_table(rows, only_bars=False), "ladders": ladder_page.markdown(every)},
+        PAGE: {
+            "benchmarks": case_table(rows, only_bars=False),
+            "ladders": ladder_page.markdown(every),
+            "published": ladder_page.published(every),
+        },
         COSTS: costs,
     }
 

@@ -2,7 +2,8 @@
 
 Nothing is measured. The planner does not know the loader, the optimizer's kernel and compiled layers: it assumes the
 fast ones from the first rung on. "Stored latents" is also predicted for 1, 2, 4 and 8 GPUs with the same batch on each,
-and FSDP2 and DDP for two such machines whose network is TCP over one card of 100 Gbit/s, or EFA over four.
+and FSDP2 and DDP for two such machines whose network is TCP over one card of 100 Gbit/s, or EFA over four. The rungs
+that NVIDIA published are predicted with its model, batches and GPU.
 """
 
 from dataclasses import replace
@@ -11,29 +12,33 @@ from typing import Any
 import ladder
 from ladder_forecast import Hardware, forecasts, predicted
 from lines import Measured
+from published import NVIDIA_LADDER
 
 BARS: dict[str, str] = {}
 PER_GPU = 8, 32
 """Samples of a pass, before and after the rung "larger batch"."""
+GPU = "a100-80gb"
 COUNTS = (1, 2, 4, 8)
 NETWORKS = {"tcp": 12.5e9, "efa": 50e9}
 """Bytes per second between two machines: all GPUs of a machine share them, and a ring passes them once."""
 TABLE = {
-    f"sd21 on {{gpu}}, predicted images per second of {ladder.TITLES}": ladder.table("predicted_images_per_second"),
+    f"sd21 on 8 A100 80GB, predicted images per second of {ladder.TITLES}": ladder.table("predicted_images_per_second"),
     "peak GB of a GPU, predicted": ladder.table("predicted_gb"),
     "stored latents on 1, 2, 4, 8 GPUs, predicted images per second": "; ".join(
         f"{{scaling_{count}_predicted_images_per_second}}" for count in COUNTS
     ),
-    "FSDP2 on two machines with 8 GPUs each: TCP; EFA; DDP: TCP; EFA": (
+    "FSDP2 on two machines of 8 GPUs: TCP; EFA; DDP: TCP; EFA": (
         "{fsdp_tcp_predicted_images_per_second}; {fsdp_efa_predicted_images_per_second}; "
         "{ema_tcp_predicted_images_per_second}; {ema_efa_predicted_images_per_second}"
     ),
+    "NVIDIA's rungs, predicted images per second": "; ".join(
+        f"{{nvidia_{each.rung}_predicted_images_per_second}}" for each in NVIDIA_LADDER
+    ),
 }
-TABLE = {row.replace("{gpu}", "8 x A100 80GB"): figures for row, figures in TABLE.items()}
 
 
 def measure(
-    architecture: str = "sd21", resolution: int = 512, gpu: str = "a100-80gb", counts: tuple[int, ...] = COUNTS
+    architecture: str = "sd21", resolution: int = 512, gpu: str = GPU, counts: tuple[int, ...] = COUNTS
 ) -> Measured:
     """Predict every rung.
 
@@ -63,5 +68,20 @@ def measure(
         slower = replace(speeds, link={kind: min(link, rate) for kind, link in speeds.link.items()})
         for name in ("ema", "fsdp"):
             metrics[f"{name}_{network}_predicted_images_per_second"] = told(name, 2 * most, slower)[0]
+    metrics |= nvidia() if gpu == GPU else {}
     described = {"gpu": device.name, "model": f"{architecture} at {resolution} x {resolution}"}
     return {**metrics, **described, "devices": most}
+
+
+def nvidia() -> dict[str, float]:
+    """Predict the rungs that NVIDIA published."""
+    from sd_lightning.planner.calibration import hardware
+
+    alone, of = Hardware(*hardware(GPU), 1), {rung.name: rung for rung in ladder.RUNGS}
+    found = {}
+    for each in NVIDIA_LADDER:
+        options = ("model=sd15", "data.resolution=512")
+        way = ladder.Climb(options, "photos", "latents", (each.batch_size, each.batch_size))
+        rate, _ = predicted(way.command(of[each.rung], []), alone)
+        found[f"nvidia_{each.rung}_predicted_images_per_second"] = rate
+    return found

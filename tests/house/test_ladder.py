@@ -72,7 +72,12 @@ CHANGES = {
     "compile": {"speed.compile_mode"},
 }
 """Rung -> all settings in which it differs from the one below; others exchange a group."""
-GROUPS = {"ema": ("callbacks.ema.", "callbacks.weight_averaging"), "zero2": "strategy.", "fsdp": "strategy.", "latents": "data."}
+GROUPS = {
+    "ema": ("callbacks.ema.", "callbacks.weight_averaging"),
+    "zero2": "strategy.",
+    "fsdp": "strategy.",
+    "latents": "data.",
+}
 """Rung -> beginning of the settings that it changes, which are parts of a whole."""
 
 
@@ -128,21 +133,23 @@ def test_rungs_take_turns_and_a_failing_one_is_told_and_taken_back(
         return {"images_per_second": float(len(ran)), "gb": 1.0, "data_wait": 0.0}
 
     monkeypatch.setattr(runs, "trained", trained)
-    rungs = [rung for rung in ladder.RUNGS if rung.name in ("baseline", "bf16", "loader", "adamw")]
+    rungs = [rung for rung in ladder.RUNGS if rung.name in ("baseline", "bf16", "loader", "adamw", "flash")]
     found, left_out = runs.climb(ladder.Machine(*CPU), a_climb(ladder), tmp_path, rounds=2, rungs=rungs)
     assert [options[0].removeprefix("experiment=ladder_") for options in ran] == [
-        *("baseline", "loader", "adamw"),
-        *("adamw", "baseline"),
+        *("baseline", "loader", "adamw", "flash"),
+        *("flash", "adamw", "baseline"),
     ]
-    assert found["baseline_images_per_second"] == [1.0, 5.0] and found["adamw_images_per_second"] == [3.0, 4.0]
+    assert found["baseline_images_per_second"] == [1.0, 7.0] and found["adamw_images_per_second"] == [3.0, 6.0]
+    assert "tf32_skipped" not in found, "only what was to run is told"
     assert found["bf16_skipped"] == "this CPU has no arithmetic in bfloat16"
     assert found["loader_skipped"] == "failed: error: no more memory"
-    assert {rung.name for rung in left_out} == {"bf16", "loader"}
+    assert {rung.name for rung in left_out} == {"tf32", "bf16", "loader", "compile", "fused_layers"}
+    assert {"speed.compile_blocks=false", "speed.allow_tf32=false"} <= {*ran[3]}, "a CPU compiles for the one rung only"
     assert (
         "data.num_workers=0" in ran[2] and "trainer.precision=32-true" in ran[2] and "data.num_workers=0" not in ran[1]
     )
     assert found["adamw_command"].startswith("python -m sd_lightning.train experiment=ladder_adamw trainer.precision=")
-    assert runs.gained(found, rungs) == pytest.approx(3.5 / 3)
+    assert runs.gained(found, rungs) == pytest.approx(4.5 / 4)
 
 
 def test_a_failing_run_is_told_by_its_own_last_line(runs: ModuleType, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_rungs_take_turns_and_a_failing_one_is_told_and_taken_back(
     assert (
         "data.num_workers=0" in ran[2] and "trainer.precision=32-true" in ran[2] and "data.num_workers=0" not in ran[1]
     )
-    assert found["adamw_command"].startswith("python -m sd_lightning.train experiment=ladder_adamw trainer.precision=")
+    assert found["adamw_command"].startswith("python -m sd_lightning.train experiment=ladder_adamw speed.allow_tf32=")
     assert runs.gained(found, rungs) == pytest.approx(4.5 / 4)
 
 

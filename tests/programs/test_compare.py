@@ -330,6 +330,21 @@ def test_bad_input_ends_in_one_clear_line(arguments: str, place: Path, capfd: py
     refuse(f"compare {arguments}", REFUSED[arguments], place, capfd)
 
 
+def test_a_trained_run_is_compared_with_what_is_left_of_it_after_a_kill(trained_run: Path, tmp_path: Path) -> None:
+    for name in ("config.yaml", "logs"):
+        copy = shutil.copytree if (trained_run / name).is_dir() else shutil.copy2
+        (tmp_path / "left").mkdir(exist_ok=True)
+        copy(trained_run / name, tmp_path / "left" / name)
+    whole, left = compared(trained_run, tmp_path / "left")["runs"]
+    assert whole["hardware"] and whole["torch"] and whole["date"] >= "2026" and whole["is_finished"]
+    same = ("strategy", "devices", "batch_size", "precision", "images_per_second", "peak_gib", "final_loss", "data")
+    assert {name: whole[name] for name in same} == {name: left[name] for name in same}
+    assert not left["is_finished"] and left["hardware"] is None
+    summary = json.loads((trained_run / "summary.json").read_text())
+    assert whole["images_per_second"] == pytest.approx(summary["images_per_second"], rel=0.3)
+    assert whole["final_loss"] == pytest.approx(summary["final_loss"], rel=0.3)
+
+
 @pytest.mark.slow
 def test_trained_runs_on_one_and_on_two_processes_are_compared(
     tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]

@@ -25,7 +25,7 @@ ORDER = (
     ("training",),
     ("callbacks",),
     ("apps",),
-    ("train", "generate", "export", "precompute", "plan"),
+    ("train", "generate", "export", "precompute", "plan", "compare"),
     ("dreambooth",),
 )
 """Rooms (folders, and files in the root) from the lowest up. Those of one row do not know each other."""
@@ -53,6 +53,7 @@ MAY_KNOW = {
     "export": HYDRA,
     "precompute": HYDRA,
     "plan": HYDRA,
+    "compare": HYDRA,
 }
 """Which of these libraries a room may import; others none."""
 WITHOUT_TORCH = {"_errors", "_imports", "_launchers", "_console", "_conf"}

@@ -144,6 +144,34 @@ def given_keys() -> list[str]:
     return [each.lstrip("+").partition("=")[0] for each in overrides]
 
 
+def with_words(arguments: Sequence[str], setting: str) -> list[str]:
+    """Turn the words of a command line that are no settings, options or their values into one setting, a list.
+
+    Args:
+        arguments: The command line.
+        setting: The setting's name: ``["runs/a", "x=1"]`` becomes ``["x=1", 'runs=["runs/a"]']``.
+
+    Returns:
+        The command line for Hydra; as it was if it has no such words.
+    """
+    kept, place = list(arguments), 0
+    words: list[str] = []
+    for each in CommandLine.parse("", arguments).overrides:
+        is_path = each.startswith(("/", "./", "../")) or (bool(each) and Path(each).is_dir())
+        if is_path or not ("=" in each or re.fullmatch(r"~[\w.@]+", each)):
+            place = place if words else kept.index(each)  # argparse wants all settings in one place
+            words.append(each)
+            kept.remove(each)
+    return [*kept[:place], f"{setting}=[{','.join(map(_quoted, words))}]", *kept[place:]] if words else kept
+
+
+def _quoted(text: str) -> str:
+    """Quote a text for Hydra's grammar, in which a backslash is one but before a quote, and for OmegaConf's."""
+    text = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", text)  # no interpolation
+    text = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ("\\" if found[2] else "") + found[2], text)
+    return f'"{text}"'
+
+
 def paths(node: Any, path: str = "") -> list[str]:
     """Return the dotted keys of all sections and values of a tree."""
     if not isinstance(node, dict):

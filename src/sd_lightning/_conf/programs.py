@@ -29,6 +29,8 @@ class Program:
     """Section -> arguments that the program passes itself; see :func:`sd_lightning._conf.check`."""
     hints: Mapping[str, Any] = field(default_factory=dict)
     """Key -> type, for keys that no target's signature covers or that have a narrower type here."""
+    words: str | None = None
+    """Setting that takes the words of the command line without ``=``, and folders with it, as a list."""
 
 
 def groups_of(config_name: str, folder: str | Path) -> dict[str, str | None]:

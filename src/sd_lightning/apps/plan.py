@@ -15,6 +15,7 @@ from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.plan_record import record, timeline_record
 from sd_lightning.apps.planning import described
+from sd_lightning.apps.text_table import aligned
 from sd_lightning.apps.trainer_checks import AUTO
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
@@ -255,13 +256,13 @@ def table(found: Plans, first: str, *, images: float | None, price: Price | None
     header += ["$/million"] * (price is not None) + ["days"] * (images is not None)
     header += ["dollars"] * (images is not None and price is not None)
     rows = [header, *(_row(each, images, per_hour) for each in found.best)]
-    lines = [first, "", *_aligned(rows)] if found.best else [first, "", "nothing fits"]
+    lines = [first, "", *aligned(rows)] if found.best else [first, "", "nothing fits"]
     if found.best:
         fastest = found.best[0]
         lines += ["", f"fastest: {' '.join(fastest.options())}", *(f"  {line}" for line in fastest.memory.lines())]
     if found.too_large:
         lines += ["", "do not fit, with the smallest batch:"]
-        lines += _aligned([_row_too_large(each) for each in found.too_large])
+        lines += aligned([_row_too_large(each) for each in found.too_large])
     lines += [f"not considered: {reason}" for reason in found.missing]
     lines += ["", f"GB are predicted from shapes; seconds are {found.speeds.provenance}"]
     if price is not None:
@@ -275,7 +276,7 @@ def advice(found: list[Remedy]) -> list[str]:
     """Return what makes the run fit as lines of text."""
     if not found:
         return ["", "no single change makes it fit: try a smaller model, a lower resolution or several changes"]
-    return ["", "it fits with one of these:", *_aligned([[f"  {each.option}", each.strategy] for each in found])]
+    return ["", "it fits with one of these:", *aligned([[f"  {each.option}", each.strategy] for each in found])]
 
 
 def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
@@ -302,13 +303,3 @@ def _row(each: Plan, images: float | None, price: float | None) -> list[str]:
 
 def _row_too_large(each: Plan) -> list[str]:
     return [f"  {each.candidate.name}", f"needs {each.lacks} more"]
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Align columns: numbers at the right, the others at the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    at_left = [i == 0 or " " in rows[-1][i] or "=" in rows[-1][i] for i in range(len(widths))]
-    return [
-        "  ".join(cell.ljust(w) if left else cell.rjust(w) for cell, w, left in zip(row, widths, at_left)).rstrip()
-        for row in rows
-    ]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import yaml
 
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
@@ -84,6 +88,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
     assert saved is not None
     pipeline = runs.publish_pipeline(run_dir, saved)
     summary = _summary(trainer, checkpoints, datamodule.no_caption_gap, bad_samples)
+    summary |= _circumstances(trainer, datamodule, run_dir)
     summary |= {"checkpoint": str(saved), "pipeline": str(pipeline)}
     on_cpu = trainer.strategy.root_device.type == "cpu"
     summary["plan"] = against_plan(run_dir / PLAN, summary, datamodule.batch_size, on_cpu=on_cpu)
@@ -117,6 +122,23 @@ def _summary(
         "prompted_accuracy_samples": samples.accuracy_samples if samples is not None and accuracy is not None else 0,
         "bad_samples": len(bad_samples),
         "bad_sample_names": sorted(bad_samples)[:100],
+    }
+
+
+def _circumstances(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> dict[str, Any]:
+    """Return what a comparison of runs needs beside their figures."""
+    from sd_lightning.apps.presets import preset_name
+    from sd_lightning.planner.calibration import device_name
+
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    return {
+        "hardware": device_name(of_cpu=trainer.strategy.root_device.type == "cpu"),
+        "devices": trainer.world_size,
+        "batch_size": datamodule.batch_size,
+        "strategy": preset_name("strategy", config.get("strategy")),
+        "precision": config["trainer"]["precision"],
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
     }
 
 

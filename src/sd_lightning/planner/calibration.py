@@ -54,9 +54,13 @@ class Calibration:
             path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
-def device_name() -> str:
-    """Return the name of this machine's first GPU as the driver says it, or that of its CPU."""
-    if torch.cuda.is_available():
+def device_name(*, of_cpu: bool = False) -> str:
+    """Return the name of this machine's first GPU as the driver says it, or that of its CPU.
+
+    Args:
+        of_cpu: Name the CPU even if there is a GPU.
+    """
+    if torch.cuda.is_available() and not of_cpu:
         return torch.cuda.get_device_name()
     file = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE) if file.is_file() else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning.report.metrics import Series, matching, smooth, wants_log_axis
+from sd_lightning.report.metrics import Series, matching, smoothed, wants_log_axis
 from sd_lightning.storage import atomic
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ INKS = {"--ink": "#010101", "--muted": "#020202", "--rule": "#030303"}
 LINES = {"--line-1": "#040404", "--line-2": "#050505", "--line-3": "#060606"}
 AREAS = {f"--area-{number}": f"#0{number}0{number}0f" for number in range(1, 9)}
 # Placeholder colours: matplotlib writes them into the SVG, then _themed replaces them by the CSS variables.
-
-_SMOOTH_FROM = 20
-"""Number of points from which a curve is smoothed."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +160,8 @@ def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
     if not dropped and all(len(series) == 1 for _, series, _ in curves):
         return ""
     keys = [
-        (ink, label, chart.number(_shown(series, smoothed)[-1][1]))
-        for (label, series, smoothed), ink in zip(curves, LINES)
+        (ink, label, chart.number((smoothed(series) if is_smoothed else series)[-1][1]))
+        for (label, series, is_smoothed), ink in zip(curves, LINES)
     ]
     svg = render_svg(f"{chart.title} by optimizer step", lambda axes: _draw(axes, chart, curves), wide=chart.wide)
     return card(chart.title, " ".join(notes), keys=keys, picture=svg, wide=chart.wide)
@@ -190,10 +187,6 @@ def card(
         f'<figure class="card{" wide" if wide else ""}"><figcaption><h3>{html.escape(title)}</h3>'
         f'<p class="keys">{legend}</p></figcaption>{picture}<p class="note">{note}</p></figure>'
     )
-
-
-def _shown(series: Series, smoothed: bool) -> Series:
-    return smooth(series, width=min(len(series) / 40, 50)) if smoothed and len(series) >= _SMOOTH_FROM else series
 
 
 def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool, height: float | None = None) -> str:
@@ -253,11 +246,13 @@ def render_panels(path: Path, title: str, panels: Sequence[Panel], *, columns: i
         title: Text at the top left.
         panels: The charts, row by row.
         columns: Charts in a row.
-        size: Width and height of each chart, inches.
+        size: Width and height of each chart, inches, without the key of its colours.
     """
     light = light_colours()
     count = math.ceil(len(panels) / columns)
-    size = size[0] * columns, size[1] * count + 0.4  # for the title
+    keys = max(math.ceil(len(panel.keys) / _key_columns(panel, size[0])) if panel.keys else 0 for panel in panels)
+    text = _KEY_HEIGHT * keys * count + 0.3 * (1 + title.count("\n"))
+    size, width = (size[0] * columns, size[1] * count + text), size[0]
     with _drawn(size=size, inks=light) as figure, atomic.new_file(path) as unfinished:
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         figure.set_facecolor(light["--card"])
@@ -266,13 +261,23 @@ def render_panels(path: Path, title: str, panels: Sequence[Panel], *, columns: i
             axes = figure.add_subplot(count, columns, place)
             axes.set_facecolor(light["--card"])
             panel.draw(axes)
-            _entitle(axes, panel)
+            _entitle(axes, panel, width)
         _recolour(figure, light)
         figure.savefig(unfinished, format="png", dpi=160)
     return path
 
 
-def _entitle(axes: Axes, panel: Panel) -> None:
+_KEY_HEIGHT = 0.2
+"""Of a line in a key, inches."""
+
+
+def _key_columns(panel: Panel, width: float) -> int:
+    """Return how many columns of a panel's key fit into so many inches, at most 4."""
+    longest = max(len(f"{label} {value}") for _, label, value in panel.keys)
+    return max(1, min(4, len(panel.keys), int((width - 0.8) / (0.4 + 0.072 * longest))))
+
+
+def _entitle(axes: Axes, panel: Panel, width: float) -> None:
     """Write a panel's title and the key of its colours above it, at the left."""
     from matplotlib.patches import Patch
 
@@ -281,7 +286,7 @@ def _entitle(axes: Axes, panel: Panel) -> None:
     if patches:
         title = panel.title or None
         style: dict[str, Any] = {"alignment": "left", "frameon": False, "borderaxespad": 0.2, "columnspacing": 1.2}
-        style |= {"handlelength": 1, "handleheight": 0.4, "ncols": min(4, len(patches))}
+        style |= {"handlelength": 1, "handleheight": 0.4, "ncols": _key_columns(panel, width)}
         legend = axes.legend(handles=patches, title=title, loc="lower left", bbox_to_anchor=(0, 1), **style)
         legend.get_title().set(fontweight="bold", color=INKS["--ink"], fontsize=10)
     elif panel.title:
@@ -355,8 +360,8 @@ def _drawn(*, size: tuple[float, float], inks: Mapping[str, str], hashsalt: str 
 def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    for (_, series, smoothed), colour in zip(curves, LINES.values()):
-        shown = _shown(series, smoothed)
+    for (_, series, is_smoothed), colour in zip(curves, LINES.values()):
+        shown = smoothed(series) if is_smoothed else series
         if shown is not series:
             axes.plot(*zip(*series), color=colour, alpha=0.3, linewidth=1)
         # Few points get markers, which show the measured values on the curve.

@@ -87,6 +87,15 @@ def smooth(series: Series, width: float) -> Series:
     return list(zip(steps, (totals / weights).tolist()))
 
 
+def smoothed(series: Series) -> Series:
+    """Smooth a curve as charts show it; one of few points stays as it is."""
+    return smooth(series, width=min(len(series) / 40, 50)) if len(series) >= _SMOOTH_FROM else series
+
+
+_SMOOTH_FROM = 20
+"""Number of points from which a curve is smoothed."""
+
+
 def wants_log_axis(values: Sequence[float]) -> bool:
     """Return whether ``values`` are positive and span more than a decade, ignoring 2 % at either end."""
     if len(values) < 3 or min(values) <= 0:

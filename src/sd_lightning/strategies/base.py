@@ -14,6 +14,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload, replicated
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import TrainingState
+from sd_lightning.strategies.found_inf import gradient_scaler
 
 
 class EngineStrategy:
@@ -46,9 +47,8 @@ class EngineStrategy:
         Args:
             optimizer: The optimizer of that step.
         """
-        # Two unrelated plugins of Lightning have gradient scalers, which skip such a step themselves.
-        if getattr(self._lightning.precision_plugin, "scaler", None) is not None:
-            return
+        if gradient_scaler(self._lightning.precision_plugin) is not None:
+            return  # it skips such a step itself
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

@@ -279,12 +279,12 @@ def test_a_stopped_run_ends_on_all_ranks_and_goes_on_by_ckpt_path(results: Train
 @pytest.mark.parametrize("name", keep(["fsdp", "gemini"], SOME))
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(results: Trained, name: str) -> None:
     signalled, plain = results[f"{name}:signalled"], results[f"{name}:not_sampled"]
-    assert signalled["checkpoint"].endswith("step-00000003")
-    assert signalled["losses"] == plain["losses"][:3]
+    assert signalled["checkpoint"].endswith("step-00000004"), "one step late, so that nobody waits for a device"
+    assert signalled["losses"] == plain["losses"][:4]
 
 
 @pytest.mark.needs("{name}:bad_loss")
-@pytest.mark.parametrize("name", keep(["zero3", "gemini"], SOME))
+@pytest.mark.parametrize("name", keep(["fsdp", "zero3", "gemini"], SOME))
 def test_no_rank_saves_while_the_loss_of_one_is_not_finite(results: Trained, name: str) -> None:
     last = Path(results[f"{name}:bad_loss"]["checkpoint"])
     assert sorted(path.name for path in last.parent.iterdir()) == [f"step-{step:08d}" for step in (1, 3, 4)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.lagged import Lagged
 from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies import engine_of
@@ -29,10 +31,12 @@ EXIT_INTERRUPTED = 75
 class StopOnSignal(StepCallback):
     """Callback that stops after the current optimizer step on SIGTERM or SIGINT; the checkpoint callback then saves.
 
-    A second SIGINT interrupts at once. All ranks stop at the same step, whichever rank received the signal.
+    A second SIGINT interrupts at once. All ranks stop at the same step, whichever rank received the signal: with
+    several processes one step later, so that none of them waits for its device.
     """
 
     def __init__(self) -> None:
+        self._is_asked = Lagged()
         self.received: signal.Signals | None = None
         self.stopped = False
         self._previous: dict[signal.Signals, Any] = {}
@@ -40,7 +44,7 @@ class StopOnSignal(StepCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         # Replaces the handler that Lightning has installed by now: it broadcasts inside the signal handler.
-        self.received, self.stopped = None, False  # an earlier fit may have been stopped
+        self.received, self.stopped, self._is_asked = None, False, Lagged()  # an earlier fit may have been stopped
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -57,9 +61,16 @@ class StopOnSignal(StepCallback):
     def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         if trainer.global_step == trainer.max_steps:
             return  # this was the last step: the run is complete
-        if trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
+        if self._stops(trainer):
             self.stopped = True
             trainer.should_stop = True
+
+    def _stops(self, trainer: pl.Trainer) -> bool:
+        """Return whether this process got a signal, or with several, whether any had one at the step before."""
+        if trainer.world_size == 1:
+            return self.received is not None
+        own = torch.full((1,), float(self.received is not None), device=trainer.strategy.root_device)
+        return self._is_asked.swap(engine_of(trainer.strategy).max_over_ranks(own)) == [1.0]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._restore()
@@ -89,6 +100,11 @@ class ReportsLoss(Protocol):
 class NonFiniteLossGuard(Callback):
     """Callback that skips updates with a NaN or infinite loss, and stops the run after several in a row.
 
+    The device decides whether to skip. The host hears of it before the next update, or before a checkpoint or the end
+    of the run, so warnings come one step late, and so does the stop, on all ranks alike. Some engines and optimizers
+    must be told by the host, which then waits for the loss at every step: DeepSpeed, ColossalAI, chunks and weights in
+    host memory, and optimizers that are not fused, unless a gradient scaler skips their steps.
+
     Args:
         patience: Number of bad steps in a row that stops the run.
         run_dir: Directory of the run, whose last good checkpoint the error message names.
@@ -99,11 +115,19 @@ class NonFiniteLossGuard(Callback):
             raise UsageError(f"NonFiniteLossGuard got patience={patience}; expected at least 1, e.g. patience=10")
         self.patience = patience
         self.run_dir = run_dir
+        self._forget()
+
+    def _forget(self) -> None:
         self.bad_steps = 0
+        """Latest steps in a row with a bad loss, as far as the host has heard."""
+        self.total_bad_steps = 0
+        """Steps of this fit with a bad loss, as far as the host has heard."""
         self._loss: Tensor | None = None
+        self._latest = Lagged()
+        self._step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.bad_steps, self._loss = 0, None
+        self._forget()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add up the losses of the step's batches: the sum is finite only if each of them is."""
@@ -114,18 +138,50 @@ class NonFiniteLossGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        loss, self._loss = self._loss, None
-        finite = loss is None or bool(torch.isfinite(loss))
-        if trainer.strategy.reduce_boolean_decision(finite, all=True):
-            self.bad_steps = 0
+        self.catch_up(trainer)
+        loss, self._loss, self._step = self._loss, None, trainer.global_step + 1
+        if loss is None:
+            loss = torch.zeros((), device=trainer.strategy.root_device)
+        engine = engine_of(trainer.strategy)
+        is_bad = engine.max_over_ranks((~torch.isfinite(loss)).float())
+        self._latest.swap(torch.stack([loss, is_bad.to(loss.dtype)]))
+        if engine.skip_update_if(optimizer, is_bad):
             return
+        if self._hear():
+            engine.skip_update(optimizer)
+        self._stop_if_hopeless(trainer)
+
+    def catch_up(self, trainer: pl.Trainer) -> None:
+        """Hear of the latest step now; a collective call.
+
+        Raises:
+            UsageError: It was the last of too many bad steps in a row.
+        """
+        self._hear()
+        self._stop_if_hopeless(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.catch_up(trainer)
+
+    def _hear(self) -> bool:
+        """Read the latest step's loss, if it is not read yet; return whether it is bad on any rank."""
+        latest = self._latest.take()
+        if latest is None:
+            return False
+        loss, is_bad = latest
+        if not is_bad:
+            self.bad_steps = 0
+            return False
         self.bad_steps += 1
-        told = "not finite on another process" if finite or loss is None else f"{float(loss)}"
-        log.warning("step %d: the loss is %s; no update", trainer.global_step + 1, told)
-        engine_of(trainer.strategy).skip_update(optimizer)
+        self.total_bad_steps += 1
+        told = "not finite on another process" if math.isfinite(loss) else f"{loss}"
+        log.warning("step %d: the loss is %s; no update", self._step, told)
+        return True
+
+    def _stop_if_hopeless(self, trainer: pl.Trainer) -> None:
         if self.bad_steps >= self.patience:
             raise UsageError(
-                f"training stopped at step {trainer.global_step + 1}: the loss was NaN or infinite {self.bad_steps} "
+                f"training stopped at step {self._step}: the loss was NaN or infinite {self.bad_steps} "
                 f"steps in a row; {last_good(trainer, self.run_dir)}; {REMEDY}"
             )
 
@@ -134,10 +190,29 @@ REMEDY = "resume with a lower optimizer.lr, a gradient clip (trainer.gradient_cl
 """Remedy for non-finite losses and weights, for error messages."""
 
 
-def num_bad_steps(trainer: pl.Trainer) -> int:
-    """Return the number of latest steps in a row with a non-finite loss, equal on all ranks; 0 without a guard."""
+class BadSteps(NamedTuple):
+    """Steps with a non-finite loss, equal on all ranks."""
+
+    in_a_row: int = 0
+    """The latest steps of the fit."""
+    total: int = 0
+
+
+def bad_steps(trainer: pl.Trainer, *, latest: bool) -> BadSteps:
+    """Return the number of steps with a non-finite loss; zeros without a guard.
+
+    Args:
+        trainer: The running trainer.
+        latest: Wait for the loss of the latest step, of which guards hear one step late; a collective call.
+
+    Raises:
+        UsageError: A guard stops the run.
+    """
     guards = [c for c in trainer.callbacks if isinstance(c, NonFiniteLossGuard)]  # type: ignore[attr-defined]
-    return max((guard.bad_steps for guard in guards), default=0)
+    if latest:
+        for guard in guards:
+            guard.catch_up(trainer)
+    return max((BadSteps(guard.bad_steps, guard.total_bad_steps) for guard in guards), default=BadSteps())
 
 
 def last_good(trainer: pl.Trainer, run_dir: str | Path | None) -> str:

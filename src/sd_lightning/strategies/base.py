@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -14,6 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload, replicated
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import TrainingState
+from sd_lightning.strategies.found_inf import give_found_inf, gradient_scaler, takes_found_inf
 
 
 class EngineStrategy:
@@ -46,12 +48,39 @@ class EngineStrategy:
         Args:
             optimizer: The optimizer of that step.
         """
-        # Two unrelated plugins of Lightning have gradient scalers, which skip such a step themselves.
-        if getattr(self._lightning.precision_plugin, "scaler", None) is not None:
-            return
+        if gradient_scaler(self._lightning.precision_plugin) is not None:
+            return  # it skips such a step itself
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def skip_update_if(self, optimizer: Optimizer, is_bad: Tensor) -> bool:
+        """Have the next step leave weights and states unchanged if a value on the device is 1, without reading it.
+
+        Args:
+            optimizer: The optimizer of that step.
+            is_bad: 1 or 0, equal on all ranks: a float32 scalar on the root device.
+
+        Returns:
+            Whether it will; if not, the caller must read the value, and call :meth:`skip_update` if it is 1.
+        """
+        if gradient_scaler(self._lightning.precision_plugin) is not None:
+            return True  # the gradients of such a loss are not finite either
+        if not takes_found_inf(optimizer):
+            return False
+        give_found_inf(optimizer, is_bad)
+        return True
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the largest values over all ranks, without waiting for the device; a collective call.
+
+        Args:
+            values: A tensor on the root device; it is overwritten.
+        """
+        strategy = self._lightning
+        if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
 
     def training_state(self) -> TrainingState:
         """Return this rank's view of the trained parameters; ``swap_in`` and ``swap_out`` exchange their weights.

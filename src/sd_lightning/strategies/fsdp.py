@@ -19,12 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.eight_bit import is_eight_bit
 from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.fsdp_footprint import footprint_of
 from sd_lightning.strategies.networks import (
     blocks_of,
@@ -147,6 +149,12 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         super().setup_optimizers(trainer)
         if not self.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def skip_update_if(self, optimizer: Optimizer, is_bad: Tensor) -> bool:
+        if self.cpu_offload:  # the host steps, so it must know
+            return False
+        return EngineStrategy.skip_update_if(self, optimizer, is_bad)
 
     @override
     def _make_state(self) -> DTensorState:

@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
@@ -53,6 +54,10 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Give the trained networks to the engine."""
         raise NotImplementedError
+
+    @override
+    def skip_update_if(self, optimizer: Optimizer, is_bad: Tensor) -> bool:
+        return False  # the engine steps in its own way
 
     @override
     def training_state(self) -> TrainingState:

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sd_lightning._errors import UsageError
@@ -24,6 +28,7 @@ from sd_lightning.models.meta import training_flops_per_sample
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import engine_of
+from sd_lightning.strategies.found_inf import gradient_scaler, takes_found_inf
 from sd_lightning.training.loop import check_accumulation, is_logging_step
 from sd_lightning.training.losses import DiffusionLoss
 from sd_lightning.training.parameters import choose_trained, parameter_groups
@@ -231,9 +236,8 @@ class SDLightningModule(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         text_encoders = {name: self.get_submodule(name) for name in self._text_encoder_names}
         optimizer = self._optimizer_factory(parameter_groups(self.denoiser, text_encoders, self.text_encoder_lr))
-        # Fused optimizers would unscale gradients in step(), after clipping. Lightning therefore refuses to clip in
-        # mixed precision, even in bfloat16, where nothing is scaled.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        if not takes_found_inf(optimizer):  # a gradient scaler then reads, every step, whether to take it
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if self._scheduler_factory is None:
             return optimizer
         scheduler = self._scheduler_factory(optimizer)
@@ -242,6 +246,46 @@ class SDLightningModule(pl.LightningModule):
             # Lightning would step it after the step's callbacks, so their checkpoints would be one step behind.
             config |= {"reduce_on_plateau": False}
         return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Step; a gradient scaler unscales the gradients right after the backward pass, for fused optimizers too.
+
+        Lightning leaves that to fused optimizers, and then callbacks and clipping see scaled gradients. The scaler then
+        hands them what it found, without waiting for the device.
+        """
+        scaler = gradient_scaler(self.trainer.precision_plugin)
+        stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if scaler is None or optimizer_closure is None or not takes_found_inf(stepped):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            return
+
+        def closure() -> Any:
+            result = optimizer_closure()
+            if result is not None:
+                scaler.unscale_(stepped)
+            return result
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip; Lightning refuses to in mixed precision if the optimizer is fused, but its gradients are unscaled."""
+        plugin = self.trainer.precision_plugin
+        if not isinstance(plugin, MixedPrecision):
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        algorithm = GradClipAlgorithmType(gradient_clip_algorithm or GradClipAlgorithmType.NORM)
+        Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step the scheduler; ``ReduceLROnPlateau`` watches the training loss."""

@@ -15,7 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint import frozen_weights, opening, restore, trainer_state, writer
 from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint.rotation import Rotation
-from sd_lightning.callbacks.guards import REMEDY, last_good, num_bad_steps, stopped_by_signal
+from sd_lightning.callbacks.guards import REMEDY, bad_steps, last_good, stopped_by_signal
 from sd_lightning.callbacks.pauses import paused
 from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.data.contract import ComparableData, ResumableData
@@ -129,8 +129,10 @@ class PortableCheckpoint(StepCallback, Checkpoint):
         step = trainer.global_step
         # Save the last checkpoint before the last pictures are drawn, which is slow.
         at_end = trainer.should_stop or step == trainer.max_steps
-        is_owed = self._rotation.after_step(num_bad_steps(trainer))
-        if at_end or is_owed or (self.every_n_steps and step % self.every_n_steps == 0):
+        is_due = at_end or (self.every_n_steps > 0 and step % self.every_n_steps == 0)
+        reads = is_due or self._rotation.due is not None  # else the losses may be a step behind
+        is_owed = self._rotation.after_step(bad_steps(trainer, latest=reads))
+        if is_due or is_owed:
             self.save(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -145,7 +147,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             return
         saved = None if self._rotation.due == step else self.save(trainer, pl_module)
         if saved is None and not stopped_by_signal(trainer):
-            bad = max(num_bad_steps(trainer), 1)
+            bad = max(bad_steps(trainer, latest=True).in_a_row, 1)
             shorter = f", or end before them with trainer.max_steps={step - bad}" if step > bad else ""
             raise UsageError(
                 f"training ended at step {step} amid losses that are NaN or infinite ({bad} in a row), which are not "
@@ -173,7 +175,7 @@ class PortableCheckpoint(StepCallback, Checkpoint):
             loss = self.loss
             if module.last_loss is not None:  # the mean is finite only if the loss of each rank is
                 loss = float(trainer.strategy.reduce(module.last_loss.clone(), reduce_op="mean"))
-            if num_bad_steps(trainer) or not math.isfinite(loss or 0.0):
+            if bad_steps(trainer, latest=True).in_a_row or not math.isfinite(loss or 0.0):
                 self._rotation.put_off(trainer.global_step)
                 log.warning("step %d: no checkpoint is saved while the loss is not finite", trainer.global_step)
                 return None

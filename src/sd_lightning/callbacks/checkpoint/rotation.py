@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from sd_lightning.callbacks.guards import BadSteps
+
 
 @dataclass
 class Rotation:
@@ -21,13 +23,16 @@ class Rotation:
     """The last checkpoint before non-finite losses, while it is kept."""
     _loss_is_bad: bool = False
     """Whether any loss since the newest checkpoint was not finite."""
+    _total_bad: int = 0
+    """Number of bad steps of the fit when last told."""
 
-    def after_step(self, num_bad_steps: int) -> bool:
-        """Record the number of bad steps in a row, and return whether a postponed checkpoint can be saved now."""
-        self._loss_is_bad |= num_bad_steps > 0
+    def after_step(self, bad: BadSteps) -> bool:
+        """Record the bad steps so far, and return whether a postponed checkpoint can be saved now."""
+        self._loss_is_bad |= bad.total > self._total_bad
+        self._total_bad = bad.total
         if self._loss_is_bad and self.before is None:
             self.before = self.newest
-        return self.due is not None and not num_bad_steps
+        return self.due is not None and not bad.in_a_row
 
     def put_off(self, step: int) -> None:
         """Postpone the checkpoint of a step whose loss is not finite."""

@@ -5,10 +5,10 @@ their table) are taken alone and eight at a time, others alone, as their price i
 All weights are trained, with fused AdamW and an EMA; images and captions are encoded in each step; the batch and what
 is recomputed are the planner's fastest. Precision is bf16-mixed, and 16-mixed where a GPU computes bfloat16 slower.
 
-Of a strategy that fits, the line has the peak of a GPU (`_gb`), images per second of all GPUs, the batch per GPU, and if
-it offloads, the host memory per GPU (`_host_gb`); of one that does not, what its smallest batch needs (`_needs_gb`,
-`_needs_host_gb`). Where Gemini does not fit, a part of the optimizer goes to host memory, the one that is the fastest
-(`_offloaded`). Dollars are computed in the report.
+Of a strategy that fits, the line has the peak of a GPU (`_gb`), images per second of all GPUs, the batch per GPU, and
+where it offloads, the host memory per GPU (`_host_gb`); of one that does not, what its smallest batch needs
+(`_needs_gb`, `_needs_host_gb`). Where Gemini does not fit, a part of the optimizer goes to host memory, the one that is
+the fastest (`_offloaded`). Dollars are computed in the report.
 """
 
 from __future__ import annotations

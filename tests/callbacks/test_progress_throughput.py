@@ -1,6 +1,8 @@
 """The callbacks that measure and show a training run, driven by Lightning's own loop on a clock that tests set."""
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +119,16 @@ def test_speed_and_data_wait_are_logged_at_the_logging_interval(tmp_path: Path, 
     )
     assert "perf/mfu" not in metrics
     assert speed.summary()["images_per_second"] == pytest.approx(1.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the process that started this one counts, too")
+def test_peak_memory_is_that_of_the_process_itself_not_of_the_one_that_started_it() -> None:
+    own = "from sd_lightning.gemini.probe import peak_resident; print(peak_resident())"
+    starts = (
+        f"import subprocess, sys; held = bytearray(2**31); subprocess.run([sys.executable, '-c', {own!r}], check=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, check=True, timeout=120)
+    assert 0 < int(done.stdout) < 2**30
 
 
 def test_without_a_logging_interval_nothing_is_logged_and_the_summary_stands(tmp_path: Path, clock: Clock) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -48,6 +50,10 @@ def peak_resident() -> int | None:
     """Return the peak bytes of host memory of this process; None on Windows: the standard library cannot tell."""
     if sys.platform == "win32":
         return None
+    status = Path("/proc/self/status")  # ru_maxrss also counts what the process that started this one held
+    own = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text() if status.is_file() else "", re.MULTILINE)
+    if own is not None:
+        return 1024 * int(own[1])
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

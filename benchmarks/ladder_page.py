@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MEASURED, PREDICTED = "measured", "predicted"
-_BAR, _MARK, _LINE = "--area-1", "--line-2", "--line-3"
+_BAR, _MARK = "--area-1", "--line-2"
 _SCALING = "scaling_"
 _RATE, _MEMORY = "images_per_second", "gb"
 
@@ -71,7 +71,7 @@ class Ladder:
         """Where its figures are from."""
         if self.is_measured:
             return f"{MEASURED} on {self.hardware} ({line_of(self.row)}), medians of {self.row['rounds']} runs"
-        return f"{PREDICTED}, {self._assumed}, at {line_of(self.row).partition(',')[0]}"
+        return f"{PREDICTED}, {self.assumed}, at {line_of(self.row).partition(',')[0]}"
 
     @property
     def heading(self) -> str:
@@ -81,10 +81,11 @@ class Ladder:
     @property
     def forecast(self) -> str:
         """How the predicted figures beside measured ones are made."""
-        return f"{PREDICTED} by the planner, {self._assumed}"
+        return f"{PREDICTED} by the planner, {self.assumed}"
 
     @property
-    def _assumed(self) -> str:
+    def assumed(self) -> str:
+        """Where the planner's speeds are from."""
         speeds = self._notes.get("speeds", "assumed")
         return "speeds assumed from the data sheet" if speeds == "assumed" else f"speeds {speeds}"
 
@@ -125,11 +126,15 @@ class Ladder:
         """Return the rungs that it has figures of, or reasons why not."""
         return [rung for rung in RUNGS if self.shown(rung, _RATE) is not None or self.skipped(rung)]
 
-    def scaling(self) -> dict[int, float]:
-        """Return predicted images per second by number of devices; empty if the case has none."""
-        end = f"_{PREDICTED}_{_RATE}"
-        names = [name for name in self.row["metrics"] if name.startswith(_SCALING) and name.endswith(end)]
-        return {int(name.removeprefix(_SCALING).removesuffix(end)): self.row["metrics"][name] for name in names}
+    def scaling(self, kind: str) -> dict[int, float]:
+        """Return measured or predicted images per second by number of devices; empty if the case has none."""
+        end = f"_{_RATE}" if kind == MEASURED else f"_{PREDICTED}_{_RATE}"
+        found = {
+            name.removeprefix(_SCALING).removesuffix(end): value
+            for name, value in self.row["metrics"].items()
+            if name.startswith(_SCALING) and name.endswith(end)
+        }
+        return dict(sorted((int(count), value) for count, value in found.items() if count.isdigit()))
 
 
 def ladders(found: Sequence[Row]) -> list[Ladder]:
@@ -206,8 +211,8 @@ def panels(ladder: Ladder) -> list[Panel]:
 def write_picture(ladder: Ladder, path: Path) -> Path:
     """Write a ladder's charts as one PNG."""
     drawn = panels(ladder)
-    if len(ladder.scaling()) > 1:
-        drawn.append(Panel("Scaling", lambda axes: _scaling(axes, ladder), _SCALING_KEYS))
+    if len(ladder.scaling(PREDICTED)) > 1:
+        drawn.append(Panel("Scaling", lambda axes: _scaling(axes, ladder), _scaling_keys(ladder)))
     height = max(bar_height(ladder.rungs()), 2.7)
     return render_panels(path, ladder.heading, drawn, columns=2, size=(6.4, height))
 
@@ -261,14 +266,14 @@ def _draw(
     axes.grid(axis="x", linewidth=0.8)
 
 
-_SCALING_KEYS = [("--line-1", PREDICTED, ""), ("--muted", "linear", "")]
-
-
 def _scaling(axes: Axes, ladder: Ladder) -> None:
-    found = sorted(ladder.scaling().items())
-    counts, rates = zip(*found)
-    axes.plot(counts, [rates[0] / counts[0] * count for count in counts], color=INKS["--muted"], linestyle="--")
-    axes.plot(counts, rates, color=LINES["--line-1"], marker="o", linewidth=2)
+    told, found = ladder.scaling(PREDICTED), ladder.scaling(MEASURED)
+    counts = list(told)
+    alone = (found or told)[counts[0]] / counts[0]
+    axes.plot(counts, [alone * count for count in counts], color=INKS["--muted"], linestyle="--")
+    axes.plot(counts, list(told.values()), color=LINES[_MARK], marker="D", markersize=5, linewidth=2)
+    if found:
+        axes.plot(list(found), list(found.values()), color=LINES["--line-1"], marker="o", linewidth=2)
     axes.set_xticks(counts)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -278,19 +283,24 @@ def _scaling(axes: Axes, ladder: Ladder) -> None:
 
 
 def _scaling_card(ladder: Ladder) -> str:
-    found = ladder.scaling()
-    if len(found) < 2:
+    if len(ladder.scaling(PREDICTED)) < 2:
         return ""
-    least, most = min(found), max(found)
-    told = f"{found[most] / found[least] * least / most:.0%} of linear on {most}"
-    text = f"{ladder.source[:1].upper()}{ladder.source[1:]}. The rung of stored latents, the same batch on every GPU."
+    points = "Blue points are measured, others" if ladder.scaling(MEASURED) else "Points are"
+    text = f"{points} {PREDICTED}, {ladder.assumed}; the same batch on every GPU, with latents from a store."
     svg = render_svg(f"Scaling: {ladder.title}", lambda axes: _scaling(axes, ladder), wide=True)
-    return charts(card("From one GPU to several", html.escape(text), keys=_keys_of(told), picture=svg, wide=True))
+    keys = _scaling_keys(ladder)
+    return charts(card("From one GPU to several", html.escape(text), keys=keys, picture=svg, wide=True))
 
 
-def _keys_of(told: str) -> list[tuple[str, str, str]]:
-    (ink, label, _), linear = _SCALING_KEYS
-    return [(ink, label, told), linear]
+def _scaling_keys(ladder: Ladder) -> list[tuple[str, str, str]]:
+    keys = [("--muted", "linear", "")]
+    for ink, kind in ((_MARK, PREDICTED), ("--line-1", MEASURED)):
+        found = ladder.scaling(kind)
+        if found:
+            least, most = min(found), max(found)
+            told = f"{found[most] / found[least] * least / most:.0%} of linear on {most}"
+            keys.insert(0, (ink, kind, told))
+    return keys
 
 
 def sections(found: Sequence[Row]) -> list[str]:

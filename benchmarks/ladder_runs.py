@@ -6,14 +6,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from ladder import RUNGS, Climb, Machine, Rung
-from ladder_forecast import Hardware, forecasts
+from ladder_forecast import Hardware, forecasts, predicted
 from lines import Measured
 
 
@@ -67,12 +67,19 @@ def measure(
         options += [f"data.resolution={resolution}", "data.center_crop=true"]
         if any(rung.is_stored for rung in chosen):
             precompute(here / "photos", here / "store", options)
-        options += [f"trainer.max_steps={setting.steps}", f"trainer.devices={machine.devices}"]
-        small, large = (size * machine.devices for size in setting.batch_sizes)
-        way = Climb(tuple(options), str(here / "photos"), str(here / "store"), (small, large))
-        metrics, left_out = climb(machine, way, here / "runs", rounds=rounds, rungs=chosen)
+        options.append(f"trainer.max_steps={setting.steps}")
+
+        def way(count: int) -> Climb:
+            small, large = (size * count for size in setting.batch_sizes)
+            chosen_count = (*options, f"trainer.devices={count}")
+            return Climb(chosen_count, str(here / "photos"), str(here / "store"), (small, large))
+
+        metrics, left_out = climb(machine, way(machine.devices), here / "runs", rounds=rounds, rungs=chosen)
         ran = [rung for rung in chosen if f"{rung.name}_images_per_second" in metrics]
-        told = forecasts(way, left_out, hardware, ran)
+        told = dict(forecasts(way(machine.devices), left_out, hardware, ran))
+        if machine.on_cuda and machine.devices > 1:
+            top = [rung for rung in ran if rung.is_stored or rung.name == "fsdp"][0]
+            told |= scaling(way, top, left_out, hardware, here / "runs")
     described = {"model": f"{setting.architecture} at {resolution} x {resolution}", "speeds": hardware.speeds.source}
     return {**metrics, **told, **described, "gained": gained(metrics, chosen), "devices": machine.devices}
 
@@ -117,6 +124,29 @@ def climb(
                 figures.append(value)
             print(f"ladder: {rung.name} {found}", file=sys.stderr, flush=True)
     return metrics, [*left_out, *aside]
+
+
+def scaling(
+    way: Callable[[int], Climb], rung: Rung, left_out: Sequence[Rung], hardware: Hardware, folder: Path
+) -> dict[str, float]:
+    """Train a rung on one device, then on twice as many until all, and predict it.
+
+    Args:
+        way: Number of devices -> what is the same on all rungs.
+        rung: Which one.
+        left_out: Changes that it does without.
+        hardware: All devices.
+        folder: Where runs are written.
+    """
+    metrics: dict[str, float] = {}
+    counts = [2**power for power in range(hardware.count.bit_length()) if 2**power < hardware.count]
+    for count in (*counts, hardware.count):
+        options = way(count).command(rung, left_out)
+        found = trained(options, folder / f"scaling-{count}")
+        if not isinstance(found, str):
+            metrics[f"scaling_{count}_images_per_second"] = found["images_per_second"]
+        metrics[f"scaling_{count}_predicted_images_per_second"] = predicted(options, replace(hardware, count=count))[0]
+    return metrics
 
 
 def shown(options: Sequence[str]) -> str:

@@ -152,6 +152,32 @@ def test_rungs_take_turns_and_a_failing_one_is_told_and_taken_back(
     assert runs.gained(found, rungs) == pytest.approx(4.5 / 4)
 
 
+def test_several_gpus_are_also_measured_from_one_to_all(
+    ladder: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[list[str]] = []
+
+    def trained(options: list[str], folder: Path) -> dict[str, float] | str:
+        ran.append(options)
+        return "failed" if len(ran) == 2 else {"images_per_second": 10.0 * len(ran), "gb": 1.0, "data_wait": 0.0}
+
+    def way(count: int) -> Any:
+        return ladder.Climb((f"trainer.devices={count}",), "photos", "latents", (4 * count, 16 * count))
+
+    monkeypatch.setattr(runs, "trained", trained)
+    monkeypatch.setattr(runs, "predicted", lambda options, hardware: (9.0 * hardware.count, 1.0))
+    hardware = importlib.import_module("ladder_forecast").Hardware(None, None, 6)
+    top = next(rung for rung in ladder.RUNGS if rung.name == "latents")
+    found = runs.scaling(way, top, [], hardware, tmp_path)
+    assert [[word for word in words if "devices" in word or "batch" in word] for words in ran] == [
+        [f"trainer.devices={count}", f"data.batch_size={16 * count}"] for count in (1, 2, 4, 6)
+    ]
+    assert {key: value for key, value in found.items() if "predicted" not in key} == {
+        f"scaling_{count}_images_per_second": rate for count, rate in ((1, 10.0), (4, 30.0), (6, 40.0))
+    }
+    assert [found[f"scaling_{count}_predicted_images_per_second"] for count in (1, 2, 4, 6)] == [9.0, 18.0, 36.0, 54.0]
+
+
 def test_a_failing_run_is_told_by_its_own_last_line(runs: ModuleType, tmp_path: Path) -> None:
     found = runs.trained(["experiment=ladder_baseline", "data.train_data_dir=nowhere"], tmp_path / "run")
     assert isinstance(found, str) and found.startswith("failed: error: ") and "nowhere" in found
@@ -230,7 +256,12 @@ def test_the_page_shows_cost_where_a_price_is_known_and_scaling_where_it_is_pred
     price = load_device("a100-80gb").price_per_hour
     assert price is not None and f"<td>{1e6 / 55 / 3600 * price * 4:,.2f}</td>" in text
     assert "90% of linear on 4" in text and "speeds assumed from the data sheet" in text
-    assert "measured" not in text.replace("No ladder was measured", "")
+    assert "measured" not in text
+    both = {f"scaling_{count}_images_per_second": 30.0 * count * 0.8 ** (count > 1) for count in (1, 4)}
+    write(tmp_path, a_line("ladder_plan", {**TOLD, **scaling, **both, "devices": 4}, notes))
+    assert report.main(["--html", "--results", str(tmp_path)]) == 0
+    text = Path(capsys.readouterr().out.split()[0]).read_text()
+    assert "80% of linear on 4" in text and "Blue points are measured" in text
     unknown = a_line("ladder_plan", {**TOLD, "devices": 4}, {**notes, "gpu": "Some GPU"})
     write(tmp_path, unknown)
     assert report.main(["--html", "--results", str(tmp_path)]) == 0

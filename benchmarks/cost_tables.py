@@ -87,7 +87,7 @@ def measured_runs(rows: list[Row]) -> list[Measured]:
             continue
         for prefix, run in runs.items():
             speed = row["metrics"].get(f"{prefix}_images_per_second")
-            if speed:
+            if speed and row["metrics"].get("devices", run.gpus) == run.gpus:
                 machine = Machine(names[gpu], device_tables()[names[gpu]], run.gpus)
                 found.append(Measured(run, machine, speed, row["metrics"].get(f"{prefix}_gb") or None, row))
     return found

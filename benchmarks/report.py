@@ -6,8 +6,8 @@
 
 Shown is the newest line of every case, in results/ of every case on every machine. A line of a checkout with changes is
 no result, and neither is one with arguments of `--set`, or from before a case came to measure something else. The
-README has the rows that have a bar, and those that a case names in `README`. The plots show a case's first metric over
-time.
+README has the rows that have a bar, and those that a case names in `README`. The tables of costs are made in
+`cost_tables.py`. The plots show a case's first metric over time.
 """
 
 import argparse

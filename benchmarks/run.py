@@ -13,6 +13,7 @@ A case is a file `cases/NAME.py`:
 - `TABLE`: what a row of the README compares -> its figures, as a format string over the metrics;
 - `README`, where there are any: what rows without a bar compare that the README shows, too;
 - `REVISION`, 1 if not given: counts up when a metric comes to mean something else, and older lines are not shown;
+- `MEASURED`, where it trains on a GPU: beginning of metric names -> what was trained (`training_runs.py`);
 - `peers()`, where there are any: package -> the settings it is measured with;
 - `NEEDS`, where it needs something from outside: environment variable -> what it has to hold; without it the case is
   skipped.

@@ -2,7 +2,8 @@
 
 A case that measures training runs on a GPU has `MEASURED: dict[str, Run]`. Its keys are beginnings of metric names: of
 `plain`, a line has `plain_images_per_second`, of all GPUs, and `plain_gb`, the peak that torch's allocator held on one.
-The kind of GPU is that of the line's `hardware`. A run that a line does not have, as it did not fit, is no error.
+The kind of GPU is that of the line's `hardware`. A run that a line does not have, as it did not fit, is no error; nor
+is one on fewer GPUs than the line's `devices`, which is not shown.
 
 A run gets into a cell of the tables if its settings are theirs: the model's size in `cases/costs.py`, bf16-mixed, an
 EMA, and images and captions encoded in the step. Others get into a table of their own in docs/costs.md.

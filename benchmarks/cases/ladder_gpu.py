@@ -8,8 +8,10 @@ from typing import Any
 import ladder
 import ladder_runs
 from lines import Measured
+from training_runs import Run
 
 BARS: dict[str, str] = {}
+MEASURED = {"ema": Run("sd15", 512, "single", batch_size=16)}
 TABLE = ladder.rows("sd15 on GPUs")
 
 

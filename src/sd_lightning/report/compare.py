@@ -354,8 +354,9 @@ def _provenance(data: Data) -> str:
 def _source(run: Data) -> str:
     if not run["is_measured"]:
         return "no metrics were logged"
-    count = "" if run["devices"] is None else f"{run['devices']} x "
-    told = ["hardware not recorded" if run["hardware"] is None else count + run["hardware"]]
+    told = [run["hardware"] or "hardware not recorded"]
+    if run["devices"] is not None:
+        told.append(f"{run['devices']} device{'s' * (run['devices'] > 1)}")
     told.append(run["date"] or "date not recorded")
     told += [f"torch {run['torch']}"] if run["torch"] else []
     told += [] if run["is_finished"] else ["not finished"]

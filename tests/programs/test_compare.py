@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,15 @@ def test_a_page_and_a_picture_are_written_where_they_are_asked_for(call_main: Ma
     with Image.open("sub/compare.png") as image:
         assert image.width > 1500 and image.height > 800
     assert {path.name for path in Path("sub").iterdir()} == {"compare.png"}
+
+
+def test_a_reader_that_has_seen_enough_does_not_end_the_program(two: tuple[Path, Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sd_lightning.compare", *map(str, two), "output=all.json"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    assert program.stdout is not None
+    program.stdout.close()
+    _, errors = program.communicate(timeout=120)
+    assert (program.returncode, errors) == (0, b"") and (tmp_path / "all.json").is_file()
 
 
 @pytest.fixture

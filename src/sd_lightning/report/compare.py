@@ -280,7 +280,7 @@ def _curves(data: Data, key: str, title: str, note: str, *, value: str, by_image
         else:
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
             if key == "rates":
-                axes.set_ylim(0, 1.08 * max(values))
+                axes.set_ylim(0, 1.08 * max(values) or 1)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda each, _: f"{each:,.0f}"))
         axes.set_xlabel("images" if by_images else "optimizer step")

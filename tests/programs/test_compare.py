@@ -213,6 +213,9 @@ def test_values_that_are_no_numbers_are_not_known(tmp_path: Path) -> None:
     odd = {"images_per_second": "fast", "peak_memory_gib": None, "devices": True, "batch_size": -3, "hardware": 7}
     run = read_run(make_run(tmp_path / "odd", rates=(), config=None, summary=odd), "odd")
     assert not run.is_measured and (run.devices, run.batch_size, run.hardware, run.model) == (None,) * 4
+    zero = read_run(make_run(tmp_path / "0", rates=[0.0, 0.0], peak=0.0, config=config(), summary=odd), "zero")
+    assert (zero.images_per_second, zero.peak_gib) == (None, None) and zero.is_measured, "its losses are"
+    assert comparison([zero, zero])["runs"][1]["memory_ratio"] is None
     rates = [float("nan"), float("inf"), 10, 12]
     run = read_run(make_run(tmp_path / "nan", rates=rates, config=config(), summary={}), "nan")
     assert run.images_per_second == 12, "what is not finite is left out, then the first"

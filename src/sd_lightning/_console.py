@@ -1,10 +1,12 @@
-"""Filters that keep the advice of other libraries off the console and let their errors through."""
+"""The console: other libraries' advice is kept off it, their errors are let through, and its reader may leave."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Iterable
 
 _ADVICE = (
     r".*does not have many workers.*",  # tiny data sets are read in the training process on purpose
@@ -37,3 +39,11 @@ def _no_advice(record: logging.LogRecord) -> bool:
         word in message
         for word in ("litlogger", "TPU available", "HPU available", "GPU available", "was configured so")
     )
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines; a reader that has seen enough, such as ``head``, ends the output but not the program."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

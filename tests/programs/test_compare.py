@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,9 @@ def test_values_that_are_no_numbers_are_not_known(tmp_path: Path) -> None:
     odd = {"images_per_second": "fast", "peak_memory_gib": None, "devices": True, "batch_size": -3, "hardware": 7}
     run = read_run(make_run(tmp_path / "odd", rates=(), config=None, summary=odd), "odd")
     assert not run.is_measured and (run.devices, run.batch_size, run.hardware, run.model) == (None,) * 4
+    zero = read_run(make_run(tmp_path / "0", rates=[0.0, 0.0], peak=0.0, config=config(), summary=odd), "zero")
+    assert (zero.images_per_second, zero.peak_gib) == (None, None) and zero.is_measured, "its losses are"
+    assert comparison([zero, zero])["runs"][1]["memory_ratio"] is None
     rates = [float("nan"), float("inf"), 10, 12]
     run = read_run(make_run(tmp_path / "nan", rates=rates, config=config(), summary={}), "nan")
     assert run.images_per_second == 12, "what is not finite is left out, then the first"
@@ -265,6 +269,15 @@ def test_a_page_and_a_picture_are_written_where_they_are_asked_for(call_main: Ma
     with Image.open("sub/compare.png") as image:
         assert image.width > 1500 and image.height > 800
     assert {path.name for path in Path("sub").iterdir()} == {"compare.png"}
+
+
+def test_a_reader_that_has_seen_enough_does_not_end_the_program(two: tuple[Path, Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sd_lightning.compare", *map(str, two), "output=all.json"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    assert program.stdout is not None
+    program.stdout.close()
+    _, errors = program.communicate(timeout=120)
+    assert (program.returncode, errors) == (0, b"") and (tmp_path / "all.json").is_file()
 
 
 @pytest.fixture

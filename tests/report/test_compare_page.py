@@ -67,8 +67,8 @@ def test_the_page_holds_all_numbers_and_says_where_they_are_from(data: dict[str,
         same = len(set(column)) == 1
         assert f"{name} {column[0]}" in page if same else all(f"<td>{cell}</td>" in page for cell in column)
     assert "<td>strategy</td><td>single</td><td>ddp</td><td>single</td>" in page
-    assert "<td>two</td><td>measured: 2 x NVIDIA L4, 2026-11-25, torch 2.9.0</td>" in page
-    assert "<td>old</td><td>measured: hardware not recorded, date not recorded</td>" in page
+    assert "<td>two</td><td>measured: NVIDIA L4, 2 devices, 2026-11-25, torch 2.9.0</td>" in page
+    assert "<td>old</td><td>measured: hardware not recorded, 1 device, date not recorded</td>" in page
     assert "<td>price</td><td>$ 0.805 per hour and device: AWS" in page
 
 

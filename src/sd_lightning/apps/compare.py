@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
+from sd_lightning._console import print_lines
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.compared_run import Run, read_runs
 from sd_lightning.apps.scaling import Scaling, scalings
@@ -40,10 +41,10 @@ def run(cfg: DictConfig) -> int:
     given = OmegaConf.to_container(cfg.runs, resolve=False)  # resolved before; a folder's name may hold "${"
     runs = read_runs(cast("list[str]", given))
     data = comparison(runs, price=cfg.price)
-    print(*lines(data), sep="\n")
+    print_lines(lines(data))
     if cfg.output is not None:
         write(Path(cfg.output), data)
-        print(f"written to {cfg.output}")
+        print_lines([f"written to {cfg.output}"])
     return 0
 
 

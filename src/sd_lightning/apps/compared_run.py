@@ -130,7 +130,7 @@ def read_run(folder: Path, name: str) -> Run:
     plan, metrics = _json(folder / run_folder.PLAN), _metrics(folder)
     rates = _finite(metrics.get(RATE, ()))
     values = [rate for _, rate in rates[1:] or rates if rate > 0]  # the first is of a machine that warms up
-    peaks = [peak for _, peak in _finite(metrics.get(PEAK, ()))]
+    peaks = [peak for _, peak in _finite(metrics.get(PEAK, ())) if peak > 0]
     trainer = _section(config, "trainer")
     precision = summary.get("precision") or trainer.get("precision")
     return Run(

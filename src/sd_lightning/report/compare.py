@@ -280,7 +280,7 @@ def _curves(data: Data, key: str, title: str, note: str, *, value: str, by_image
         else:
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
             if key == "rates":
-                axes.set_ylim(0, 1.08 * max(values))
+                axes.set_ylim(0, 1.08 * max(values) or 1)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda each, _: f"{each:,.0f}"))
         axes.set_xlabel("images" if by_images else "optimizer step")
@@ -354,8 +354,9 @@ def _provenance(data: Data) -> str:
 def _source(run: Data) -> str:
     if not run["is_measured"]:
         return "no metrics were logged"
-    count = "" if run["devices"] is None else f"{run['devices']} x "
-    told = ["hardware not recorded" if run["hardware"] is None else count + run["hardware"]]
+    told = [run["hardware"] or "hardware not recorded"]
+    if run["devices"] is not None:
+        told.append(f"{run['devices']} device{'s' * (run['devices'] > 1)}")
     told.append(run["date"] or "date not recorded")
     told += [f"torch {run['torch']}"] if run["torch"] else []
     told += [] if run["is_finished"] else ["not finished"]

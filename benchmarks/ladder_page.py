@@ -14,8 +14,9 @@ from lines import Row, line_of
 from published import NVIDIA_LADDER
 from sd_lightning.planner.devices import Device, table_of
 from sd_lightning.report.bars import bar_height, charts, number, rows
-from sd_lightning.report.charts import AREAS, INKS, LINES, Panel, card, render_panels, render_svg, tidy
+from sd_lightning.report.charts import AREAS, INKS, LINES, card, render_svg, tidy
 from sd_lightning.report.document import section
+from sd_lightning.report.pictures import Panel, render_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from sd_lightning.report.bars import bar_height, charts, number, rows, stacked, tiles
-from sd_lightning.report.charts import AREAS, INKS, LINES, Panel, light_colours, render_panels, render_png, render_svg
+from sd_lightning.report.charts import AREAS, INKS, LINES, render_svg
+from sd_lightning.report.pictures import Panel, light_colours, render_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,26 +61,16 @@ def test_a_png_has_the_colours_of_the_light_page_and_no_placeholders(tmp_path: P
     assert set(light) >= {*INKS, *LINES, *AREAS} and light["--line-1"] in Path(
         render_svg.__code__.co_filename
     ).with_name("page.html").read_text(encoding="utf-8")
-    drawn = colours_of(render_png(tmp_path / "chart.png", "title", all_kinds))
+    drawn = colours_of(render_panels(tmp_path / "chart.png", "title", [Panel("", all_kinds)], columns=1, size=(9, 3)))
     assert {light[name] for name in ("--card", "--line-1", "--line-2", "--area-8", "--ink")} <= drawn
     assert not drawn & {*INKS.values(), *LINES.values(), *AREAS.values()}
     assert list(tmp_path.iterdir()) == [tmp_path / "chart.png"]
 
 
-def test_a_png_is_sharp_and_as_large_as_asked_for(tmp_path: Path) -> None:
-    def size(**options: float) -> tuple[int, int]:
-        with Image.open(render_png(tmp_path / "chart.png", "title", two_bars, **options)) as image:  # type: ignore[arg-type]
-            assert image.format == "PNG"
-            return image.size
-
-    wide, half = size(), size(wide=False)
-    assert wide[0] == 160 * 10.4 and half[0] == 160 * 5.1 and wide[1] > half[1]
-    assert size(height=2.0)[1] == pytest.approx(160 * 2.3, abs=1), "its title stands above it"
-
-
 def test_a_title_is_at_the_top_left_and_a_key_names_the_colours(tmp_path: Path) -> None:
     keys = [("--line-3", "only in the key", "")]
-    path = render_png(tmp_path / "chart.png", "TITLE", two_bars, keys=keys)
+    panels = [Panel("", two_bars, keys)]
+    path = render_panels(tmp_path / "chart.png", "TITLE", panels, columns=1, size=(10.4, 3.4))
     pixels = np.asarray(Image.open(path).convert("L"))
     assert (pixels[: pixels.shape[0] // 6, : pixels.shape[1] // 8] < 100).any()
     assert not (pixels[: pixels.shape[0] // 12, pixels.shape[1] // 2 :] < 250).any()
@@ -89,7 +80,7 @@ def test_a_title_is_at_the_top_left_and_a_key_names_the_colours(tmp_path: Path) 
 def test_panels_stand_in_rows_and_the_svg_keeps_variables(tmp_path: Path) -> None:
     panels = [Panel("bars", two_bars), Panel("kinds", all_kinds), Panel("again", all_kinds)]
     with Image.open(render_panels(tmp_path / "four.png", "all", panels, columns=2, size=(4, 2))) as image:
-        assert image.size == (160 * 8, 160 * 4.3)
+        assert image.format == "PNG" and image.size == (160 * 8, 160 * 4.3), "its title stands above them"
         pixels = np.asarray(image.convert("L"))
     assert (pixels[-300:, -600:] == 255).all(), "three panels leave the last place empty"
     svg = render_svg("kinds", all_kinds, wide=True)

@@ -13,8 +13,8 @@ from PIL import Image
 from made_runs import config, facts, make_run
 from sd_lightning.apps.compare import comparison
 from sd_lightning.apps.compared_run import read_runs
-from sd_lightning.report.charts import light_colours
 from sd_lightning.report.compare import columns, grouped, write_compare_page, write_compare_picture
+from sd_lightning.report.pictures import light_colours
 
 
 def compared(*folders: Path, price: float | None = None) -> dict[str, Any]:

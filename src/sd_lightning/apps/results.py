@@ -14,6 +14,7 @@ import yaml
 
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.run_folder import PLAN
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
     summary |= {"checkpoint": str(saved), "pipeline": str(pipeline)}
     on_cpu = trainer.strategy.root_device.type == "cpu"
     summary["plan"] = against_plan(run_dir / PLAN, summary, datamodule.batch_size, on_cpu=on_cpu)
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    with new_file(run_dir / "summary.json") as path:
+        path.write_text(json.dumps(summary, indent=2) + "\n")
     metrics = read_metrics(run_dir / "logs") if (run_dir / "logs").exists() else {}
     write_report(run_dir, summary, metrics, (run_dir / "config.yaml").read_text())
     print("\n".join(_lines(summary, run_dir)))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning.report.bars import bar_height, charts, number, rows, stacked, tiles
-from sd_lightning.report.charts import AREAS, INKS, Panel, card, render_panels, render_svg, tidy
+from sd_lightning.report.charts import AREAS, INKS, card, render_svg, tidy
 from sd_lightning.report.document import section, write_document
 from sd_lightning.report.metrics import smoothed, wants_log_axis
+from sd_lightning.report.pictures import Panel, render_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

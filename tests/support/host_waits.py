@@ -12,6 +12,7 @@ not: on a GPU it moves them with ``non_blocking``.
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -21,6 +22,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core import hooks
 from lightning.pytorch.loggers import CSVLogger
@@ -45,6 +47,8 @@ from sd_lightning.callbacks import (
 )
 from sd_lightning.diffusion import randomness
 from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.gemini import GeminiStrategy
+from strategy_table import strategy_of
 
 DEVICE = torch.device("cpu", 0)
 _aten = torch.ops.aten
@@ -74,6 +78,7 @@ class HostWaits:
         """Pretend that ``cpu:0`` is a device, and count."""
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(randomness, "NUMPY_DEVICE", None))
+            stack.enter_context(mock.patch.object(hooks, "move_data_to_device", self._move))
             stack.enter_context(mock.patch.object(clip_grad, _GROUP.__name__, self._group))
             stack.enter_context(_Functions(self))
             stack.enter_context(_Operations(self))
@@ -96,6 +101,10 @@ class HostWaits:
             yield
         finally:
             self.computes_on_host = before
+
+    def _move(self, batch: Any, device: Any) -> Any:
+        with self.paused():
+            return move_data_to_device(batch, device)
 
     def _group(self, tensors: Any, with_indices: bool = False) -> Any:
         """Group tensors by their devices as Python sees them; torch does so in C++."""
@@ -218,7 +227,7 @@ def _depends_on_values(packet: Any, args: Any, waits: HostWaits) -> bool:
 class PerStep(Callback):
     """Counts the waits of every step, from the start of its batch to the start of the next."""
 
-    def __init__(self, waits: HostWaits) -> None:
+    def __init__(self, waits: HostWaits | CudaWarnings) -> None:
         self._waits = waits
         self.steps: list[list[str]] = []
 
@@ -246,18 +255,22 @@ class _DDP(DDPStrategy):
         return DEVICE
 
 
-STRATEGIES: dict[str, Any] = {"single": _Single, "ddp": _DDP}
+class _Gemini(GeminiStrategy):
+    @property
+    def root_device(self) -> torch.device:
+        return DEVICE
+
+
+STRATEGIES: dict[str, Any] = {"single": _Single, "ddp": _DDP, "gemini": _Gemini}
 EVERY = 5
 """Steps between two logs."""
 
 
 def run(job: dict[str, Any]) -> list[list[str]]:
     """Train with the default callbacks; return where the host waited, by step."""
-    waits = HostWaits()
-    per_step = PerStep(waits)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if job.get("scaled") else []
-    folder = Path(job["folder"])
+    on_cuda = job.get("accelerator") == "cuda"
+    waits = CudaWarnings() if on_cuda else HostWaits()
+    per_step, folder = PerStep(waits), Path(job["folder"])
     callbacks = [
         per_step,
         TrainingProgress(refresh_seconds=job.get("refresh_seconds", 1000.0)),
@@ -268,15 +281,39 @@ def run(job: dict[str, Any]) -> list[list[str]]:
         PortableCheckpoint(folder, every_n_steps=job.get("every_n_steps", 7)),
     ]
     options: dict[str, Any] = {"enable_progress_bar": True, "log_every_n_steps": EVERY, "logger": CSVLogger(folder)}
-    options |= {"plugins": plugins, "strategy": STRATEGIES[job["strategy"]](), "devices": job["devices"]}
-    trainer = small.trainer_of(job["steps"], *callbacks, **options | job.get("trainer", {}))
-    module = small.module(**job.get("module", {}))
-    moving = hooks.move_data_to_device
-
-    def move(batch: Any, device: Any) -> Any:
-        with waits.paused():
-            return moving(batch, device)
-
-    with waits.counting(), mock.patch.object(hooks, "move_data_to_device", move):
+    settings = job.get("settings", {})
+    if on_cuda:
+        options |= {"accelerator": "cuda", "strategy": strategy_of(job["strategy"], **settings)}
+    else:
+        options["strategy"] = STRATEGIES[job["strategy"]](**settings)
+        if job.get("scaled"):  # Lightning refuses the name on the CPU; engines scale by themselves
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    trainer = small.trainer_of(job["steps"], *callbacks, devices=job["devices"], **options | job.get("trainer", {}))
+    module = small.module()
+    with waits.counting():
         trainer.fit(module, small.data(cache_latents=False))
     return per_step.steps
+
+
+class CudaWarnings:
+    """What CUDA itself says of waits; not of ``synchronize``, which is meant."""
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+
+    @contextmanager
+    def counting(self) -> Iterator[CudaWarnings]:
+        """Let torch warn of every operation that waits, and count."""
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.showwarning = self._note
+                yield self
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def _note(self, message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            self.places.append(f"{filename.rpartition('/')[2]}:{lineno}")

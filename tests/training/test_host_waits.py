@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from host_waits import DEVICE, EVERY, HostWaits, run
-from ranks import run_jobs_of_all
+from ranks import run_jobs, run_jobs_of_all
 
 STEPS, SAVED = 8, 6
 QUIET = [step for step in range(1, STEPS) if step % EVERY and step != SAVED]
@@ -33,11 +33,22 @@ def test_one_process_waits_only_to_log_and_to_save(tmp_path: Path, scaled: bool)
     assert quiet(run(job(tmp_path / "run", "single", scaled=scaled, refresh_seconds=0.0))) == {}
 
 
+def test_gemini_waits_only_to_log_and_to_save_unless_the_host_steps_chunks(tmp_path: Path) -> None:
+    ours = job(tmp_path / "ours", "gemini", scaled=True)
+    assert quiet(run(ours)) == {}
+    offloaded = job(tmp_path / "offloaded", "gemini", settings={"offload_optim_frac": 0.5}, steps=2)
+    assert all(run(offloaded)[:1]), "the host must know the factor of clipping"
+
+
 @pytest.mark.slow
 def test_two_processes_wait_only_to_log_and_to_save(tmp_path: Path) -> None:
-    cases = {"ddp": job(tmp_path / "ddp", "ddp", devices=2, scaled=True)}
+    """Gemini's ranks agree on the host on which parameters have gradients, over gloo."""
+    cases = {
+        "ddp": job(tmp_path / "ddp", "ddp", devices=2, scaled=True),
+        "gemini": job(tmp_path / "gemini", "gemini", devices=2, trainer={"precision": "bf16-mixed"}),
+    }
     for found in run_jobs_of_all("host_waits", cases, tmp_path, world_size=2):
-        assert quiet(found["ddp"]) == {}
+        assert {name: quiet(steps) for name, steps in found.items()} == {"ddp": {}, "gemini": {}}
 
 
 def gradient_of(there: torch.Tensor) -> torch.Tensor:
@@ -47,6 +58,19 @@ def gradient_of(there: torch.Tensor) -> torch.Tensor:
     (moved**2).sum().backward()
     assert moved.grad is not None
     return moved.grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_cuda_itself_says_so(tmp_path: Path, precision: str) -> None:
+    """The first step is left out: kernels are chosen and constants are moved in it."""
+    options = {"accelerator": "cuda", "trainer": {"precision": precision}}
+    cases = {name: job(tmp_path / name, name, **options) for name in ("single", "ddp", "gemini_default")}
+    found = run_jobs("host_waits", cases, tmp_path, world_size=1, accelerator="cuda")
+    for name, steps in found.items():
+        waits = quiet(steps)
+        waits.pop(1, None)
+        assert waits == {}, name
 
 
 @pytest.mark.parametrize(

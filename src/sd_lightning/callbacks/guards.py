@@ -52,6 +52,8 @@ class StopOnSignal(StepCallback):
         if connector.received_sigterm:  # during data preparation; Lightning would exit without a checkpoint
             connector.received_sigterm = False
             self.received = signal.SIGTERM
+        # Before every batch, Lightning asks all processes whether one has got its signal, and waits for the devices.
+        vars(trainer.fit_loop.epoch_loop)[_ASKS] = _ask_nobody
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is signal.SIGINT and number == signal.SIGINT:
@@ -73,15 +75,24 @@ class StopOnSignal(StepCallback):
         return self._is_asked.swap(engine_of(trainer.strategy).max_over_ranks(own)) == [1.0]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore()
+        self._restore(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
+        self._restore(trainer)
 
-    def _restore(self) -> None:
+    def _restore(self, trainer: pl.Trainer) -> None:
+        vars(trainer.fit_loop.epoch_loop).pop(_ASKS, None)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+
+
+_ASKS = "_broadcast_sigterm_tensor"
+"""Method of Lightning's loop that asks all processes for its own signal."""
+
+
+def _ask_nobody() -> None:
+    pass
 
 
 def stopped_by_signal(trainer: pl.Trainer) -> bool:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.callbacks.lagged import Lagged
 from sd_lightning.callbacks.pauses import PauseListener
 from sd_lightning.callbacks.throughput import Throughput
 from sd_lightning.data.contract import TunableData
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _LONG_DATA_WAIT = 0.1
 """Share of the time spent waiting for data from which it is shown, with its remedy."""
 _REDRAW_SECONDS = 0.5
-"""Minimum seconds between updates of the bar's text: reading a metric waits for the GPU."""
+"""Minimum seconds between updates of the bar's text."""
 
 
 class TrainingProgress(ProgressBar, PauseListener):
@@ -53,7 +54,9 @@ class TrainingProgress(ProgressBar, PauseListener):
         self._begin = self._refreshed = 0.0
         self._shown_step = 0
         self._warm: tuple[int, float] | None = None
-        self._loss: torch.Tensor | None = None
+        self._losses = Lagged()
+        self._loss: float | None = None
+        """Loss of the step before: the last one would make the host wait for the GPU."""
 
     @override
     def disable(self) -> None:
@@ -75,7 +78,7 @@ class TrainingProgress(ProgressBar, PauseListener):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin = self._refreshed = time.monotonic()
         self._shown_step = trainer.global_step
-        self._warm, self._loss = None, None
+        self._warm, self._loss, self._losses = None, None, Lagged()
         self._activities.clear()
         if self._enabled:
             self._open(_total_steps(trainer), trainer.global_step)
@@ -85,13 +88,15 @@ class TrainingProgress(ProgressBar, PauseListener):
         now = time.monotonic()
         if self._warm is None:
             self._warm = (trainer.global_step, now)
-        self._loss = _loss(outputs)
+        if self._enabled:
+            self._note(_loss(outputs))
         if self._enabled and now - self._refreshed >= (self.refresh_seconds if self._bar is None else _REDRAW_SECONDS):
             self._show(trainer, now)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._enabled and (self._bar is not None or self._shown_step != trainer.global_step):
+            self._note(None)
             self._show(trainer, time.monotonic())
         self._close()
 
@@ -112,6 +117,12 @@ class TrainingProgress(ProgressBar, PauseListener):
     def on_resume(self) -> None:
         self._activities.pop()
         self._describe()
+
+    def _note(self, loss: torch.Tensor | None) -> None:
+        """Remember the last loss, or show it from now on if there is no new one."""
+        before = self._losses.take() if loss is None else self._losses.swap(loss.reshape(1))
+        if before is not None:
+            (self._loss,) = before
 
     def _open(self, total: int | None, done: int) -> None:
         from rich.console import Console
@@ -167,7 +178,7 @@ class TrainingProgress(ProgressBar, PauseListener):
         if self._loss is not None and not any("loss" in name for name in shown):
             # Lightning divides a batch's loss by their number before callbacks see it.
             parts = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
-            shown = {"loss": self._loss.item() * parts, **shown}
+            shown = {"loss": self._loss * parts, **shown}
         texts = {name: f"{name} {float(value):.4g}" for name, value in shown.items()}
         losses = [text for name, text in texts.items() if "loss" in name]
         return losses, [text for text in texts.values() if text not in losses]

@@ -35,6 +35,8 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD_MASK = 0xFFFFFFFF
+NUMPY_DEVICE = "cpu"
+"""Type of the device on which numpy computes."""
 
 
 class Purpose(IntEnum):
@@ -192,7 +194,7 @@ def _words(
         epoch = torch.full_like(index, epoch)
     block = torch.arange(math.ceil(math.prod(shape) / 4), device=index.device).view(1, -1)
     key = (seed & WORD_MASK, seed >> 32)
-    if index.device.type != "cpu":
+    if index.device.type != NUMPY_DEVICE:
         return philox4x32(_counter(block, index, epoch, purpose), key)
     return philox4x32(_counter(block.numpy(), index.numpy(), epoch.numpy(), purpose), key)
 

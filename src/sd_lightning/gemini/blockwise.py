@@ -64,7 +64,8 @@ class BlockwiseUpdate(Update):
         else:
             quantise(values, *_split(part, values.numel()), _code(kind, values.device))
 
-    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
+    def apply(self, ranges: Ranges, group: Group, divisor: float | Tensor, found_inf: Tensor | None = None) -> Progress:
+        assert found_inf is None and not isinstance(divisor, Tensor)
         from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
         step = next_step(ranges.progress)

@@ -43,7 +43,9 @@ class GeminiEngine(ChunkedNetworks):
         order: Callable[[str], Any] | None = None,
     ) -> None:
         super().__init__(networks, config, blocks=blocks, device=device, group=group, reader=reader, order=order)
-        self.loss_scale: LossScale | None = LossScale() if config.compute_dtype == torch.float16 else None
+        self.loss_scale: LossScale | None = None
+        if config.compute_dtype == torch.float16:
+            self.loss_scale = LossScale(self.memory.device)
         self.optimizers: list[GeminiOptimizer] = []
         self.state = EngineState(self, self.optimizers)
         self.auto = AutoPlacement(self) if config.placement == "auto" else None

@@ -2,53 +2,87 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 
-@dataclass
 class LossScale:
     """A factor on the loss that keeps small float16 gradients above zero (Micikevicius et al. 2018, section 3.2).
 
-    The defaults are those of ``torch.amp.GradScaler``.
+    The defaults are those of ``torch.amp.GradScaler``. The numbers live on the device, so that a step need not wait for
+    them; reading one waits.
+
+    Args:
+        device: Of the chunks.
     """
 
-    value: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    """Steps without overflow after which the scale grows."""
-    good_steps: int = 0
-    """Steps since the last change."""
-    skipped: int = 0
-    """Optimizer steps skipped because of an overflow."""
-    used: float = 2.0**16
-    """The scale of the current gradients: several optimizers may step after one backward pass."""
-    has_succeeded: bool = False
-    has_overflowed: bool = False
-    """Whether one of these optimizers overflowed; the scale changes once for all of them."""
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.growth_factor = 2.0
+        self.backoff_factor = 0.5
+        self.growth_interval = 2000
+        """Steps without overflow after which the scale grows."""
+        self._value = torch.full((), 2.0**16, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), device=device)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.used = self._value.clone()
+        """The scale of the current gradients: several optimizers may step after one backward pass."""
+        self._good_steps_before = self._good_steps.clone()
+        self._found_inf = torch.zeros_like(self._value)
+        """1 if one of these optimizers overflowed; the scale changes once for all of them."""
+
+    @property
+    def value(self) -> float:
+        """The scale of the next loss."""
+        return float(self._value)
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value.fill_(value)
+
+    @property
+    def good_steps(self) -> int:
+        """Steps since the last change."""
+        return int(self._good_steps)
+
+    @property
+    def skipped(self) -> int:
+        """Optimizer steps skipped because of an overflow."""
+        return int(self._skipped)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss for backward."""
-        self.used, self.has_succeeded, self.has_overflowed = self.value, False, False
-        return loss * self.value
+        self._begin()
+        return loss * self.used
 
-    def overflowed(self) -> None:
-        """Note that an optimizer's gradients were not finite."""
-        self.skipped += 1
-        if self.has_overflowed:
-            return
-        self.has_overflowed = True
-        self.value = self.used * self.backoff_factor
-        self.good_steps = 0
+    def update(self, found_inf: Tensor) -> None:
+        """Note an optimizer's step, and whether its gradients were not finite: 1 or 0."""
+        found_inf = found_inf.to(self._value.device)
+        self._skipped += found_inf
+        self._found_inf = torch.maximum(self._found_inf, found_inf)
+        self._value.copy_(self.used)
+        self._good_steps.copy_(self._good_steps_before)
+        torch._amp_update_scale_(
+            self._value,
+            self._good_steps,
+            self._found_inf,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
 
-    def succeeded(self) -> None:
-        """Note an optimizer's step with finite gradients."""
-        if self.has_succeeded or self.has_overflowed:
-            return
-        self.has_succeeded = True
-        self.good_steps += 1
-        if self.good_steps >= self.growth_interval:
-            self.value *= self.growth_factor
-            self.good_steps = 0
+    def state_dict(self) -> dict[str, float]:
+        """Return the scale and its settings as plain numbers."""
+        names = ("value", "growth_factor", "backoff_factor", "growth_interval", "good_steps", "skipped")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load what :meth:`state_dict` returned, of this or an earlier release."""
+        for name in ("growth_factor", "backoff_factor", "growth_interval", "value"):
+            setattr(self, name, state.get(name, getattr(self, name)))
+        self._good_steps.fill_(min(int(state.get("good_steps", 0)), self.growth_interval - 1))
+        self._skipped.fill_(int(state.get("skipped", 0)))

@@ -184,6 +184,13 @@ class Memory:
             yield arrival
         arrival.after([stream])
 
+    def tell(self, value: Tensor) -> tuple[Tensor, Arrival]:
+        """Begin to copy a value from the fast tier; the host may read it after its arrival."""
+        told = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.on_accelerator)
+        told.copy_(value, non_blocking=True)
+        arrival = Arrival(self._module, self.device)
+        return told, arrival.after([self._module.current_stream(self.device)] if self.on_accelerator else [])
+
     def land(self, arrival: Arrival, receive: Callable[[], None]) -> None:
         """Call ``receive`` on the host without waiting: now if the copies have arrived, otherwise later.
 

@@ -53,7 +53,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._accumulation = accumulation
         self._scaler = loss_scale
         self._agreement = GradientAgreement(engine, self.stepper)
-        self._clip = 1.0
+        self._clip: Tensor | None = None
+        self._found_inf: Tensor | None = None
         self._aborts_before_clip = 0
         self.adopt()
         self._is_built = True
@@ -95,6 +96,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights; with loss scaling, skip the step if a gradient is not finite.
 
+        If the device steps all chunks, with torch's Adam, AdamW or SGD, it decides that, and the host does not wait.
+
         Args:
             closure: Computes the loss and its gradients again; called once.
 
@@ -110,15 +113,27 @@ class GeminiOptimizer(torch.optim.Optimizer):
         scaler = self._scaler
         touched = self._agreement.reach(with_norm=scaler is not None)
         self._accumulation.end_step()
-        if scaler is not None and not self._agreement.is_finite:
-            self._forget()
-            scaler.overflowed()
-            return loss
-        self.stepper.step(touched, self._scale / self._pending_clip if self._pending_clip else math.inf)
-        if scaler is not None:
-            scaler.succeeded()
+        overflowed = None if scaler is None else self._agreement.found_inf
+        if self.stepper.decides_on_device:
+            found = [each for each in (overflowed, self._found_inf) if each is not None]
+            self.stepper.step(touched, self._divisor, torch.stack(found).max() if found else None)
+        elif overflowed is None or not overflowed:
+            self.stepper.step(touched, float(self._divisor))
+        if scaler is not None and overflowed is not None:
+            scaler.update(overflowed)
         self._forget()
         return loss
+
+    def skip_if(self, found_inf: Tensor) -> bool:
+        """Have the next step leave everything unchanged if a float32 scalar on the device is 1, without reading it.
+
+        Returns:
+            Whether it will; if not, the host must read the value, and call :meth:`zero_grad` if it is 1.
+        """
+        if not self.stepper.decides_on_device:
+            return False
+        self._found_inf = found_inf
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters."""
@@ -150,11 +165,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
         Costs one pass over this rank's gradients.
 
         Returns:
-            The norm before clipping, over all ranks, without the loss scale.
+            The norm before clipping, over all ranks, without the loss scale; on the device if that steps all chunks.
         """
-        norm = self.grad_norm()
-        coefficient = float(max_norm) / (float(norm) + 1e-6)
-        self._clip = self._pending_clip * (min(coefficient, 1.0) if math.isfinite(coefficient) else coefficient)
+        norm, before = self.grad_norm(), self._pending_clip
+        coefficient = (float(max_norm) / (norm.double() + 1e-6)).clamp(max=1.0)
+        self._clip = coefficient if before is None else before * coefficient
         self._aborts_before_clip = self._engine.runtime.statistics["aborted"]
         return norm
 
@@ -163,32 +178,45 @@ class GeminiOptimizer(torch.optim.Optimizer):
         """Return the global 2-norm of the averaged gradients over all ranks, without the loss scale."""
         self._engine.check_can_step()
         self._agreement.reach(with_norm=True)
-        assert self._agreement.norm is not None
+        norm = self._agreement.norm
+        assert norm is not None
         is_double = any(chunk.layout.master_dtype == torch.float64 for chunk in self.stepper.chunks)
         dtype = torch.float64 if is_double else torch.float32
-        return torch.tensor(self._agreement.norm * self._pending_clip / self._scale, dtype=dtype)
+        if self._pending_clip is not None:
+            norm = norm * self._pending_clip
+        if self._scaler is not None:
+            norm = norm / self._scaler.used.to(norm)
+        return norm.to(dtype)
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp all gradients to ``[-clip_value, clip_value]``; leave overflowed ones, for the step to detect."""
         self._engine.check_can_step()
         self._agreement.reach(with_norm=self._scaler is not None)
-        if not self._pending_clip or (self._scaler is not None and not self._agreement.is_finite):
-            return
-        bound = float(clip_value) * self._scale / self._pending_clip
+        bound = self._divisor * float(clip_value)  # infinite after clipping by an infinite norm
+        if self._scaler is not None:
+            assert isinstance(bound, Tensor)
+            overflowed = self._agreement.found_inf.to(bound.device)
+            bound = bound.masked_fill(overflowed > 0, math.inf)
         for tensor in self.stepper.gradients():
-            tensor.clamp_(-bound, bound)
+            if isinstance(bound, Tensor) and self.stepper.decides_on_device:
+                tensor.clamp_(-bound, bound)
+            else:
+                tensor.clamp_(-float(bound), float(bound))
         self._agreement.norm = None
 
     @property
-    def _scale(self) -> float:
-        """The loss scale of the gradients."""
-        return 1.0 if self._scaler is None else self._scaler.used
+    def _divisor(self) -> float | Tensor:
+        """The loss scale, over the factor of clipping; 1.0 without both."""
+        scale, clip = 1.0 if self._scaler is None else self._scaler.used, self._pending_clip
+        if clip is None:
+            return scale
+        return (scale.to(clip) if isinstance(scale, Tensor) else scale) / clip
 
     @property
-    def _pending_clip(self) -> float:
-        """The factor of norm clipping for the next step; 1 if the gradients were aborted since."""
-        return self._clip if self._aborts_before_clip == self._engine.runtime.statistics["aborted"] else 1.0
+    def _pending_clip(self) -> Tensor | None:
+        """The factor of norm clipping for the next step; None if there is none, or gradients were aborted since."""
+        return self._clip if self._aborts_before_clip == self._engine.runtime.statistics["aborted"] else None
 
     def _forget(self) -> None:
         """Drop this optimizer's gradients, and free their memory unless another optimizer has gradients in it."""
@@ -202,7 +230,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 chunk.gradients.drop()
                 runtime.reducer.late.discard(chunk.index)
         self._agreement.reset()
-        self._clip = 1.0
+        self._clip = self._found_inf = None
 
     def _is_shared(self, chunk: Chunk) -> bool:
         """Return whether another optimizer may have gradients in a chunk."""

@@ -79,7 +79,8 @@ class OwnUpdate(Update):
     def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
         return self._progress(scalars) if scalars.keys() >= self._types.keys() else None
 
-    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
+    def apply(self, ranges: Ranges, group: Group, divisor: float | Tensor, found_inf: Tensor | None = None) -> Progress:
+        assert found_inf is None and not isinstance(divisor, Tensor)
         weights, gradients, states, progress = ranges.weights, ranges.gradients, ranges.states, ranges.progress
         if divisor != 1.0:
             torch._foreach_div_(gradients, divisor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
+from sd_lightning.gemini.memory import Arrival
 from sd_lightning.gemini.own_update import update_of
 from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.gemini.update import Progress, Ranges
@@ -42,14 +42,38 @@ class Stepper:
 
     def __init__(self, inner: torch.optim.Optimizer, engine: ChunkedNetworks) -> None:
         self.update = update_of(inner, _step_devices(engine))
-        self.progress: dict[nn.Parameter, Progress] = {}
-        """Progress of the parameters that were stepped."""
+        self._progress: dict[nn.Parameter, Progress] = {}
+        self._latest: tuple[Tensor, Arrival, dict[nn.Parameter, Progress | None]] | None = None
+        """Whether the latest step was skipped, when the host may read that, and the progress before it."""
         self.group_of: dict[nn.Parameter, int] = {}
         self.chunks: list[Chunk] = []
         self._inner = inner
         self._engine = engine
         self._kinds: list[tuple[str, ...]] = []
         """Names of the states of each group."""
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether no step waits for the norm of the gradients, or for whether to skip: the device steps all chunks."""
+        is_fast = all(chunk.placement.step_tier is Tier.FAST for chunk in self.chunks)
+        return is_fast and self.update.takes_found_inf and self._engine.config.placement != "auto"
+
+    @property
+    def progress(self) -> dict[nn.Parameter, Progress]:
+        """Progress of the parameters that were stepped; waits for the latest step if the device decided to skip it.
+
+        The next step reads it while the device has its forward and backward pass queued.
+        """
+        if self._latest is not None:
+            (was_skipped, arrival, before), self._latest = self._latest, None
+            arrival.wait()
+            if was_skipped:
+                for parameter, progress in before.items():
+                    if progress is None:
+                        self._progress.pop(parameter, None)
+                    else:
+                        self._progress[parameter] = progress
+        return self._progress
 
     def adopt(self) -> None:
         """Adopt the parameters and settings of all groups.
@@ -90,27 +114,33 @@ class Stepper:
                     chunk.wait_on_host()
                 yield accumulated.tensor[run.begin : run.end]
 
-    def step(self, touched: set[nn.Parameter], divisor: float) -> None:
+    def step(self, touched: set[nn.Parameter], divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """Step parameters with their gradients, and refresh the compute weights.
 
         Args:
             touched: Parameters that have gradients on any rank.
-            divisor: Gradients are divided by it.
+            divisor: Gradients are divided by it; a tensor only if this stepper ``decides_on_device``.
+            found_inf: Like ``divisor``; the step changes nothing if it is 1.
         """
+        before = {} if found_inf is None else {parameter: self.progress.get(parameter) for parameter in touched}
         after: dict[tuple[int, Progress | None], Progress] = {}
         for chunk in sorted({self._engine.chunk_of[p] for p in touched}, key=_order_of_stepping):
             if chunk.placement.step_tier is Tier.SLOW:
                 chunk.wait_on_host()
             chunk.weights.settle()  # another optimizer may just have stepped it
             if runs := self._runs(chunk, touched):
-                after |= self._step_chunk(chunk, runs, divisor)
+                after |= self._step_chunk(chunk, runs, divisor, found_inf)
             chunk.master.refresh(touched.intersection(chunk.slots))
         for parameter in touched:
             key = self.group_of[parameter], self.progress.get(parameter)
             if key in after:  # this rank owns a part
                 self.progress[parameter] = after[key]
+        if found_inf is not None:
+            self._latest = *self._engine.memory.tell(found_inf), before
 
-    def _step_chunk(self, chunk: Chunk, runs: list[Run], divisor: float) -> dict[tuple[int, Progress | None], Progress]:
+    def _step_chunk(
+        self, chunk: Chunk, runs: list[Run], divisor: float | Tensor, found_inf: Tensor | None
+    ) -> dict[tuple[int, Progress | None], Progress]:
         """Step this rank's ranges of a chunk; return the new progress by group and old progress."""
         assert chunk.gradients.accumulated is not None
         if chunk.placement.optim_tier is Tier.DISK:
@@ -126,7 +156,7 @@ class Stepper:
                 {name: self._parts(chunk, name, chosen) for name in self._kinds[group]},
                 progress,
             )
-            after[group, progress] = self.update.apply(ranges, self._inner.param_groups[group], divisor)
+            after[group, progress] = self.update.apply(ranges, self._inner.param_groups[group], divisor, found_inf)
         return after
 
     def _parts(self, chunk: Chunk, name: str, runs: list[Run]) -> list[Tensor]:
@@ -165,17 +195,17 @@ class GradientAgreement:
     def __init__(self, engine: ChunkedNetworks, stepper: Stepper) -> None:
         self.touched: set[nn.Parameter] | None = None
         """The optimizer's parameters that have gradients on any rank; None if unknown."""
-        self.norm: float | None = None
-        """The 2-norm of the gradients over all ranks; None if unknown."""
+        self.norm: Tensor | None = None
+        """The 2-norm of the gradients over all ranks; None if unknown. In float64, on the device if that decides."""
         self._engine = engine
         self._stepper = stepper
         self._version = -1
 
     @property
-    def is_finite(self) -> bool:
-        """Whether the norm, and so every gradient, is finite."""
+    def found_inf(self) -> Tensor:
+        """1 if the norm, and so a gradient, is not finite, else 0."""
         assert self.norm is not None
-        return math.isfinite(self.norm)
+        return (~self.norm.isfinite()).float()
 
     def reset(self) -> None:
         """Forget the agreement, after the gradients were consumed."""
@@ -191,7 +221,12 @@ class GradientAgreement:
             return self.touched
         runtime.reducer.flush()
         late = [chunk.index in runtime.reducer.late for chunk in engine.chunks]
-        own = [self._sum_of_squares() if with_norm else 0.0, *late, *(p in runtime.touched for p in trained)]
+        on_device = self._stepper.decides_on_device
+        own = [
+            self._sum_on_host() if with_norm and not on_device else 0.0,
+            *late,
+            *(p in runtime.touched for p in trained),
+        ]
         values = engine.collectives.sum_with_order(torch.tensor(own, dtype=torch.float64))
         late_anywhere = values[1 : 1 + len(late)].nonzero().flatten().tolist()
         if late_anywhere:
@@ -201,17 +236,27 @@ class GradientAgreement:
         runtime.touched = {p for p, count in zip(trained, values[1 + len(late) :].tolist(), strict=True) if count}
         self._version = runtime.gradients_version
         self.touched = runtime.touched.intersection(self._stepper.group_of)
-        self.norm = float(values[0].sqrt()) if with_norm else None
+        self.norm = None
+        if with_norm and on_device:
+            squares = self._squares() or [torch.zeros((), dtype=torch.float64, device=engine.memory.device)]
+            self.norm = engine.collectives.sum_on_device(torch.stack(squares).sum()).sqrt()
+        elif with_norm:
+            self.norm = values[0].sqrt()
         return self.touched
 
-    def _sum_of_squares(self) -> float:
-        """Return the sum of squares of this rank's gradients: in at least float32 per range, in float64 over ranges."""
+    def _squares(self) -> list[Tensor]:
+        """Return sums of squares of this rank's gradients: in at least float32 per range, each then in float64."""
         squares = []
         for gradient in self._stepper.gradients():
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             squares.append(gradient.square().sum(dtype=dtype).double())
+        return squares
+
+    def _sum_on_host(self) -> float:
+        """Return their sum, with one transfer per device."""
+        squares = self._squares()
         sums = torch.zeros(len(squares), dtype=torch.float64)
-        for device in {square.device for square in squares}:  # one transfer per device
+        for device in {square.device for square in squares}:
             indices = [index for index, square in enumerate(squares) if square.device == device]
             sums[indices] = torch.stack([squares[index] for index in indices]).cpu()
         return float(sums.sum())

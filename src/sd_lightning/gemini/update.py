@@ -44,6 +44,8 @@ class Update(ABC):
 
     joins_parameters = True
     """Whether neighbouring parameters can be updated as one range."""
+    takes_found_inf = False
+    """Whether :meth:`apply` takes its divisor, and whether to skip, from tensors on the device."""
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
@@ -59,8 +61,15 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
-        """Divide the gradients by ``divisor`` and update ranges in place; return the progress after this step."""
+    def apply(self, ranges: Ranges, group: Group, divisor: float | Tensor, found_inf: Tensor | None = None) -> Progress:
+        """Divide the gradients by ``divisor`` and update ranges in place; return the progress after this step.
+
+        Args:
+            ranges: The ranges.
+            group: Their settings.
+            divisor: A tensor only if the update ``takes_found_inf``.
+            found_inf: Like ``divisor``; where it is 1, weights and states stay as they are.
+        """
 
     def scalars(self, progress: Progress) -> dict[str, Any]:
         """Return the scalars that the user's optimizer keeps per parameter, in its own types."""
@@ -90,13 +99,15 @@ class Update(ABC):
 class AdamUpdate(Update):
     """``torch.optim.Adam`` and ``AdamW``, with torch's fused kernels."""
 
+    takes_found_inf = True
+
     def states(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {"step": torch.tensor(float(progress.step))}
 
-    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
+    def apply(self, ranges: Ranges, group: Group, divisor: float | Tensor, found_inf: Tensor | None = None) -> Progress:
         step = next_step(ranges.progress)
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         device = ranges.weights[0].device
@@ -116,7 +127,7 @@ class AdamUpdate(Update):
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
             grad_scale=_grad_scale(ranges.gradients, divisor),
-            found_inf=None,
+            found_inf=found_inf,
         )
         return Progress(step)
 
@@ -125,6 +136,7 @@ class SGDUpdate(Update):
     """``torch.optim.SGD``, with torch's fused kernel."""
 
     scalar_names = ()
+    takes_found_inf = True
 
     def states(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
@@ -132,7 +144,7 @@ class SGDUpdate(Update):
     def scalars(self, progress: Progress) -> dict[str, Any]:
         return {}
 
-    def apply(self, ranges: Ranges, group: Group, divisor: float) -> Progress:
+    def apply(self, ranges: Ranges, group: Group, divisor: float | Tensor, found_inf: Tensor | None = None) -> Progress:
         torch._fused_sgd_(
             ranges.weights,
             ranges.gradients,
@@ -145,18 +157,21 @@ class SGDUpdate(Update):
             maximize=group["maximize"],
             is_first_step=ranges.progress is None,
             grad_scale=_grad_scale(ranges.gradients, divisor),
-            found_inf=None,
+            found_inf=found_inf,
         )
         return Progress(next_step(ranges.progress))
 
 
-def _grad_scale(gradients: list[Tensor], divisor: float) -> Tensor | None:
+def _grad_scale(gradients: list[Tensor], divisor: float | Tensor) -> Tensor | None:
     """Return ``grad_scale`` for torch's fused kernels; it is float32, so float64 gradients are divided here."""
-    if divisor == 1.0:
+    is_known = not isinstance(divisor, Tensor)
+    if is_known and divisor == 1.0:
         return None
     if gradients[0].dtype == torch.float64:
         torch._foreach_div_(gradients, divisor)
         return None
+    if isinstance(divisor, Tensor):
+        return divisor.float()
     return torch.full((), divisor, dtype=torch.float32, device=gradients[0].device)
 
 

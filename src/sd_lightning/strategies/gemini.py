@@ -169,6 +169,10 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
             yield
 
     @override
+    def skip_update_if(self, optimizer: Optimizer, is_bad: Tensor) -> bool:
+        return engine_optimizer(optimizer).skip_if(is_bad)
+
+    @override
     def skip_update(self, optimizer: Optimizer) -> None:
         for each in self.optimizers:
             each.zero_grad()

@@ -85,13 +85,13 @@ class GeminiPrecision(EnginePrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         scale = self._engine().loss_scale
-        return {} if scale is None else {"loss_scale": vars(scale).copy()}
+        return {} if scale is None else {"loss_scale": scale.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         scale = self._engine().loss_scale
         if scale is not None:
-            vars(scale).update(state_dict.get("loss_scale", {}))
+            scale.load_state_dict(state_dict.get("loss_scale", {}))
 
 
 def engine_optimizer(optimizer: Optimizer) -> GeminiOptimizer:

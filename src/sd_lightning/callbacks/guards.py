@@ -151,8 +151,7 @@ class NonFiniteLossGuard(Callback):
     ) -> None:
         self.catch_up(trainer)
         loss, self._loss, self._step = self._loss, None, trainer.global_step + 1
-        if loss is None:
-            loss = torch.zeros((), device=trainer.strategy.root_device)
+        loss = torch.zeros((), device=trainer.strategy.root_device) if loss is None else loss.reshape(())
         engine = engine_of(trainer.strategy)
         is_bad = engine.max_over_ranks((~torch.isfinite(loss)).float())
         self._latest.swap(torch.stack([loss, is_bad.to(loss.dtype)]))

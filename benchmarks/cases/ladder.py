@@ -10,7 +10,7 @@ import ladder_runs
 from lines import Measured
 
 BARS = {"gained": ">= 1.3"}
-TABLE = ladder.rows("tiny model") | {"the fastest rung to the first": "{gained} ×"}
+TABLE = ladder.rows("tiny model") | {"tiny model, the fastest rung to the first": "{gained} ×"}
 
 
 def measure(rounds: int = 3, **options: Any) -> Measured:

@@ -150,7 +150,8 @@ def ladder_section(ladder: Ladder) -> str:
     for panel in panels(ladder):
         svg = render_svg(f"{panel.title}: {ladder.title}", panel.draw, wide=True, height=bar_height(ladder.rungs()))
         cards.append(card(panel.title, html.escape(note(ladder)), keys=panel.keys, picture=svg, wide=True))
-    return section(f"The ladder: {ladder.title}", table(ladder) + charts(*cards) + _scaling_card(ladder))
+    network = f'<p class="note">{html.escape(between_machines(ladder))}</p>'
+    return section(f"The ladder: {ladder.title}", table(ladder) + charts(*cards) + _scaling_card(ladder) + network)
 
 
 def note(ladder: Ladder) -> str:
@@ -318,8 +319,20 @@ def markdown(found: Sequence[Row]) -> str:
         head, lines = cells(ladder)
         ruler = ["---"] * len(head)
         body = "".join(f"| {' | '.join(line)} |\n" for line in (head, ruler, *lines))
-        shown.append(f"**{ladder.title}**. {note(ladder)}\n\n{body}")
+        network = f"\n{told}\n" if (told := between_machines(ladder)) else ""
+        shown.append(f"**{ladder.title}**. {note(ladder)}\n\n{body}{network}")
     return "\n".join(shown) or "No ladder is measured yet: `python benchmarks/run.py ladder ladder_plan`.\n"
+
+
+def between_machines(ladder: Ladder) -> str:
+    """Return what TCP and EFA are worth between two machines, as a sentence; "" if the case does not tell."""
+    told = []
+    for strategy, rung in (("DDP", "ema"), ("FSDP2", "fsdp")):
+        rates = [ladder.row["metrics"].get(f"{rung}_{network}_{PREDICTED}_{_RATE}") for network in ("tcp", "efa")]
+        if None not in rates:
+            tcp, efa = rates
+            told.append(f"{strategy} {number(tcp)} img/s over TCP, {number(efa)} over EFA ({efa / tcp - 1:+.0%})")
+    return f"Two such machines, {PREDICTED}: {'; '.join(told)}." if told else ""
 
 
 def published(found: Sequence[Row]) -> str:

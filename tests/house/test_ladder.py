@@ -248,13 +248,15 @@ def test_the_page_shows_cost_where_a_price_is_known_and_scaling_where_it_is_pred
 ) -> None:
     scaling = {f"scaling_{count}_predicted_images_per_second": 40.0 * count * 0.9 ** (count > 1) for count in (1, 4)}
     notes = {"model": "sd21 at 512 x 512", "gpu": "NVIDIA A100-SXM4-80GB"}
-    write(tmp_path, a_line("ladder_plan", {**TOLD, **scaling, "devices": 4}, notes))
+    network = {f"ema_{name}_predicted_images_per_second": rate for name, rate in (("tcp", 400.0), ("efa", 500.0))}
+    write(tmp_path, a_line("ladder_plan", {**TOLD, **scaling, **network, "devices": 4}, notes))
     assert report.main(["--html", "--results", str(tmp_path)]) == 0
     text = Path(capsys.readouterr().out.split()[0]).read_text()
     from sd_lightning.planner.devices import load_device
 
     price = load_device("a100-80gb").price_per_hour
     assert price is not None and f"<td>{1e6 / 55 / 3600 * price * 4:,.2f}</td>" in text
+    assert "DDP 400 img/s over TCP, 500 over EFA (+25%)." in text
     assert "90% of linear on 4" in text and "speeds assumed from the data sheet" in text
     assert "measured" not in text
     both = {f"scaling_{count}_images_per_second": 30.0 * count * 0.8 ** (count > 1) for count in (1, 4)}

@@ -153,7 +153,11 @@ def rows(what: str) -> dict[str, str]:
     """Return the rows of a case that trains the rungs."""
     return {
         f"{what}, images per second of {TITLES}": table("images_per_second"),
-        f"{what}, the same, as predicted": table("predicted_images_per_second"),
         f"{what}, peak GB of a process, in this order": table("gb"),
-        f"{what}, these peaks, predicted": table("predicted_gb"),
     }
+
+
+def told(what: str, *, memory: bool = False) -> dict[str, str]:
+    """Return the rows of a case that predicts them."""
+    found = {f"{what}, predicted images per second of {TITLES}": table("predicted_images_per_second")}
+    return found | ({f"{what}, predicted peak GB, in this order": table("predicted_gb")} if memory else {})

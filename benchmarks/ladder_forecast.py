@@ -35,12 +35,14 @@ def forecasts(way: Climb, left_out: Sequence[Rung], hardware: Hardware, rungs: S
     metrics: dict[str, float | list[float] | str] = {}
     for rung in rungs:
         rate, memory = predicted(way.command(rung, left_out), hardware)
-        metrics |= {f"{rung.name}_predicted_images_per_second": rate, f"{rung.name}_predicted_gb": memory}
+        metrics[f"{rung.name}_predicted_images_per_second"] = rate
+        if not hardware.on_cpu:  # where a process is mostly Python and libraries
+            metrics[f"{rung.name}_predicted_gb"] = memory
     return metrics
 
 
 def predicted(options: Sequence[str], hardware: Hardware) -> tuple[float, float]:
-    """Return the planner's images per second, and GB of a process at its peak."""
+    """Return the planner's images per second, and GB of a device at its peak."""
     from sd_lightning import _conf
     from sd_lightning.apps.planning import described, run_of
     from sd_lightning.apps.preflight import Parts
@@ -72,7 +74,7 @@ def predicted(options: Sequence[str], hardware: Hardware) -> tuple[float, float]
     if found.missing:
         raise RuntimeError(f"{options[0]}: {found.missing[0]}")
     (plan,) = found.best or found.too_large
-    return plan.images_per_second, (plan.memory.device + plan.memory.host * hardware.on_cpu) / 1e9
+    return plan.images_per_second, plan.memory.device / 1e9
 
 
 def composed(options: Sequence[str]) -> Any:

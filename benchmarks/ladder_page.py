@@ -40,6 +40,8 @@ class Ladder:
     """A line of a case that holds rungs."""
 
     row: Row
+    told: Row | None = None
+    """The newest line of what the planner predicts for the same rungs and machine, if it is not in ``row``."""
 
     @property
     def is_measured(self) -> bool:
@@ -87,7 +89,8 @@ class Ladder:
     @property
     def assumed(self) -> str:
         """Where the planner's speeds are from."""
-        speeds = self._notes.get("speeds", "assumed")
+        notes = self._notes if self.told is None else self.told.get("notes", {})
+        speeds = notes.get("speeds", "assumed")
         return "speeds assumed from the data sheet" if speeds == "assumed" else f"speeds {speeds}"
 
     @property
@@ -98,7 +101,8 @@ class Ladder:
     def figure(self, rung: Rung, metric: str, kind: str) -> Figure | None:
         """Return a rung's images per second or GB, measured or predicted."""
         name = f"{rung.name}_{metric}" if kind == MEASURED else f"{rung.name}_{PREDICTED}_{metric}"
-        value = self.row["metrics"].get(name)
+        row = self.row if kind == MEASURED or self.told is None else self.told
+        value = row["metrics"].get(name)
         return None if value is None else Figure(value, self.row.get("spread", {}).get(name, 0.0))
 
     def shown(self, rung: Rung, metric: str) -> Figure | None:
@@ -111,6 +115,10 @@ class Ladder:
         if rate is None or self.device is None or self.device.price_per_hour is None:
             return None
         return 1e6 / rate.value / 3600 * self.device.price_per_hour * self.devices
+
+    def has_forecast(self, metric: str) -> bool:
+        """Return whether predicted figures stand beside measured ones."""
+        return self.is_measured and any(self.figure(rung, metric, PREDICTED) for rung in self.rungs())
 
     @property
     def has_prices(self) -> bool:
@@ -140,7 +148,12 @@ class Ladder:
 
 def ladders(found: Sequence[Row]) -> list[Ladder]:
     """Return the ladders among the newest lines of each case and machine, measured ones first."""
-    all_of_them = [Ladder(row) for row in found if row["case"].startswith("ladder")]
+    told = {row["machine"]: row for row in found if row["case"] == "ladder_forecast"}
+    all_of_them = [
+        Ladder(row, told.get(row["machine"]) if row["case"] == "ladder" else None)
+        for row in found
+        if row["case"] in ("ladder", "ladder_gpu", "ladder_plan")
+    ]
     return sorted(all_of_them, key=lambda each: not each.is_measured)
 
 
@@ -154,10 +167,10 @@ def ladder_section(ladder: Ladder) -> str:
     return section(f"The ladder: {ladder.title}", table(ladder) + charts(*cards) + _scaling_card(ladder) + network)
 
 
-def note(ladder: Ladder) -> str:
-    """Return what bars and marks are."""
-    text = f"Bars are {ladder.source}."
-    return text + (f" Marks are {ladder.forecast}." if ladder.is_measured else "")
+def note(ladder: Ladder, figures: str = "Bars are", others: str = "Marks are") -> str:
+    """Return where the figures of a chart, or of a table, are from."""
+    text = f"{figures} {ladder.source}."
+    return text + (f" {others} {ladder.forecast}." if ladder.has_forecast(_RATE) else "")
 
 
 def table(ladder: Ladder) -> str:
@@ -179,10 +192,12 @@ def cells(ladder: Ladder) -> tuple[list[str], list[list[str]]]:
             _told(rate) if rate else "skipped",
             f"{rate.value / first.value:.2f}" if rate and first else "—",
         ]
-        cells += [_told(told)] * ladder.is_measured + [_told(memory)] + [_told(told_memory)] * ladder.is_measured
+        cells += [_told(told)] * ladder.has_forecast(_RATE) + [_told(memory)]
+        cells += [_told(told_memory)] * ladder.has_forecast(_MEMORY)
         cells += ["—" if price is None else f"{price:,.2f}"] * ladder.has_prices
         lines.append([*cells, f"skipped: {why}" if why else rung.change])
-    head = ["rung", "img/s", "× first", *["predicted"] * ladder.is_measured, "GB", *["predicted"] * ladder.is_measured]
+    head = ["rung", "img/s", "× first", *["predicted"] * ladder.has_forecast(_RATE)]
+    head += ["GB", *["predicted"] * ladder.has_forecast(_MEMORY)]
     return [*head, *["$ per million"] * ladder.has_prices, "what it changes"], lines
 
 
@@ -200,11 +215,11 @@ def _commands(ladder: Ladder) -> str:
 def panels(ladder: Ladder) -> list[Panel]:
     """Return throughput, memory and cost by rung as charts."""
     found = [
-        Panel("Images per second", lambda axes: _bars(axes, ladder, _RATE, "images per second"), _keys(ladder)),
+        Panel("Images per second", lambda axes: _bars(axes, ladder, _RATE, "images per second"), _keys(ladder, _RATE)),
     ]
     if any(ladder.shown(rung, _MEMORY) for rung in ladder.rungs()):
         draw = partial(_bars, ladder=ladder, metric=_MEMORY, label="GB of a process at its peak")
-        found.append(Panel("Memory", draw, _keys(ladder)))
+        found.append(Panel("Memory", draw, _keys(ladder, _MEMORY)))
     if ladder.has_prices:
         found.append(Panel("Cost", lambda axes: _costs(axes, ladder), [(_BAR, _kind(ladder), "")]))
     return found
@@ -219,8 +234,8 @@ def write_picture(ladder: Ladder, path: Path) -> Path:
     return render_panels(path, ladder.heading, drawn, columns=2, size=(6.4, height))
 
 
-def _keys(ladder: Ladder) -> list[tuple[str, str, str]]:
-    return [(_BAR, _kind(ladder), ""), *[(_MARK, PREDICTED, "")] * ladder.is_measured]
+def _keys(ladder: Ladder, metric: str) -> list[tuple[str, str, str]]:
+    return [(_BAR, _kind(ladder), ""), *[(_MARK, PREDICTED, "")] * ladder.has_forecast(metric)]
 
 
 def _kind(ladder: Ladder) -> str:
@@ -319,8 +334,9 @@ def markdown(found: Sequence[Row]) -> str:
         head, lines = cells(ladder)
         ruler = ["---"] * len(head)
         body = "".join(f"| {' | '.join(line)} |\n" for line in (head, ruler, *lines))
-        network = f"\n{told}\n" if (told := between_machines(ladder)) else ""
-        shown.append(f"**{ladder.title}**. {note(ladder)}\n\n{body}{network}")
+        network = f"\n{between_machines(ladder)}\n" if between_machines(ladder) else ""
+        told = note(ladder, "Figures are", 'Those of the column "predicted" are')
+        shown.append(f"**{ladder.title}**. {told}\n\n{body}{network}")
     return "\n".join(shown) or "No ladder is measured yet: `python benchmarks/run.py ladder ladder_plan`.\n"
 
 

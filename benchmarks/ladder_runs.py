@@ -1,4 +1,4 @@
-"""Trains the rungs of the ladder in turns, each as a run of the program."""
+"""Trains the rungs of the ladder in turns, each as a run of the program; and predicts them for this machine."""
 
 import json
 import shutil
@@ -33,6 +33,19 @@ class Setting:
     photos: int = 512
     """Number of files."""
 
+    @property
+    def title(self) -> str:
+        return f"{self.architecture} at {self.resolution} x {self.resolution}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Overrides that choose model and pictures."""
+        return f"model={self.architecture}", f"data.resolution={self.resolution}", "data.center_crop=true"
+
+    def batches(self, devices: int) -> tuple[int, int]:
+        """Return the samples of a step on all devices, before and after the rung "batch"."""
+        return self.batch_sizes[0] * devices, self.batch_sizes[1] * devices
+
 
 _IN_MEMORY = Path("/dev/shm")
 _ROOM = 40 * 10**9
@@ -40,53 +53,72 @@ _ROOM = 40 * 10**9
 
 
 def measure(
-    setting: Setting, *, rounds: int, processes: int = 2, rungs: Sequence[str] | None = None, effort: Any = None
-) -> Measured:
-    """Train the rungs that this machine can run, in turns, and predict them.
+    setting: Setting, *, rounds: int, processes: int = 2, rungs: Sequence[str] | None = None
+) -> dict[str, float | list[float] | str]:
+    """Train the rungs that this machine can run, in turns.
 
     Args:
         setting: What is trained.
         rounds: Runs of each rung.
         processes: That train on a machine without a GPU.
         rungs: Names of those to run; all if not given.
-        effort: How long the calibration may take.
     """
     from sd_lightning import LatentDiffusion
-    from sd_lightning.planner.calibration import calibrate
 
-    machine, resolution = Machine.here(processes), setting.resolution
+    machine = Machine.here(processes)
     chosen = [rung for rung in RUNGS if rungs is None or rung.name in rungs]
-    calibrated = calibrate(date.today().isoformat(), effort)
-    hardware = Hardware(calibrated.device, calibrated.speeds, machine.devices, on_cpu=not machine.on_cuda)
     has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM
     with tempfile.TemporaryDirectory(dir=_IN_MEMORY if has_room else None) as folder:
         here = Path(folder)
         LatentDiffusion.build(setting.architecture).save_pretrained(here / "model")
         write_photos(here / "photos", setting.photos, setting.photo_size)
-        options = [f"model={setting.architecture}", f"model.pretrained={here / 'model'}"]
-        options += [f"data.resolution={resolution}", "data.center_crop=true"]
+        pretrained = f"model.pretrained={here / 'model'}"
         if any(rung.is_stored for rung in chosen):
-            precompute(here / "photos", here / "store", options)
-        options.append(f"trainer.max_steps={setting.steps}")
+            precompute(here / "photos", here / "store", [*setting.options, pretrained])
 
         def way(count: int) -> Climb:
-            small, large = (size * count for size in setting.batch_sizes)
-            chosen_count = (*options, f"trainer.devices={count}")
-            return Climb(chosen_count, str(here / "photos"), str(here / "store"), (small, large))
+            options = (*setting.options, pretrained, f"trainer.max_steps={setting.steps}", f"trainer.devices={count}")
+            return Climb(options, str(here / "photos"), str(here / "store"), setting.batches(count))
 
         metrics, left_out = climb(machine, way(machine.devices), here / "runs", rounds=rounds, rungs=chosen)
-        ran = [rung for rung in chosen if f"{rung.name}_images_per_second" in metrics]
-        told = dict(forecasts(way(machine.devices), left_out, hardware, ran))
         if machine.on_cuda and machine.devices > 1:
-            top = [rung for rung in ran if rung.is_stored or rung.name == "fsdp"][0]
-            told |= scaling(way, top, left_out, hardware, here / "runs")
-    described = {"model": f"{setting.architecture} at {resolution} x {resolution}", "speeds": hardware.speeds.source}
-    return {**metrics, **told, **described, "gained": gained(metrics, chosen), "devices": machine.devices}
+            metrics |= scaling(way, left_out, machine.devices, here / "runs")
+    return {**metrics, "model": setting.title, "gained": gained(metrics, chosen), "devices": machine.devices}
+
+
+def forecast(
+    setting: Setting, *, processes: int = 2, rungs: Sequence[str] | None = None, effort: Any = None
+) -> dict[str, float | list[float] | str]:
+    """Calibrate this machine, and predict the rungs that it can run.
+
+    Args:
+        setting: What is trained.
+        processes: That train on a machine without a GPU.
+        rungs: Names of those to predict; all if not given.
+        effort: How long the calibration may take.
+    """
+    from sd_lightning.planner.calibration import calibrate
+
+    machine = Machine.here(processes)
+    found = calibrate(date.today().isoformat(), effort)
+    hardware = Hardware(found.device, found.speeds, machine.devices, on_cpu=not machine.on_cuda)
+    chosen = [rung for rung in RUNGS if (rungs is None or rung.name in rungs) and not rung.lacks(machine)]
+    left_out = [rung for rung in RUNGS if rung.lacks(machine) or (rung.aside_on_cpu and not machine.on_cuda)]
+
+    def way(count: int) -> Climb:
+        return Climb((*setting.options, f"trainer.devices={count}"), "photos", "latents", setting.batches(count))
+
+    metrics: dict[str, float | list[float] | str] = dict(forecasts(way(machine.devices), left_out, hardware, chosen))
+    if machine.on_cuda and machine.devices > 1:
+        for count in counts(machine.devices):
+            rate, _ = predicted(way(count).command(TOP, left_out), replace(hardware, count=count))
+            metrics[f"scaling_{count}_predicted_images_per_second"] = rate
+    return {**metrics, "speeds": found.speeds.source, "model": setting.title, "devices": machine.devices}
 
 
 def climb(
     machine: Machine, way: Climb, folder: Path, *, rounds: int, rungs: Sequence[Rung] = RUNGS
-) -> tuple[Measured, list[Rung]]:
+) -> tuple[dict[str, float | list[float] | str], list[Rung]]:
     """Train every rung that the machine can run, in turns.
 
     Args:
@@ -126,26 +158,33 @@ def climb(
     return metrics, [*left_out, *aside]
 
 
+TOP = next(rung for rung in RUNGS if rung.name == "latents")
+"""The rung that is also run on fewer devices."""
+
+
+def counts(devices: int) -> list[int]:
+    """Return 1, 2, 4, … and at last all devices."""
+    return [*(2**power for power in range(devices.bit_length()) if 2**power < devices), devices]
+
+
 def scaling(
-    way: Callable[[int], Climb], rung: Rung, left_out: Sequence[Rung], hardware: Hardware, folder: Path
-) -> dict[str, float]:
-    """Train a rung on one device, then on twice as many until all, and predict it.
+    way: Callable[[int], Climb], left_out: Sequence[Rung], devices: int, folder: Path
+) -> dict[str, float | list[float] | str]:
+    """Train the top on one device, then on twice as many until all.
 
     Args:
         way: Number of devices -> what is the same on all rungs.
-        rung: Which one.
         left_out: Changes that it does without.
-        hardware: All devices.
+        devices: How many there are.
         folder: Where runs are written.
     """
-    metrics: dict[str, float] = {}
-    counts = [2**power for power in range(hardware.count.bit_length()) if 2**power < hardware.count]
-    for count in (*counts, hardware.count):
-        options = way(count).command(rung, left_out)
-        found = trained(options, folder / f"scaling-{count}")
-        if not isinstance(found, str):
+    metrics: dict[str, float | list[float] | str] = {}
+    for count in counts(devices):
+        found = trained(way(count).command(TOP, left_out), folder / f"scaling-{count}")
+        if isinstance(found, str):
+            metrics[f"scaling_{count}_skipped"] = found
+        else:
             metrics[f"scaling_{count}_images_per_second"] = found["images_per_second"]
-        metrics[f"scaling_{count}_predicted_images_per_second"] = predicted(options, replace(hardware, count=count))[0]
     return metrics
 
 

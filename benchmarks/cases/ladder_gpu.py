@@ -12,15 +12,19 @@ from training_runs import Run
 
 BARS: dict[str, str] = {}
 MEASURED = {"ema": Run("sd15", 512, "single", batch_size=16)}
-TABLE = ladder.rows("sd15 on GPUs")
+SETTING = ladder_runs.Setting("sd15", resolution=512, photo_size=768, batch_sizes=(4, 16), steps=12, photos=256)
+TABLE = ladder.rows("sd15 on GPUs") | ladder.told("sd15 on GPUs", memory=True)
 
 
-def measure(setting: ladder_runs.Setting | None = None, **options: Any) -> Measured:
-    """Train every rung once.
+def measure(
+    setting: ladder_runs.Setting = SETTING, *, rungs: tuple[str, ...] | None = None, effort: Any = None
+) -> Measured:
+    """Train every rung once, and predict it.
 
     Args:
-        setting: What is trained; sd15 if not given.
-        **options: Of :func:`ladder_runs.measure`.
+        setting: What is trained.
+        rungs: Names of those to run; all if not given.
+        effort: How long the calibration may take.
     """
-    of_sd15 = ladder_runs.Setting("sd15", resolution=512, photo_size=768, batch_sizes=(4, 16), steps=12, photos=256)
-    return ladder_runs.measure(setting or of_sd15, rounds=1, **options)
+    told = ladder_runs.forecast(setting, rungs=rungs, effort=effort)
+    return {**told, **ladder_runs.measure(setting, rounds=1, rungs=rungs)}

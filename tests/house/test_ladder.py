@@ -165,17 +165,17 @@ def test_several_gpus_are_also_measured_from_one_to_all(
         return ladder.Climb((f"trainer.devices={count}",), "photos", "latents", (4 * count, 16 * count))
 
     monkeypatch.setattr(runs, "trained", trained)
-    monkeypatch.setattr(runs, "predicted", lambda options, hardware: (9.0 * hardware.count, 1.0))
-    hardware = importlib.import_module("ladder_forecast").Hardware(None, None, 6)
-    top = next(rung for rung in ladder.RUNGS if rung.name == "latents")
-    found = runs.scaling(way, top, [], hardware, tmp_path)
+    found = runs.scaling(way, [], 6, tmp_path)
     assert [[word for word in words if "devices" in word or "batch" in word] for words in ran] == [
         [f"trainer.devices={count}", f"data.batch_size={16 * count}"] for count in (1, 2, 4, 6)
     ]
-    assert {key: value for key, value in found.items() if "predicted" not in key} == {
-        f"scaling_{count}_images_per_second": rate for count, rate in ((1, 10.0), (4, 30.0), (6, 40.0))
+    assert {words[0] for words in ran} == {"experiment=ladder_latents"}
+    assert found == {
+        "scaling_1_images_per_second": 10.0,
+        "scaling_2_skipped": "failed",
+        "scaling_4_images_per_second": 30.0,
+        "scaling_6_images_per_second": 40.0,
     }
-    assert [found[f"scaling_{count}_predicted_images_per_second"] for count in (1, 2, 4, 6)] == [9.0, 18.0, 36.0, 54.0]
 
 
 def test_a_failing_run_is_told_by_its_own_last_line(runs: ModuleType, tmp_path: Path) -> None:
@@ -231,13 +231,18 @@ def test_the_page_shows_what_is_measured_what_is_predicted_and_what_did_not_run(
 ) -> None:
     notes = {"model": "tiny at 32 x 32", "speeds": "calibrated on 2026-11-25", "tf32_skipped": "a CPU has no TF32"}
     command = "python -m sd_lightning.train experiment=ladder_adamw data.train_data_dir=photos"
-    write(tmp_path, a_line("ladder", {**RATES, **TOLD, "devices": 2}, {**notes, "adamw_command": command}))
+    write(
+        tmp_path,
+        a_line("ladder", {**RATES, "devices": 2}, {**notes, "adamw_command": command}),
+        a_line("ladder_forecast", {**TOLD, "devices": 2}, {"speeds": "calibrated on 2026-11-26"}),
+    )
     assert report.main(["--html", "--results", str(tmp_path)]) == 0
     page, picture = (Path(line) for line in capsys.readouterr().out.split())
     text = page.read_text()
     assert "tiny at 32 x 32, 2 processes on 2 cores of Some CPU" in text
     assert "measured on 2 processes on 2 cores of Some CPU (cccccccc, 2026-11-25," in text
-    assert "predicted by the planner, speeds calibrated on 2026-11-25" in text
+    assert "Marks are predicted by the planner, speeds calibrated on 2026-11-26" in text
+    assert "<td>100</td><td>2.00</td><td>90</td><td>0.5</td>" in text, "no memory is predicted"
     assert "skipped: a CPU has no TF32" in text and command in text
     assert "$ per million" not in text and "<td>2.00</td>" in text and "https://" not in text
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -268,6 +273,13 @@ def test_the_page_shows_cost_where_a_price_is_known_and_scaling_where_it_is_pred
     write(tmp_path, unknown)
     assert report.main(["--html", "--results", str(tmp_path)]) == 0
     assert "$ per million" not in Path(capsys.readouterr().out.split()[0]).read_text()
+
+
+def test_a_ladder_without_a_forecast_shows_what_is_measured(report: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, a_line("ladder", {**RATES, "devices": 2}, {"model": "tiny at 32 x 32"}))
+    assert report.main(["--html", "--results", str(tmp_path)]) == 0
+    text = (tmp_path / "index.html").read_text()
+    assert "<td>100</td><td>2.00</td><td>0.5</td>" in text and "predicted" not in text
 
 
 def test_a_page_of_other_cases_says_how_to_measure_a_ladder(report: ModuleType, tmp_path: Path) -> None:

@@ -65,10 +65,11 @@ class Stopwatch:
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the seconds of one call, in the median of a few rounds of calls."""
-        first = self._round(run, 1)  # chooses kernels, and allocates
-        if first > self.effort.longest:
-            return first
-        count = max(math.ceil(self.effort.least / max(self._round(run, 1), 1e-9)), 1)
+        self._round(run, 1)  # chooses kernels, allocates, starts threads
+        once = self._round(run, 1)
+        if once > self.effort.longest:
+            return once
+        count = max(math.ceil(self.effort.least / max(once, 1e-9)), 1)
         return statistics.median(self._round(run, count) / count for _ in range(_ROUNDS))
 
     def _round(self, run: Callable[[], object], count: int) -> float:

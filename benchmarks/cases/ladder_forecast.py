@@ -1,0 +1,20 @@
+"""The rungs of `ladder` as the planner predicts them for this machine, which is calibrated for it."""
+
+from typing import Any
+
+import ladder
+import ladder_runs
+from cases.ladder import SETTING
+from lines import Measured
+
+BARS: dict[str, str] = {}
+TABLE = ladder.told("tiny model")
+
+
+def measure(**options: Any) -> Measured:
+    """Predict every rung.
+
+    Args:
+        **options: Of :func:`ladder_runs.forecast`.
+    """
+    return ladder_runs.forecast(SETTING, **options)

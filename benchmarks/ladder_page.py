@@ -162,7 +162,8 @@ def ladder_section(ladder: Ladder) -> str:
     cards = []
     for panel in panels(ladder):
         svg = render_svg(f"{panel.title}: {ladder.title}", panel.draw, wide=True, height=bar_height(ladder.rungs()))
-        cards.append(card(panel.title, html.escape(note(ladder)), keys=panel.keys, picture=svg, wide=True))
+        told = note(ladder) if len(panel.keys) > 1 else f"Bars are {ladder.source}."
+        cards.append(card(panel.title, html.escape(told), keys=panel.keys, picture=svg, wide=True))
     network = f'<p class="note">{html.escape(between_machines(ladder))}</p>'
     return section(f"The ladder: {ladder.title}", table(ladder) + charts(*cards) + _scaling_card(ladder) + network)
 
@@ -245,7 +246,8 @@ def _kind(ladder: Ladder) -> str:
 def _told(figure: Figure | None) -> str:
     if figure is None:
         return "—"
-    return number(figure.value) + (f" ± {figure.spread:.1g}" if figure.spread else "")
+    spread = f"{figure.spread:.0f}" if figure.spread >= 10 else f"{figure.spread:.1g}"
+    return number(figure.value) + (f" ± {spread}" if figure.spread else "")
 
 
 def _bars(axes: Axes, ladder: Ladder, metric: str, label: str) -> None:

@@ -111,7 +111,7 @@ RUNGS = (
     Rung("zero2", "ZeRO-2", _several, _ONE_STRATEGY),
     Rung("fsdp", "FSDP2", _several, _ONE_STRATEGY),
     Rung("latents", "stored latents"),
-    Rung("compile", "tuned kernels", _tunes, ("speed.compile_mode=default",)),
+    Rung("compile", "tuned kernels", _tunes, ("speed.inductor_mode=default",)),
 )
 _FROM_STORE = ("latents", "compile")
 _LARGER = tuple(rung.name for rung in RUNGS[[rung.name for rung in RUNGS].index("batch") :])

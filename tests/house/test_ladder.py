@@ -69,7 +69,7 @@ CHANGES = {
     "fused_layers": {"speed.compile_blocks"},
     "flash": {"speed.attention"},
     "batch": {"data.batch_size"},
-    "compile": {"speed.compile_mode"},
+    "compile": {"speed.inductor_mode"},
 }
 """Rung -> all settings in which it differs from the one below; others exchange a group."""
 GROUPS = {
@@ -81,6 +81,7 @@ GROUPS = {
 """Rung -> beginning of the settings that it changes, which are parts of a whole."""
 
 
+@pytest.mark.slow
 def test_each_rung_changes_one_thing_of_the_rung_below(ladder: ModuleType) -> None:
     way = a_climb(ladder)
     found = {rung.name: settings(ladder, way.command(rung, [])) for rung in ladder.RUNGS}
@@ -183,6 +184,7 @@ def test_a_failing_run_is_told_by_its_own_last_line(runs: ModuleType, tmp_path: 
     assert isinstance(found, str) and found.startswith("failed: error: ") and "nowhere" in found
 
 
+@pytest.mark.slow
 def test_the_planner_knows_attention_batch_average_sharding_and_stored_latents(
     ladder: ModuleType, forecast: ModuleType
 ) -> None:

@@ -33,6 +33,7 @@ def test_one_process_waits_only_to_log_and_to_save(tmp_path: Path, scaled: bool)
     assert quiet(run(job(tmp_path / "run", "single", scaled=scaled, refresh_seconds=0.0))) == {}
 
 
+@pytest.mark.slow
 def test_gemini_waits_only_to_log_and_to_save_unless_the_host_steps_chunks(tmp_path: Path) -> None:
     ours = job(tmp_path / "ours", "gemini", scaled=True)
     assert quiet(run(ours)) == {}

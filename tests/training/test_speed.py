@@ -394,6 +394,19 @@ def test_compiled_blocks_train_with_nearly_the_same_loss_and_draw_uncompiled(nam
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+def test_blocks_are_compiled_in_the_chosen_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda call, *, dynamic, mode: modes.append(mode) or call)
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        networks = {"unet": LatentDiffusion.build("tiny", device="meta").denoiser}
+        Speed(compile_blocks=True, inductor_mode=mode).apply_(networks)  # type: ignore[arg-type]
+    assert set(modes) == {"default", "max-autotune-no-cudagraphs"}
+    with pytest.raises(UsageError, match="inductor_mode='fast'; expected default or max-autotune-no-cudagraphs"):
+        Speed(compile_blocks=True, inductor_mode="fast")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="nothing is compiled; write compile_blocks=true"):
+        Speed(inductor_mode="max-autotune-no-cudagraphs")
+
+
 def _step(module: SDLightningModule) -> tuple[torch.optim.Optimizer, set[str]]:
     configured: Any = module.configure_optimizers()
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured

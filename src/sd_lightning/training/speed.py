@@ -32,7 +32,7 @@ class Speed:
     """Keep convolution weights and activations in the NHWC layout."""
     compile_blocks: bool = False
     """Compile the repeated blocks with torch.compile for training, one graph per kind and shape of block."""
-    compile_mode: CompileMode = "default"
+    inductor_mode: CompileMode = "default"
     """How: "max-autotune-no-cudagraphs" times several kernels for each product and keeps the fastest."""
     attention: AttentionKernel = "auto"
     """Kernel of scaled_dot_product_attention, with the math kernel as fallback (the VAE's heads are too wide for
@@ -43,12 +43,12 @@ class Speed:
     def __post_init__(self) -> None:
         if self.attention not in (kernels := get_args(AttentionKernel)):
             raise UsageError(f"Speed got attention={self.attention!r}; expected one of {', '.join(kernels)}")
-        if self.compile_mode not in (modes := get_args(CompileMode)):
-            raise UsageError(f"Speed got compile_mode={self.compile_mode!r}; expected {' or '.join(modes)}")
-        if self.compile_mode != "default" and not self.compile_blocks:
+        if self.inductor_mode not in (modes := get_args(CompileMode)):
+            raise UsageError(f"Speed got inductor_mode={self.inductor_mode!r}; expected {' or '.join(modes)}")
+        if self.inductor_mode != "default" and not self.compile_blocks:
             raise UsageError(
-                f"Speed got compile_mode={self.compile_mode} but nothing is compiled; write compile_blocks=true, or "
-                "leave compile_mode out"
+                f"Speed got inductor_mode={self.inductor_mode} but nothing is compiled; write compile_blocks=true, or "
+                "leave inductor_mode out"
             )
         if not (self.gradient_checkpointing == "auto" or self.gradient_checkpointing >= 0):
             raise UsageError(
@@ -89,7 +89,7 @@ class Speed:
             if self.channels_last:
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if self.compile_blocks:
-                _compile_blocks(network, self.compile_mode)
+                _compile_blocks(network, self.inductor_mode)
         torch.set_float32_matmul_precision("high" if self.allow_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = self.allow_tf32
         use_attention_kernel(self.attention)

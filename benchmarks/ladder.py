@@ -57,11 +57,11 @@ def _bf16(machine: Machine) -> str | None:
 
 
 def _several(machine: Machine) -> str | None:
-    return None if machine.devices > 1 else "one GPU: there is nothing to share with"
+    return None if machine.devices > 1 else "one device: there is nothing to share with"
 
 
 def _tunes(machine: Machine) -> str | None:
-    return None if machine.on_cuda else "on a CPU inductor has no such kernels to choose from"
+    return None if machine.on_cuda else "left to GPUs: not tried on a CPU"
 
 
 def _nothing(machine: Machine) -> str | None:

@@ -83,7 +83,7 @@ def measure(
         metrics, left_out = climb(machine, way(machine.devices), here / "runs", rounds=rounds, rungs=chosen)
         if machine.on_cuda and machine.devices > 1:
             metrics |= scaling(way, left_out, machine.devices, here / "runs")
-    return {**metrics, "model": setting.title, "gained": gained(metrics, chosen), "devices": machine.devices}
+    return {**metrics, **gained(metrics, chosen), "model": setting.title, "devices": machine.devices}
 
 
 def forecast(
@@ -233,11 +233,11 @@ def precompute(photos: Path, store: Path, options: Sequence[str]) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-m", "sd_lightning.precompute", *words], check=True)
 
 
-def gained(metrics: Measured, rungs: Sequence[Rung] = RUNGS) -> float:
-    """Return how many times as fast as the first rung the fastest is."""
+def gained(metrics: Measured, rungs: Sequence[Rung] = RUNGS) -> dict[str, float]:
+    """Return as "gained" how many times as fast as the first rung the fastest is; nothing if the first did not run."""
     rates = {
         rung.name: statistics.median(figures)
         for rung in rungs
         if isinstance(figures := metrics.get(f"{rung.name}_images_per_second"), list)
     }
-    return max(rates.values()) / rates[rungs[0].name]
+    return {"gained": max(rates.values()) / rates[rungs[0].name]} if rungs[0].name in rates else {}

@@ -3,10 +3,12 @@
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import small_training as small
 
@@ -14,7 +16,9 @@ pytest.importorskip("deepspeed")
 
 from ranks import run_jobs
 from sd_lightning import UsageError
+from sd_lightning.state.shards import SavedParameter
 from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
+from sd_lightning.strategies.deepspeed.state import DeepSpeedState, Fragment
 
 Results = dict[str, dict[str, Any]]
 
@@ -293,3 +297,26 @@ def test_cpu_adam_steps_as_torchs_adamw_does(tmp_path: Path) -> None:
     if compiled:
         assert found["real nvme, cpu adam"]["weights"] == found["zero3, cpu adam"]["weights"]
         assert found["real nvme, cpu adam"]["swap_files"]
+
+
+class OneFlat(DeepSpeedState):
+    """A flat tensor on a device that is not the CPU, without an engine."""
+
+    def __init__(self, *, fused: bool) -> None:
+        self.flat = torch.zeros(8, device="meta")
+        self.zero = SimpleNamespace(optimizer=torch.optim.AdamW([self.flat]))
+        self.zero.optimizer.param_groups[0]["fused"] = fused
+
+    def _flats(self) -> list[Tensor]:
+        return [self.flat]
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_a_resumed_count_of_steps_is_where_the_optimizer_looks(fused: bool, device: str) -> None:
+    state = OneFlat(fused=fused)
+    scalars, states = {"step": torch.tensor(3.0)}, {"exp_avg": (8,), "exp_avg_sq": (8,)}
+    saved = {"w": SavedParameter((8,), states=states, scalars=scalars)}
+    state._load_states(state.flat, [Fragment("w", (8,), 0, 8, 0, 0)], saved, lambda *_: None)
+    found = state.zero.optimizer.state[state.flat]
+    devices = {"step": device, "exp_avg": "meta", "exp_avg_sq": "meta"}
+    assert {key: value.device.type for key, value in found.items()} == devices

@@ -179,7 +179,12 @@ class DeepSpeedState(EngineState):
                     read(kind, fragment.name, fragment.of(state[kind]), fragment.begin, fragment.end)
         if "step" in state:  # DeepSpeed's own CPU Adam counts steps in an int, torch's optimizers in a tensor
             counts_in_int = type(optimizer).__module__.startswith("deepspeed")
-            state["step"] = int(state["step"]) if counts_in_int else torch.as_tensor(state["step"], dtype=torch.float32)
+            if counts_in_int:
+                state["step"] = int(state["step"])
+            else:  # fused and capturable optimizers count on the device
+                on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+                place = flat.device if on_device else "cpu"
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=place)
         optimizer.state[key] = state
 
     @contextmanager

@@ -438,6 +438,21 @@ def test_a_missing_libaio_gives_the_install_command(monkeypatch: pytest.MonkeyPa
         deepspeed(stage=3, offload_optimizer="nvme", nvme_path=str(tmp_path), cpu_adam=False)
 
 
+@pytest.mark.parametrize("home", [None, "runtime"])
+def test_a_missing_cuda_toolkit_is_named_where_the_extension_needs_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str | None
+) -> None:
+    monkeypatch.setattr(deepspeed_builds, "_links_with_libaio", lambda compiler: True)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home and str(tmp_path / home))
+    options: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": str(tmp_path), "cpu_adam": False}
+    deepspeed(stage=3, **options)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    expected = "async_io .* no CUDA toolkit .*cuda-toolkit=13.0.*write strategy.offload_optimizer=cpu"
+    with pytest.raises(UsageError, match=expected):
+        deepspeed(stage=3, **options)
+
+
 def test_a_missing_ninja_gives_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "c++").symlink_to(shutil.which("true") or "/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path))

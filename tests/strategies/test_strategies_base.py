@@ -15,8 +15,9 @@ import lightning_jobs as jobs
 from places import PACKAGE
 from sd_lightning import UsageError
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.strategies import EngineStrategy, engine_of, registry
+from sd_lightning.strategies import EngineStrategy, ddp, engine_of, registry
 from sd_lightning.strategies.base import is_whole, whole_shape
+from sd_lightning.strategies.ddp import DDPStrategy
 
 OURS = [name for name in registry.STRATEGIES if "colossalai" not in name and "_offload" not in name]
 
@@ -79,3 +80,13 @@ def test_nobody_asks_a_strategy_or_a_tensor_whether_it_has_a_member() -> None:
                 if "strategy" in text or any(mark in text for mark in ("ds_", "device_mesh", "taken_apart")):
                     asked.append(f"{path.name}: {text}")
     assert asked == []
+
+
+def test_ddp_is_built_on_the_stream_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+    strategy, module = DDPStrategy(), torch.nn.Linear(2, 2)
+    monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [0])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a side stream"))
+    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda *given, **options: built.append((given, options)))
+    strategy._setup_model(module)
+    assert built == [((module,), {"device_ids": [0], **strategy._ddp_kwargs})]

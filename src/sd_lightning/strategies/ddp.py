@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -83,6 +84,11 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         put_together(self.lightning_module)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        # Lightning does it on a side stream, and torch then warns that gradients are accumulated on another one.
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
     def _register_ddp_hooks(self) -> None:

@@ -69,6 +69,9 @@ def check_buildable(extension: Extension, who: str, *, instead: str) -> None:
         missing, remedy = "ninja", "pip install ninja"
     elif extension == "async_io" and not _links_with_libaio(compiler):
         missing, remedy = "libaio", _install("libaio-dev", "libaio-devel", "libaio")
+    elif extension == "async_io" and torch.version.cuda and torch.cuda.is_available() and not _has_cuda_toolkit():
+        missing = "CUDA toolkit (nvcc in the folder of CUDA_HOME)"
+        remedy = f"conda install -c nvidia cuda-toolkit={torch.version.cuda}, or NVIDIA's installer of that version"
     else:
         return
     raise UsageError(f"{told} {missing}; install it with: {remedy}, or write {instead}")
@@ -109,6 +112,13 @@ def _search_path() -> str:
     """Return ``PATH`` with this environment's scripts, where pip puts ninja."""
     path, scripts = os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")
     return path if scripts in path.split(os.pathsep) else os.pathsep.join([path, scripts])
+
+
+def _has_cuda_toolkit() -> bool:
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    return home is not None and shutil.which("nvcc", path=os.path.join(home, "bin")) is not None
 
 
 def _links_with_libaio(compiler: str) -> bool:

@@ -22,7 +22,14 @@ from places import SUPPORT
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 from sd_lightning.strategies.fsdp import FSDPStrategy
-from sd_lightning.strategies.processes.rank_health import RankHealth, behind, failure_of, main_thread_position, silent
+from sd_lightning.strategies.processes.rank_health import (
+    RankHealth,
+    behind,
+    failure_of,
+    hung,
+    main_thread_position,
+    silent,
+)
 from sd_lightning.strategies.processes.rank_link import Link
 from sd_lightning.strategies.processes.watchdog import Spoke
 from sd_lightning.strategies.processes.watchdog_hub import Hub
@@ -119,6 +126,34 @@ def test_a_rank_refuses_another_runs_folder_without_waiting_for_rank_0(tmp_path:
     assert re.fullmatch(r"error: output_dir=.*already holds a run; .*\n", done.stderr), done.stderr
 
 
+class Joining(FSDPStrategy):
+    """One rank of two that joins nobody."""
+
+    global_rank, world_size = 1, 2
+
+
+DUPLICATE = """NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage (run with NCCL_DEBUG=WARN for details)
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 50000
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (dist.DistBackendError(DUPLICATE), r"^rank 1 could not connect to the other processes: Duplicate GPU detected"),
+        (
+            dist.DistStoreError("Timed out after 9 seconds"),
+            r"^rank 1 waited 1800 s at .* for all 2 processes \(Timed out",
+        ),
+    ],
+)
+def test_a_backend_that_fails_is_not_told_as_a_missing_rank(error: Exception, message: str) -> None:
+    with pytest.raises(UsageError, match=message), Joining().joining():
+        raise error
+
+
 def ranks(*collectives: int, heard: float = 100.0, advanced: float = 80.0) -> list[RankHealth]:
     return [
         RankHealth(rank, f"process {rank}", heard, {"0/cpu": count}, advanced, position=f"place_{rank} (x.py:1)")
@@ -148,6 +183,21 @@ def test_nobody_is_behind_while_anybody_moves_or_all_are_alike() -> None:
     moving[0].advanced_at = 95.0
     assert behind(moving, 100.0, limit=15.0) is None
     assert behind(ranks(8, 8), 100.0, limit=15.0) is None, "a long computation of all ranks is no deadlock"
+
+
+def test_a_collective_that_all_ranks_wait_in_is_named_within_the_watchdogs_time() -> None:
+    health = ranks(8, 8)
+    assert hung(health, 100.0, limit=15.0) is None, "a long computation of all ranks is no deadlock"
+    health[0].hear(100.0, {"0/cpu": 8}, "place_0", "nccl:all_reduce [[4]] in group default_pg")
+    assert hung(health, 100.0, limit=15.0) is None, "rank 1 still computes"
+    health[1].hear(100.0, {"0/cpu": 8}, "place_1", "nccl:all_reduce [[4]] in group default_pg")
+    assert hung(health, 100.0, limit=25.0) is None
+    cause = hung(health, 100.0, limit=15.0)
+    assert cause is not None and cause.ranks == (0, 1)
+    told = "all ranks have waited inside a collective of nccl:all_reduce [[4]] in group default_pg for 20 s"
+    assert cause.text.startswith(told + " (rank 0 in place_0, rank 1 in place_1)")
+    health[1].hear(100.0, {"0/cpu": 9}, "place_1", "")
+    assert hung(health, 100.0, limit=15.0) is None
 
 
 def test_ranks_of_different_groups_are_not_compared() -> None:
@@ -325,10 +375,11 @@ CASES = {
     "deepspeed_zero3:raise:1": r"rank 1 raised ValueError: the data went bad",
     "deepspeed_zero2:hang:1": r"rank 1 \(.*in wait_for_nothing \(.*dying_ranks.py:\d+\)\) has kept the others waiting",
     "deepspeed_zero2:kill:1": r"rank 1 died",
+    "ddp:lost:0+1": r"all ranks have waited inside a collective of gloo:broadcast .* called from await_the_other \(",
     "deepspeed_zero2:none:0": None,
 }
 FEW_CASES = ("fsdp:kill:1", "fsdp:raise:0+1", "ddp:stop:1", "gemini:raise:1", "deepspeed_zero3:raise:1")
-FEW_CASES += ("deepspeed_zero2:hang:1", "deepspeed_zero2:none:0")
+FEW_CASES += ("deepspeed_zero2:hang:1", "ddp:lost:0+1", "deepspeed_zero2:none:0")
 """Every fault and every engine."""
 
 
@@ -361,7 +412,7 @@ def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict
             assert code == -signal.SIGKILL, "a stopped process is ended from outside"
         else:
             assert code == 1, outputs
-        if not is_culprit and reason is not None:
+        if reason is not None and (fault == "lost" or not is_culprit):
             line = rf"^error: {reason}.*; rank {rank} ends the run, continue from the last checkpoint$"
             assert re.search(line, found["outputs"][rank], re.MULTILINE), found["outputs"][rank]
         if is_culprit and fault == "raise":
@@ -372,7 +423,7 @@ def test_a_fault_ends_the_run_on_every_rank_and_is_named(case: str, faults: dict
         assert "ends the run" not in outputs
     else:
         # Silence takes eight of the ten seconds; the rest is the interpreter's own end on a busy machine.
-        assert found["seconds"] < (20 if fault in ("stop", "hang") else 15)
+        assert found["seconds"] < (20 if fault in ("stop", "hang", "lost") else 15)
 
 
 @pytest.mark.slow

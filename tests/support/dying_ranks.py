@@ -1,7 +1,7 @@
 """Lets ranks die, raise, freeze and hang in the midst of training, and tells how each process of the run ended.
 
 ``python dying_ranks.py RESULTS.json CASE …`` where a case is ``strategy:fault:ranks`` with a fault of kill, raise,
-stop, hang and none, and ranks such as 1 or 0+1. Runs are forks of a process that has imported everything.
+stop, hang, lost and none, and ranks such as 1 or 0+1. Runs are forks of a process that has imported everything.
 """
 
 import json
@@ -17,6 +17,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed  # noqa: E402, F401
 import lightning.pytorch as pl  # noqa: E402
+import torch  # noqa: E402
 from lightning.fabric.plugins.environments.lightning import find_free_network_port  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 
@@ -36,7 +37,7 @@ class Fault(Callback):
         self.kind, self.ranks, self.marker = kind, ranks, marker
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
-        if self.kind in ("kill", "stop", "hang"):
+        if self.kind in ("kill", "stop", "hang", "lost"):
             self.happen(trainer)
 
     def happen(self, trainer: pl.Trainer) -> None:
@@ -49,6 +50,8 @@ class Fault(Callback):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind == "hang":
             wait_for_nothing()
+        elif self.kind == "lost":
+            await_the_other(trainer)
         elif self.kind == "raise":
             raise ValueError("the data went bad")
 
@@ -56,6 +59,11 @@ class Fault(Callback):
 def wait_for_nothing() -> None:
     while True:
         time.sleep(0.1)
+
+
+def await_the_other(trainer: pl.Trainer) -> None:
+    """Wait in a collective that all ranks have begun and none finishes: each expects another's values."""
+    torch.distributed.broadcast(torch.zeros(4), src=1 - trainer.global_rank)
 
 
 def train(strategy: str, fault: Fault) -> None:

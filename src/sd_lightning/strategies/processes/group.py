@@ -100,11 +100,17 @@ class WatchedProcesses(ParallelStrategy):
         """Start the watchdog after the block, which joins the process group.
 
         Raises:
-            UsageError: A process did not join within the timeout; names this rank, the address and the time.
+            UsageError: The backend's own error, such as two processes on one device; or a process that did not join
+                within the timeout: names this rank, the address and the time.
         """
         timeout = self._timeout or timedelta(minutes=30)
         try:
             yield
+        except dist.DistBackendError as error:  # NCCL connects in here, when all processes have joined
+            raise UsageError(
+                f"rank {self.global_rank} could not connect to the other processes: {_last_line(error)}; give each "
+                "process a device of its own and the same libraries; NCCL_DEBUG=INFO in the environment says more"
+            ) from error
         except dist.DistError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise UsageError(
@@ -132,6 +138,11 @@ class WatchedProcesses(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         _WATCH.report(exception)
         super().on_exception(exception)
+
+
+def _last_line(error: BaseException) -> str:
+    """Return the line of a backend's error that says what is wrong: NCCL puts it last, after its source file."""
+    return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
 
 
 def timeout_of(who: str, seconds: float, *, name: str = "timeout_seconds") -> timedelta:

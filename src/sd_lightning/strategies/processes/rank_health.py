@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import sysconfig
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -29,13 +31,15 @@ class RankHealth:
     """When ``collectives`` last changed."""
     position: str = "an unknown place"
     """Where its main thread is."""
+    unfinished: str = ""
+    """The collective that it is inside of while ``collectives`` stays the same; empty if there is none."""
     left: bool = False
     """Whether it has said goodbye: its connection may close."""
     failure: Failure | None = None
 
-    def hear(self, now: float, collectives: Mapping[str, int], position: str) -> None:
+    def hear(self, now: float, collectives: Mapping[str, int], position: str, unfinished: str) -> None:
         """Record a heartbeat."""
-        self.heard_at, self.position = now, position
+        self.heard_at, self.position, self.unfinished = now, position, unfinished
         if collectives != self.collectives:
             self.collectives, self.advanced_at = collectives, now
 
@@ -102,6 +106,21 @@ def behind(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | Non
     return None
 
 
+def hung(ranks: Iterable[RankHealth], now: float, limit: float) -> Cause | None:
+    """Blame nobody but the collective, if all ranks are inside of one and none has begun another for ``limit`` seconds.
+
+    It is that of a kernel that hangs, a broken link, or ranks that disagree about which collective comes next.
+    """
+    active = [rank for rank in ranks if not rank.left]
+    if len(active) < 2 or any(now - rank.advanced_at < limit or not rank.unfinished for rank in active):
+        return None
+    names = " or ".join(dict.fromkeys(rank.unfinished for rank in active))
+    places = ", ".join(f"rank {rank.rank} in {rank.position}" for rank in active[:4]) + ", …" * (len(active) > 4)
+    seconds = now - max(rank.advanced_at for rank in active)
+    text = f"all ranks have waited inside a collective of {names} for {seconds:.0f} s ({places})"
+    return Cause(f"{text}: a kernel or a link hangs", tuple(rank.rank for rank in active))
+
+
 def _cause(ranks: list[RankHealth], who: list[str], what: str, *, frozen: bool = False) -> Cause:
     names = ", ".join(who[:4]) + (", …" if len(who) > 4 else "")
     text = f"{names} {'has' if len(ranks) == 1 else 'have'} {what}"
@@ -119,6 +138,16 @@ def begun_collectives() -> dict[str, int]:
             except RuntimeError:  # a backend that does not count, or that is being destroyed
                 continue
     return counts
+
+
+def unfinished_collective() -> str:
+    """Name the first collective that this process has begun and not finished, or return an empty string."""
+    for recorder in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL's, and that of the other backends
+        dump = getattr(torch._C._distributed_c10d, recorder, None)  # builds without CUDA lack the first
+        for entry in json.loads(dump(True, True)).get("entries", ()) if dump is not None else ():
+            if not entry["retired"] and not entry["is_p2p"]:
+                return f"{entry['profiling_name']} {entry['input_sizes']} in group {entry['process_group'][-1]}"
+    return ""
 
 
 def main_thread_position() -> str:

@@ -63,6 +63,7 @@ class Watchdog(threading.Thread):
         self._released = threading.Event()
         """Set when a main thread that waits in :meth:`fail` or :meth:`stop` may continue."""
         self._next_beat = 0.0
+        self._begun: dict[str, int] = {}
         os.register_at_fork(after_in_child=self._close_all)
 
     def set_timeout(self, seconds: float) -> None:
@@ -155,6 +156,15 @@ class Watchdog(threading.Thread):
     def _beat(self) -> None:
         raise NotImplementedError
 
+    def _own_state(self) -> dict[str, Any]:
+        """Return what a heartbeat tells of this process."""
+        before, self._begun = self._begun, rank_health.begun_collectives()
+        return {
+            "collectives": self._begun,
+            "position": rank_health.main_thread_position(),
+            "unfinished": rank_health.unfinished_collective() if self._begun == before else "",
+        }
+
     def _judge(self, now: float) -> Cause | None:
         raise NotImplementedError
 
@@ -221,9 +231,7 @@ class Spoke(Watchdog):
 
     @override
     def _beat(self) -> None:
-        self._link.send(
-            kind="beat", collectives=rank_health.begun_collectives(), position=rank_health.main_thread_position()
-        )
+        self._link.send(kind="beat", **self._own_state())
 
     @override
     def _judge(self, now: float) -> Cause | None:

@@ -72,7 +72,8 @@ class Hub(Watchdog):
         if link not in self._rank_of:
             return  # not one of the ranks
         health = self._ranks[self._rank_of[link]]
-        health.hear(now, message.get("collectives", health.collectives), message.get("position", health.position))
+        told = {name: message.get(name, getattr(health, name)) for name in ("collectives", "position", "unfinished")}
+        health.hear(now, **told)
         if message["kind"] == "failed":
             self._note_failure(health, Failure(message["text"], message["in_collective"]))
         elif message["kind"] == "bye":
@@ -95,7 +96,7 @@ class Hub(Watchdog):
 
     @override
     def _beat(self) -> None:
-        self._ranks[0].hear(time.monotonic(), rank_health.begun_collectives(), rank_health.main_thread_position())
+        self._ranks[0].hear(time.monotonic(), **self._own_state())
         for link in self._rank_of:
             link.send(kind="beat")
 
@@ -112,7 +113,8 @@ class Hub(Watchdog):
             return None
         if self._suspicion is not None and now >= self._suspicion:
             return self._judge_failures(failed, now)
-        return rank_health.silent(ranks, now, self.limit) or rank_health.behind(ranks, now, self.limit)
+        rules = (rank_health.silent, rank_health.behind, rank_health.hung)
+        return next((cause for rule in rules if (cause := rule(ranks, now, self.limit)) is not None), None)
 
     def _judge_failures(self, failed: list[RankHealth], now: float) -> Cause:
         for rank in failed:

@@ -305,7 +305,7 @@ def test_the_ladder_of_gpus_runs_on_the_cpu_too(runs: ModuleType, monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", str(REPO / "src"))
     case = importlib.import_module("cases.ladder_gpu")
     setting = runs.Setting("tiny", 32, photo_size=48, batch_sizes=(4, 16), steps=3, photos=48)
-    effort = Effort(least=1e-4, sizes=2, links=False)
+    effort = Effort(least=1e-4, sizes=2, stepped=2**20, links=False)
     found = case.measure(setting, rungs=("baseline", "tf32", "loader", "adamw"), effort=effort)
     assert "failed" not in str([value for value in found.values() if isinstance(value, str)])
     for name in ("baseline", "loader", "adamw"):

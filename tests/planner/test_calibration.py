@@ -26,7 +26,7 @@ from sd_lightning.planner.run import TrainingRun
 
 LINKS = ("all-gather", "reduce-scatter", "all-reduce")
 ASSUMED = "link, hooks, what threads hide assumed"
-QUICK = Effort(least=1e-4, longest=1.0, sizes=2, links=False)
+QUICK = Effort(least=1e-4, longest=1.0, sizes=2, stepped=2**20, links=False)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,46 @@ def test_a_stopwatch_returns_the_seconds_of_one_call(monkeypatch: pytest.MonkeyP
         "too long to repeat"
     )
     assert len(calls) == 2
+
+
+def test_launches_count_on_a_cpu_and_are_hidden_by_a_gpu() -> None:
+    watches = (Stopwatch(torch.device(device), Effort()) for device in ("cpu", "cuda"))
+    assert [watch.busy(8e-6, 6e-6) for watch in watches] == pytest.approx([2e-6, 8e-6])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "the host"])
+def test_an_update_is_timed_fused_beyond_the_caches_and_without_its_launches(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clipped: list[Any] = []
+
+    class Adam:
+        def __init__(self, weights: list[torch.nn.Parameter], *, lr: float, fused: bool) -> None:
+            assert fused
+            self.numel = sum(weight.numel() for weight in weights)
+
+        def step(self) -> None:
+            stepped.append(self.numel)
+
+    stepped: list[int] = []
+    monkeypatch.setattr(torch.optim, "AdamW", Adam)
+    monkeypatch.setattr(measuring.torch, "zeros", lambda numel, **_: torch.empty(numel, device="meta"))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda weights, _: clipped.append(weights))
+    launch, per_element = 5e-3, 1e-9
+
+    def seconds(watch: Stopwatch, run: Callable[[], object]) -> float:
+        run()
+        busy = per_element * stepped[-1]
+        return max(launch, busy) if watch.device.type == "cuda" else launch + busy
+
+    monkeypatch.setattr(Stopwatch, "seconds", seconds)
+    if device == "the host":
+        assert measuring.host_updates(Effort()) == pytest.approx(1 / per_element)
+    else:
+        moved = measuring.BYTES_PER_UPDATE + measuring.BYTES_PER_CLIP
+        watch = Stopwatch(torch.device(device), Effort())
+        assert measuring.update_bandwidth(watch) == pytest.approx(moved / per_element)
+    assert stepped[0] >= 64 * 2**20 and bool(clipped) is (device != "the host")
 
 
 def test_a_rate_is_interpolated_between_sizes() -> None:
@@ -204,7 +244,7 @@ def _without(*keys: str) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda written: written.update(format=1), "has format 1, and 2 is expected; run .* calibrate"),
+        (lambda written: written.update(format=1), "has format 1, and 3 is expected; run .* calibrate"),
         (_without("speeds", "functions"), "is no calibration: KeyError: 'functions'; run"),
         (_without("speeds", "launch"), "is no calibration: KeyError: 'launch'; run"),
         (

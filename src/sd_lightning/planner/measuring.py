@@ -33,8 +33,8 @@ _ELEMENTWISE = tuple(2**power for power in range(12, 29, 2))
 """Elements."""
 _COPIED = 64 * 2**20
 """Bytes of a copy between host and device."""
-_STEPPED = 4 * 2**20
-"""Elements that an optimizer steps."""
+_TENSORS = 8
+"""Tensors that an optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Effort:
     """Seconds of one operation; larger ones are not measured."""
     sizes: int = 16
     """Sizes of each kind of operation, at most."""
+    stepped: int = 64 * 2**20
+    """Elements that an optimizer steps: 1 GiB of weights, gradients and moments, more than caches hold."""
     links: bool = True
     """Whether collectives are measured, in processes of their own."""
 
@@ -79,6 +81,15 @@ class Stopwatch:
             run()
         self._wait()
         return time.perf_counter() - started
+
+    def busy(self, seconds: float, latency: float) -> float:
+        """Return what the work takes of the measured seconds of a call: on a GPU all, which hide the next launch.
+
+        Args:
+            seconds: Of a call.
+            latency: Of a call with next to nothing to do.
+        """
+        return seconds if self.device.type == "cuda" else _beyond(seconds, latency)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -129,12 +140,12 @@ def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype, latency: Mapp
         read, written = sum(each.nbytes for each in inputs), output.nbytes
         intensity = flops / (read + written)
         if kind == "matmul":
-            points.setdefault(kind, []).append((intensity, 3 * flops / _beyond(ahead + back, 3 * latency[kind])))
+            points.setdefault(kind, []).append((intensity, 3 * flops / watch.busy(ahead + back, 3 * latency[kind])))
         else:
             again = _BACKWARD[kind] * flops
             moved = 2 * read + written * (2 if kind == "attention" else 1)
-            points.setdefault(kind, []).append((intensity, flops / _beyond(ahead, latency[kind])))
-            back_alone = _beyond(back, latency[f"{kind}_backward"])
+            points.setdefault(kind, []).append((intensity, flops / watch.busy(ahead, latency[kind])))
+            back_alone = watch.busy(back, latency[f"{kind}_backward"])
             points.setdefault(f"{kind}_backward", []).append((again / moved, again / back_alone))
         if max(ahead, back) > watch.effort.longest:
             break
@@ -199,7 +210,7 @@ def bandwidths(watch: Stopwatch, latency: float) -> tuple[Curve, Curve]:
             times = [watch.seconds(run) for _, run in runs]
             seconds = max(seconds, *times)
             moved = [tensors * x.nbytes for tensors, _ in runs]
-            alone = sum(_beyond(each, latency) for each in times)
+            alone = sum(watch.busy(each, latency) for each in times)
             found.append((sum(moved) / len(runs), sum(moved) / alone))
         if seconds > watch.effort.longest:
             break
@@ -261,29 +272,35 @@ def fresh(watch: Stopwatch) -> float | None:
 
 
 def update_bandwidth(watch: Stopwatch) -> float:
-    """Return bytes per second of AdamW and clipping on the device."""
-    weights = _trained(watch.device)
-    optimizer = torch.optim.AdamW(weights, lr=1e-9)
-
-    def run() -> None:
-        nn.utils.clip_grad_norm_(weights, 1e9)
-        optimizer.step()
-
-    return _STEPPED * (BYTES_PER_UPDATE + BYTES_PER_CLIP) / watch.seconds(run)
+    """Return bytes per second of a fused AdamW and clipping on the device."""
+    return (BYTES_PER_UPDATE + BYTES_PER_CLIP) * _stepped_per_second(watch, clip=True)
 
 
 def host_updates(effort: Effort) -> float:
-    """Return elements per second that a fused AdamW steps in host memory."""
-    device = torch.device("cpu")
-    optimizer = torch.optim.AdamW(_trained(device), lr=1e-9, fused=True)
-    return _STEPPED / Stopwatch(device, effort).seconds(optimizer.step)
+    """Return elements per second that a fused AdamW steps in host memory, on all cores."""
+    return _stepped_per_second(Stopwatch(torch.device("cpu"), effort), clip=False)
 
 
-def _trained(device: torch.device) -> list[nn.Parameter]:
-    weights = [nn.Parameter(torch.randn(_STEPPED // 8, device=device)) for _ in range(8)]
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    return weights
+def _stepped_per_second(watch: Stopwatch, *, clip: bool) -> float:
+    """Return elements per second, by what more of them take longer, so that launches and Python do not count."""
+
+    def seconds(numel: int) -> float:
+        weights = [nn.Parameter(torch.zeros(numel // _TENSORS, device=watch.device)) for _ in range(_TENSORS)]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer = torch.optim.AdamW(weights, lr=1e-9, fused=True)
+
+        def run() -> None:
+            if clip:
+                nn.utils.clip_grad_norm_(weights, 1e9)
+            optimizer.step()
+
+        return watch.seconds(run)
+
+    large, small = watch.effort.stepped, _TENSORS
+    if watch.device.type == "cuda":  # it works while Python runs ahead: what a few elements take would be too much
+        large, small = 2 * large, large
+    return (large - small) / _beyond(seconds(large), seconds(small))
 
 
 def copies(watch: Stopwatch) -> tuple[float, float]:

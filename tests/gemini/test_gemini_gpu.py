@@ -89,6 +89,23 @@ def test_the_users_own_class_steps_chunks_on_both_tiers(name: str, settings: dic
     assert losses == pytest.approx(train(None, kind=kind)[0], rel=1e-4)
 
 
+def test_offloaded_memory_is_page_locked_until_the_engine_closes() -> None:
+    settings = torch._C._accelerator_getAllocatorSettings()
+    torch.empty(9 * MIB, dtype=torch.uint8, pin_memory=True)  # torch keeps it, with room for 16 MiB
+    taken = torch.cuda.host_memory_stats()["allocated_bytes.allocated"]
+    _, engine, _ = train(OFFLOADED)
+    chunk = engine.chunks[0]
+    kept = [chunk.master.tensor, chunk.weights.shard, *(state.tensor for state in chunk.states.values())]
+    assert all(tensor.is_pinned() for tensor in kept)
+    assert engine.memory._page_locked.nbytes == engine.ledger.current["slow"] > 0
+    engine.close()
+    assert not any(tensor.is_pinned() for tensor in kept)
+    assert not any(engine.ledger.current.values())
+    assert torch.cuda.host_memory_stats()["allocated_bytes.allocated"] - taken < MIB, "torch pins what is offloaded"
+    assert torch._C._accelerator_getAllocatorSettings() == settings
+    torch.empty(15 * MIB, dtype=torch.uint8, pin_memory=True).fill_(1)
+
+
 def test_weights_that_are_cast_on_their_way_change_no_bit() -> None:
     half = {"compute_dtype": torch.bfloat16}
     losses, engine, _ = train(OFFLOADED | half)

@@ -1,31 +1,19 @@
-"""Nothing races beside the computation: the engine on a pretended accelerator that checks the order of all accesses.
-
-Host, computation, copies in either direction and collectives are five timelines; only what is waited for orders them.
-Everything runs on the host at once, and each access of a chunk's memory by one timeline must come after those by
-others, by a chain of waits (vector clocks: Fidge 1988).
-"""
+"""Nothing races beside the computation: the engine on a pretended accelerator that checks the order of all accesses."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gemini_jobs import Blocks, Job, _Fails, inputs, loss_of
+from pretended_accelerator import Device, Race, pretended_accelerator
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunked
-from sd_lightning.gemini.collectives import Collectives, Pending
-from sd_lightning.gemini.compute_weights import ChunkStorage
-from sd_lightning.gemini.memory import Arrival, Memory
 from sd_lightning.gemini.placement import plan_static
-from sd_lightning.gemini.tiers import Buffer, Kind, Tier
+from sd_lightning.gemini.tiers import Kind, Tier
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fast": {},
@@ -35,206 +23,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "weights_slow": {"offload_param_frac": 1.0, "prefetch": 8},
     "half_slow": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 20_000},
 }
-
-
-class Race(Exception):
-    """Two timelines use memory in no order."""
-
-
-class Timeline:
-    """A stream, or the host: what it has done and what it has waited for."""
-
-    def __init__(self, name: str, host: Timeline | None = None) -> None:
-        self.name = name
-        self.clock: Counter[str] = Counter()
-        self._host = self if host is None else host
-
-    def merge(self, clock: Counter[str]) -> None:
-        self.clock |= clock
-
-    def wait_stream(self, other: Timeline) -> None:
-        self.merge(other.clock)
-
-    def wait_event(self, event: Event) -> None:
-        self.merge(event.clock)
-
-    def synchronize(self) -> None:
-        self._host.merge(self.clock)
-
-
-class Event:
-    """A point of a timeline."""
-
-    def __init__(self, device: Device) -> None:
-        self.clock: Counter[str] = Counter()
-        self._device, self._host = device, device.host
-
-    def record(self, stream: Timeline) -> None:
-        self.clock, self._stream = Counter(stream.clock), stream
-
-    def synchronize(self) -> None:
-        if not self.query():
-            name = self._stream.name
-            self._device.waits.append((name, self._stream.clock[name] - self.clock[name]))
-        self._host.merge(self.clock)
-
-    def query(self) -> bool:
-        return self._host.clock >= self.clock  # nothing is known to be done before it is waited for
-
-
-@dataclass
-class Accesses:
-    """Of one storage: the last write, and the reads since."""
-
-    tier: Tier
-    keeps: Tensor
-    write: tuple[str, int] = ("", 0)
-    reads: dict[str, int] = field(default_factory=dict)
-
-
-class Device:
-    """What torch's device modules offer, with a record of who used which memory after whom."""
-
-    def __init__(self) -> None:
-        self.host = Timeline("host")
-        self.compute, self.network = Timeline("compute", self.host), Timeline("network", self.host)
-        self.current = self.compute
-        self.is_copying = self.is_leaving = False
-        self.waits: list[tuple[str, int]] = []
-        """Of the host: the stream, and what it had to do after that which is waited for."""
-        self.memory: dict[int, Accesses] = {}
-
-    def Event(self) -> Event:
-        return Event(self)
-
-    def current_stream(self, device: torch.device) -> Timeline:
-        return self.current
-
-    @contextmanager
-    def stream(self, stream: Timeline) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def know(self, tensor: Tensor, tier: Tier) -> None:
-        self.memory.setdefault(tensor.untyped_storage()._cdata, Accesses(tier, tensor))
-
-    def use(self, timeline: Timeline, tensor: Tensor, *, is_write: bool) -> None:
-        """Note that a timeline does something, after all that the host has done or waited for."""
-        accesses = self.memory.get(tensor.untyped_storage()._cdata)
-        if accesses is None:
-            return
-        timeline.merge(self.host.clock)
-        before = [accesses.write, *(accesses.reads.items() if is_write else ())]
-        for name, count in before:
-            if name != timeline.name and timeline.clock[name] < count:
-                raise Race(f"{timeline.name} uses memory of the {accesses.tier} tier while {name} does")
-        timeline.clock[timeline.name] += 1
-        stamp = timeline.name, timeline.clock[timeline.name]
-        if is_write:
-            accesses.write, accesses.reads = stamp, {}
-        else:
-            accesses.reads[stamp[0]] = stamp[1]
-
-
-class Watch(TorchDispatchMode):
-    """Note every operation on memory of the engine: slow memory is the host's, fast memory the current stream's."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema, device = func._schema, self._device
-        kwargs = kwargs or {}
-        if not any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):  # not of views
-            given = [*zip(schema.arguments, args), *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs)]
-            used: list[tuple[Tensor, bool]] = []
-            for argument, value in given:
-                is_write = argument.alias_info is not None and argument.alias_info.is_write
-                tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-                used += [(tensor, is_write) for tensor in tensors]
-            tiers = {device.memory[key].tier for t, _ in used if (key := t.untyped_storage()._cdata) in device.memory}
-            is_on_host = tiers == {Tier.SLOW} and not device.is_leaving  # what leaves may be cast on the device first
-            for tensor, is_write in used:
-                device.use(device.host if is_on_host else device.current, tensor, is_write=is_write)
-            if len(tiers) == 2 and func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
-                if device.is_copying and not device.is_leaving:
-                    raise Race("the host converts into pageable memory and waits for the copy from it")
-            if len(tiers) == 2 and not device.is_copying:
-                device.host.merge(device.current.clock)  # a copy that the host waits for
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
-    """Give engines made inside streams, and check the order of what they do.
-
-    Args:
-        with_network: Collectives take time, as between several ranks; they change no values.
-    """
-    device, empty, create = Device(), torch.empty, ChunkStorage.__init__
-
-    class WatchedMemory(Memory):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.on_accelerator, self._module = True, device
-            self._to_fast, self._to_slow = Timeline("to fast", device.host), Timeline("to slow", device.host)
-
-        def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:
-            buffer = super().allocate(tier, kind, numel, dtype)
-            device.know(buffer.tensor, tier)
-            if zero:
-                buffer.tensor.zero_()
-            return buffer
-
-        def copy(self, target: Tensor, source: Tensor, source_tier: Tier, target_tier: Tier) -> None:
-            device.is_copying, device.is_leaving = Tier.FAST in (source_tier, target_tier), source_tier is Tier.FAST
-            super().copy(target, source, source_tier, target_tier)
-            device.is_copying = device.is_leaving = False
-
-        def free(self, buffer: Buffer, last_use: Arrival | None = None) -> None:
-            if buffer.tier is Tier.FAST:  # the allocator gives it to the computation again
-                device.use(device.compute, buffer.tensor, is_write=True)
-            super().free(buffer, last_use)
-
-    class Work:
-        """A collective on a stream of its own, after what was current when it was called."""
-
-        def __init__(self, buffer: Tensor) -> None:
-            device.network.merge(device.current.clock)
-            device.use(device.network, buffer, is_write=True)
-            self.clock = Counter(device.network.clock)
-
-        def wait(self) -> None:
-            device.current.merge(self.clock)
-
-    def create_known(storage: ChunkStorage, *args: Any) -> None:
-        create(storage, *args)
-        device.know(storage.full, Tier.FAST)
-
-    def resize(storage: ChunkStorage, nbytes: int) -> None:
-        device.use(device.compute, storage.full, is_write=True)
-        storage.full.untyped_storage().resize_(nbytes)
-
-    def gather(collectives: Collectives, buffer: Tensor, chunk: int) -> Pending:
-        return Pending([Work(buffer)] if with_network else [])  # type: ignore[list-item]
-
-    def reduce(collectives: Collectives, buffer: Tensor, chunk: int) -> tuple[Pending, Tensor]:
-        return gather(collectives, buffer, chunk), collectives.shard(buffer)
-
-    with pytest.MonkeyPatch.context() as patch, Watch(device):
-        patch.setattr(chunked, "Memory", WatchedMemory)
-        patch.setattr(torch, "empty", lambda *args, pin_memory=False, **settings: empty(*args, **settings))
-        patch.setattr(ChunkStorage, "__init__", create_known)
-        patch.setattr(ChunkStorage, "resize", resize)
-        patch.setattr(Collectives, "reduce_scatter", reduce)
-        patch.setattr(Collectives, "all_gather", gather)
-        if with_network:  # as nccl does
-            patch.setattr(Collectives, "sent_dtype", lambda self, dtype: torch.promote_types(dtype, torch.float32))
-        yield device
 
 
 def train(name: str, act: str, *, with_network: bool) -> Device:
@@ -265,8 +53,10 @@ def train(name: str, act: str, *, with_network: bool) -> Device:
         made.full_parameter("gain")
         kept = sum(nbytes * len(buffers) for nbytes, buffers in made.memory._pinned.items())
         assert made.ledger.by_kind[Tier.SLOW, Kind.KEPT] == kept
+        locked = sum(device.page_locks.sizes.values())
+        assert locked == made.ledger.current[Tier.SLOW], "not all slow memory is page-locked, or more"
         made.close()
-        assert made.ledger.by_kind[Tier.SLOW, Kind.KEPT] == 0 == len(made.memory._pinned)
+        assert not device.page_locks.sizes and not any(made.ledger.current.values())
     return device
 
 

@@ -158,7 +158,7 @@ class Chunk:
         self.states.clear()
 
     def discard(self) -> None:
-        """Free all memory, after the parameters got other memory."""
+        """Free all memory but the gradients, and what parameters still view if they did not get other memory."""
         self.master.discard()
         self.weights.discard()
         self.free_states()

@@ -201,9 +201,12 @@ class ChunkedNetworks:
         self.memory.wait_for_copies()
 
     def close(self) -> None:
-        """Remove the hooks; parameters that are not gathered read as NaN."""
+        """Remove the hooks and free all memory; parameters that are not whole on the fast tier read as NaN."""
         self.is_closed = True
         self.synchronize()
+        self.runtime.reducer.drop()
+        for chunk in self.chunks:
+            chunk.discard()
         self.memory.release_unused()
         self.runtime.detach()
 

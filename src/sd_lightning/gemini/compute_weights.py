@@ -245,8 +245,10 @@ class ComputeWeights:
             self._shard = memory.moved(self._shard, placement.param_tier)
 
     def discard(self) -> None:
-        """Free all memory, after the parameters got other memory."""
+        """Free all memory but what parameters still view, if they did not get other memory."""
         self._free_shard()
+        kind = Kind.WEIGHTS if self.is_resident else Kind.GATHERED
+        self.memory.ledger.add(Tier.FAST, kind, -self.storage.full.untyped_storage().nbytes())
         self.storage.discard()
 
     def _allocate_shard(self) -> Buffer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections import deque
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.page_locked import PageLocked
 from sd_lightning.gemini.tiers import Buffer, Kind, Ledger, Tier
-
-log = logging.getLogger(__name__)
 
 _MAX_LANDING = 4
 """Pending copies to the host before the host waits for one; as many as reductions."""
@@ -97,22 +95,24 @@ class Memory:
         self._module: Any = None
         self._to_fast: Any = None
         self._to_slow: Any = None
+        self._page_locked: PageLocked | None = None
         if self.on_accelerator:
             self._module = torch.get_device_module(device)
             self._to_fast, self._to_slow = self._module.Stream(device), self._module.Stream(device)
-            _pin_without_rounding()
+            streams = [self._to_fast, self._to_slow, self._module.current_stream(device)]
+            self._page_locked = PageLocked(self._module, device, streams)
 
     @torch.inference_mode(False)  # memory allocated in validation may be reused in training
     @torch.no_grad()
     def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:
         """Return a new flat buffer."""
-        self.ledger.add(tier, kind, numel * dtype.itemsize)
         if tier is Tier.FAST:
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
         elif tier is Tier.SLOW:
             tensor = self._host(numel, dtype)
         else:
             tensor = self._mapped(numel, dtype)
+        self.ledger.add(tier, kind, tensor.nbytes)
         if zero:
             tensor.zero_()
         return Buffer(tensor, tier, kind)
@@ -212,25 +212,28 @@ class Memory:
                 stream.synchronize()
 
     def release_unused(self) -> None:
-        """Free the host memory that is kept for reuse."""
-        self.wait_for_copies()
+        """Unlock and free the host memory that is kept for reuse."""
+        if self._page_locked is None:
+            return
+        self._module.synchronize(self.device)  # also streams of others, which may have read what was freed
         for nbytes, kept in self._pinned.items():
-            self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes * len(kept))
+            for memory, _ in kept:
+                self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes)
+                self._page_locked.unlock(memory)
         self._pinned.clear()
-        empty = getattr(torch._C, "_host_emptyCache", None)  # only in builds of torch with an accelerator
-        if empty is not None and self.on_accelerator:
-            empty()
 
     def _host(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
         kept = self._pinned.get(nbytes, [])
         position = next((i for i, (_, last_use) in enumerate(kept) if last_use.is_past), 0)
         if len(kept) > position and (len(kept) >= _MAX_WAITING or kept[position][1].is_past):
-            tensor, last_use = kept.pop(position)
+            memory, last_use = kept.pop(position)
             last_use.wait()
             self.ledger.add(Tier.SLOW, Kind.KEPT, -nbytes)
-            return tensor.view(dtype)
-        return torch.empty(numel, dtype=dtype, pin_memory=self.on_accelerator)
+            return memory.view(dtype)
+        if self._page_locked is None or not nbytes:  # no pages hold nothing
+            return torch.empty(numel, dtype=dtype)
+        return self._page_locked.allocate(nbytes).view(dtype)
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> Tensor:
         assert self._offload_dir is not None
@@ -246,18 +249,3 @@ class Memory:
                     f"({error}); give a folder on a larger disk, or a smaller disk_optim_frac"
                 ) from error
             return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
-
-
-def _pin_without_rounding() -> None:
-    """Stop torch from rounding pinned memory up to powers of two, which takes up to twice as much."""
-    name = "pinned_max_round_threshold_mb"
-    try:
-        given = torch._C._accelerator_getAllocatorSettings()
-        if name not in given:
-            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, f"{name}:1"])))
-    except (AttributeError, RuntimeError, ValueError) as error:  # an earlier torch
-        log.warning(
-            "Gemini: this torch rounds pinned host memory up to powers of two (%s); what is offloaded may take twice "
-            "the host memory that is counted",
-            error,
-        )

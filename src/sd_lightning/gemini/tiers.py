@@ -15,7 +15,7 @@ class Tier(StrEnum):
     FAST = "fast"
     """The accelerator's memory; host memory if the host computes."""
     SLOW = "slow"
-    """Host memory, pinned if there is an accelerator."""
+    """Host memory, page-locked if there is an accelerator."""
     DISK = "disk"
     """Memory-mapped files."""
 
@@ -38,7 +38,7 @@ class Kind(StrEnum):
     STAGED = "staged"
     """Weights in the compute type during a copy from the host's master weights to the accelerator."""
     KEPT = "kept"
-    """Free pinned host memory, kept for reuse."""
+    """Free page-locked host memory, kept for reuse."""
 
 
 class Ledger:

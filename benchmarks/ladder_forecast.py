@@ -53,16 +53,16 @@ def predicted(options: Sequence[str], hardware: Hardware) -> tuple[float, float]
 
     cfg = composed(options)
     parts, model, count = Parts.build(cfg), described(cfg), hardware.count
-    cluster, speeds = Cluster(hardware.device, count), hardware.speeds
+    cluster = Cluster(hardware.device, count)
     if hardware.on_cpu:
-        cluster, speeds = cluster_here(hardware.device, speeds, count, on_cpu=True)
+        cluster = cluster_here(hardware.device, count, on_cpu=True)
     run = run_of(cfg, parts, model, count)
     candidate = Candidate("", lambda **_: engine_of(_conf.instantiate(cfg.strategy)))
     search = Search(
         model,
         replace(run, sample_batch_size=0),
         replace(cluster, host_memory=2**50),
-        speeds=speeds,
+        speeds=hardware.speeds,
         batch_size=cfg.data.batch_size,
         micro_batches=[run.batch_size],
         checkpointing=False,

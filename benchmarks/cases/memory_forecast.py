@@ -45,7 +45,7 @@ def measure() -> dict[str, float]:
 def predicted(name: str, precision: str) -> int:
     """Return the forecast of device and host together, without allowances."""
     from memory_forecast import OPTIMIZER, STRATEGIES
-    from sd_lightning.planner.footprint import Holding, When
+    from sd_lightning.planner.footprint import PAGE_LOCKED_ROUNDING, Holding, When
     from sd_lightning.planner.forecast import Forecaster, StepCurves
     from sd_lightning.planner.run import TrainingRun
     from sd_lightning.strategies import engine_of
@@ -57,7 +57,8 @@ def predicted(name: str, precision: str) -> int:
     )
     forecaster = Forecaster(model, run)
     footprint: Any = engine_of(STRATEGIES[name]()).footprint(forecaster.workload)
-    holdings: list[Holding] = [*footprint.device, *footprint.host]
+    all_held: list[Holding] = [*footprint.device, *footprint.host]
+    holdings = [each for each in all_held if each.kind != PAGE_LOCKED_ROUNDING]  # a CPU page-locks nothing
     held: Counter[When] = Counter()
     for each in holdings:
         held[each.when] += each.nbytes

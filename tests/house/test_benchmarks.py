@@ -73,7 +73,8 @@ def test_peers_of_deepspeed_get_buckets_of_the_size_of_the_model(tools: tuple[Mo
 def test_the_grid_of_the_planner_runs_on_the_cpu_too(tools: tuple[ModuleType, ...]) -> None:
     case = tools[0].load_case("planner_gpu")
     grid = (case.Setting("single", 2), case.Setting("gemini", 4, checkpointing="auto"))
-    found = case.measure(architecture="tiny", steps=5, grid=grid, effort=Effort(least=1e-4, sizes=2, stepped=2**20, links=False))
+    effort = Effort(least=1e-4, sizes=2, stepped=2**20, links=False)
+    found = case.measure(architecture="tiny", steps=5, grid=grid, effort=effort)
     assert {"single_2_bf16_mixed_false_time", "gemini_4_bf16_mixed_auto_time", "auto_time"} <= found.keys()
     assert found["auto_to_best"] > 0 and found["time_off_by"] > 0 and all(figure >= 0 for figure in found.values())
 

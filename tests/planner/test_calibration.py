@@ -16,6 +16,7 @@ from sd_lightning.apps import calibrate as app
 from sd_lightning.apps import plan as planning_app
 from sd_lightning.planner import here, measuring, plan
 from sd_lightning.planner.calibration import Calibration, calibrate, device_name, file_of, load
+from sd_lightning.planner.candidates import CANDIDATES, Candidate
 from sd_lightning.planner.devices import DTYPES, load_device
 from sd_lightning.planner.footprint import Traffic
 from sd_lightning.planner.links import measured_links
@@ -23,6 +24,8 @@ from sd_lightning.planner.measuring import Effort, Stopwatch
 from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.roofline import COLLECTIVES, KINDS_OF_PRODUCTS, Curve, Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.planner.search import search
+from sd_lightning.strategies.candidates import register_candidates
 
 LINKS = ("all-gather", "reduce-scatter", "all-reduce")
 ASSUMED = "link, hooks, what threads hide assumed"
@@ -156,7 +159,8 @@ def test_predicted_seconds_follow_the_measured_ones() -> None:
     assert slower.forward == pytest.approx(plain.forward) and slower.backward > 2 * plain.backward
     slower = time(changed({"convolution"}, 0.01))
     assert slower.forward > 2 * plain.forward and slower.backward > 2 * plain.backward
-    assert time(table.shared_by(4)).backward > 2 * plain.backward
+    of_a_cpu = replace(table, source="calibrated on 2026-11-24", overlaps=False)
+    assert time(of_a_cpu.shared_by(4)).backward > 2 * time(of_a_cpu).backward
     assert time(replace(table, functions=table.functions.divided(100))).forward > plain.forward
     late = dict.fromkeys(("elementwise", "convolution"), 0.001)
     waits = time(replace(table, latency=late, overlaps=False)).forward
@@ -190,6 +194,49 @@ def test_plans_are_made_with_a_calibration(measured: Calibration, tmp_path: Path
         found.append(plan(tiny, str(tmp_path / f"{name}.json"), batch_size=64))
     fast, slower = (each.best[0].images_per_second for each in found)
     assert fast > 2 * slower and found[0].speeds == measured.speeds
+
+
+def test_processes_share_the_cores_that_were_measured_for_updates_in_host_memory(tmp_path: Path) -> None:
+    table = load_device("a100-80gb")
+    assumed = Speeds.of(table)
+    measured = replace(assumed, source="calibrated on 2026-11-24")
+    assert measured.shared_by(8) == replace(measured, host_updates=measured.host_updates / 8)
+    assert assumed.shared_by(8) == assumed, "a table has the figures of each GPU"
+    file = tmp_path / "node.json"
+    Calibration(table, measured, "2026-11-24", {}).write(file)
+    tiny = LatentDiffusion.build("tiny", device="meta")
+    seconds = {}
+    for name, device in (("measured", str(file)), ("assumed", "a100-80gb")):
+        found = search(tiny, device, 8, batch_size=64, candidates=[_named("fsdp_offload")], checkpointing=False)
+        seconds[name] = found.plans().best[0].time.update
+        (again,) = found.within(found.plans().cluster.memory).plans().best
+        assert again.time.update == seconds[name], "shared once"
+    assert seconds["measured"] == pytest.approx(8 * seconds["assumed"])
+
+
+def test_an_average_in_host_memory_takes_time_there() -> None:
+    tiny = LatentDiffusion.build("tiny", device="meta")
+    speeds = Speeds.of(load_device("a100-80gb"))
+
+    def update(name: str, **options: bool) -> float:
+        run = TrainingRun(8, 32, encodes=False, **options)  # type: ignore[arg-type]
+        found = search(tiny, "a100-80gb", run=run, batch_size=8, candidates=[_named(name)], checkpointing=False)
+        return found.plans().best[0].time.update
+
+    numel = sum(parameter.numel() for parameter in tiny.denoiser.parameters())
+    on_host = numel * 12 / (28 * speeds.host_updates)
+    for name in ("deepspeed_zero2_offload", "gemini_offload", "fsdp_offload"):
+        assert update(name, averages=True) - update(name) == pytest.approx(on_host, rel=0.05)
+    fetching = numel * 4 / speeds.to_host
+    moved = update("single", averages=True, offload_averages=True) - update("single")
+    assert moved == pytest.approx(on_host + fetching, rel=0.01)
+    on_device = update("single", averages=True) - update("single")
+    assert on_device == pytest.approx(numel * 12 / speeds.update_bandwidth)
+
+
+def _named(name: str) -> Candidate:
+    register_candidates()
+    return next(each for each in CANDIDATES if each.strategy == name)
 
 
 def test_the_program_measures_and_plans_for_this_machine_use_it(

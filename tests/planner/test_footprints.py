@@ -1,5 +1,6 @@
 """What strategies declare: conservation laws, and the table in docs/strategies.md. Real peaks: `memory_forecast`."""
 
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,19 @@ import torch
 from places import REPO
 from sd_lightning import LatentDiffusion
 from sd_lightning.planner.candidates import CANDIDATES, Candidate
-from sd_lightning.planner.footprint import Footprint, Holding, When, Workload
+from sd_lightning.planner.footprint import (
+    PAGE_LOCKED_ROUNDING,
+    Footprint,
+    Holding,
+    When,
+    Workload,
+    page_locked_bytes,
+)
 from sd_lightning.planner.forecast import Forecaster
 from sd_lightning.planner.run import TrainingRun
+from sd_lightning.strategies import engine_of
 from sd_lightning.strategies.candidates import register_candidates
+from sd_lightning.strategies.deepspeed import deepspeed
 
 register_candidates()
 BY_NAME = {candidate.strategy: candidate for candidate in reversed(CANDIDATES)}
@@ -91,6 +101,51 @@ def test_offloaded_states_cross_pcie_and_sharded_weights_cross_the_link(workload
         traffic = footprint(BY_NAME[name], workload, 2).traffic
         assert traffic.gathered >= 2 * count and traffic.reduced >= 2 * count and not traffic.to_host
     assert footprint(BY_NAME["ddp"], workload, 2).traffic.all_reduced == 4 * count
+
+
+@pytest.mark.parametrize(("nbytes", "taken"), [(0, 0), (1, 1), (512, 512), (513, 1024), (2**30 + 1, 2**31)])
+def test_page_locked_blocks_are_powers_of_two(nbytes: int, taken: int) -> None:
+    assert page_locked_bytes(nbytes) == taken
+
+
+def test_offloading_that_torch_page_locks_takes_powers_of_two(workloads: dict[str, Workload]) -> None:
+    workload = replace(workloads["sd21"], precision="bf16-mixed", world_size=2)
+    numels = [weight.numel for weight in workload.weights]
+    part = -(-sum(numels) // 2)
+
+    def lost(name: str, **settings: Any) -> int:
+        candidate = replace(BY_NAME[name], settings=settings)
+        found = footprint(candidate, workload, 2)
+        assert not any(each.kind == PAGE_LOCKED_ROUNDING for each in found.device)
+        return sum(each.nbytes for each in found.host if each.kind == PAGE_LOCKED_ROUNDING)
+
+    def rounded(*blocks: int) -> int:
+        return sum(2 ** math.ceil(math.log2(block)) - block for block in blocks)
+
+    rows = [4 * weight.rows_of(2) for weight in workload.weights]
+    assert lost("fsdp_offload") == 2 * rounded(*rows), "each weight and its gradient"
+    largest = 2 * max(numels)
+    of_zero2 = rounded(4 * part, 4 * part, 2 * part, largest)
+    assert lost("deepspeed_zero1_offload") == lost("deepspeed_zero2_offload") == of_zero2, "flat buffers"
+    shards = [2 * -(-numel // 2) for numel in numels]
+    part = sum(shards) // 2
+    partitions = sum(shards) + rounded(*shards)  # freed, and kept by torch
+    of_zero3 = rounded(2 * part, 4 * part, 2 * part) + partitions
+    assert lost("deepspeed_zero3_offload") == of_zero3
+    assert not any(lost(name) for name in ("gemini_offload", "gemini", "fsdp", "deepspeed_zero2", "single"))
+    unlocked = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    by_hand = deepspeed(config={"zero_optimization": {"stage": 2, **unlocked}})
+    found = engine_of(by_hand).footprint(workload)
+    assert found is not None and not any(each.kind == PAGE_LOCKED_ROUNDING for each in found.host)
+
+
+def test_forecasts_of_host_memory_count_what_page_locking_takes() -> None:
+    forecaster = Forecaster(LatentDiffusion.build("tiny", device="meta"), TrainingRun(1, 32, encodes=False))
+    found = footprint(BY_NAME["deepspeed_zero2_offload"], forecaster.workload, 1)
+    parts = forecaster.forecast(found).host_phase.parts
+    assert parts[PAGE_LOCKED_ROUNDING] > 0
+    exact = replace(found, host=[each for each in found.host if each.kind != PAGE_LOCKED_ROUNDING])
+    assert forecaster.forecast(found).host - forecaster.forecast(exact).host == parts[PAGE_LOCKED_ROUNDING]
 
 
 def test_accumulation_keeps_gradients_in_the_forward_pass(workloads: dict[str, Workload]) -> None:

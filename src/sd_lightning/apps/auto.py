@@ -134,7 +134,7 @@ def choose(cfg: DictConfig, parts: Parts, *, batch_size: int | None) -> Chosen:
         cfg.data.batch_size = batch_size  # the order of samples depends on it
     is_free = cfg.data.batch_size == AUTO
     model = described(cfg)
-    cluster, speeds = cluster_here(device, speeds, count, on_cpu=not cuda_devices(cfg))
+    cluster = cluster_here(device, count, on_cpu=not cuda_devices(cfg))
     search = Search(
         model,
         replace(run_of(cfg, parts, model, count), gradient_checkpointing=False),

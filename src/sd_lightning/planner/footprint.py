@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -131,6 +131,23 @@ class Holding:
     """For tables: "weights", "gradients", "optimizer states", …"""
     nbytes: int
     when: When = When.ALWAYS
+
+
+PAGE_LOCKED_ROUNDING = "rounding of page-locked memory"
+"""What page-locked blocks take beside what they hold; only with CUDA."""
+
+
+def page_locked_bytes(nbytes: int) -> int:
+    """Return the bytes of a page-locked block: torch rounds it up to a power of two.
+
+    So does ``allocate`` in torch 2.13's ``ATen/core/CachingHostAllocator.h``. What is freed stays page-locked.
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def rounding(blocks: Iterable[int]) -> Holding:
+    """Return what torch's page-locked blocks, of these bytes, take in host memory beside what they hold."""
+    return Holding(PAGE_LOCKED_ROUNDING, sum(page_locked_bytes(nbytes) - nbytes for nbytes in blocks))
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,12 @@ def hardware_here() -> tuple[Device, Speeds]:
     return device, Speeds.of(device)
 
 
-def cluster_here(device: Device, speeds: Speeds, count: int, *, on_cpu: bool) -> tuple[Cluster, Speeds]:
-    """Return this machine's devices for a number of processes, and the speeds of each.
+def cluster_here(device: Device, count: int, *, on_cpu: bool) -> Cluster:
+    """Return this machine's devices for a number of processes, which share the host memory.
 
-    The processes share the host memory. On a CPU, one half of it stands for a GPU's memory, the other for the host's;
-    they share the cores, too.
+    On a CPU, one half of it stands for a GPU's memory, the other for the host's.
     """
     share = host_bytes() // count
     if not on_cpu:
-        return Cluster(device, count, share), speeds
-    return Cluster(replace(device, memory_gib=share / 2 / GIB), count, share // 2), speeds.shared_by(count)
+        return Cluster(device, count, share)
+    return Cluster(replace(device, memory_gib=share / 2 / GIB), count, share // 2)

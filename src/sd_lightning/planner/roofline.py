@@ -38,6 +38,8 @@ BYTES_PER_UPDATE = 32
 """Adam reads a weight, a gradient and two moments, and writes three of them and the weights to compute with."""
 _BYTES_PER_AVERAGE = 12
 """The EMA reads a weight and an average, and writes it."""
+_AVERAGES_PER_HOST_UPDATE = 28 / _BYTES_PER_AVERAGE
+"""In host memory Adam writes no weights to compute with: 7 float32 values per element."""
 BYTES_PER_CLIP = 12
 """Clipping reads gradients for the norm, and reads and writes them to scale."""
 
@@ -93,7 +95,7 @@ class Speeds:
     link: Mapping[str, float]
     """Between devices, by name of :data:`COLLECTIVES`: bytes per second that a process receives."""
     host_updates: float
-    """Elements per second that Adam updates in host memory."""
+    """Elements per second that Adam updates in host memory: of a machine if it was measured, assumed for each GPU."""
     collective: float = _ASSUMED_COLLECTIVE
     """Seconds of a collective of next to nothing."""
     source: str = "assumed"
@@ -129,7 +131,15 @@ class Speeds:
         return self.source + f" ({', '.join(self.assumed)} assumed)" * bool(self.assumed)
 
     def shared_by(self, count: int) -> Speeds:
-        """Return what each of several processes reaches that share the cores of a CPU; links were measured so."""
+        """Return what each of several processes on a machine reaches; links were measured so.
+
+        They share the cores: on a CPU for all that they do, with GPUs for updates in host memory. What is assumed from
+        a table is that of one GPU among several.
+        """
+        if self.source == "assumed":
+            return self
+        if self.overlaps:
+            return replace(self, host_updates=self.host_updates / count)
         curves = {key: curve.divided(count) for key, curve in self.flops.items()}
         names = ("update_bandwidth", "to_device", "to_host", "host_updates")
         rates = {name: getattr(self, name) / count for name in names}
@@ -195,13 +205,17 @@ class Work:
     accumulate: int
     encoding: float
     """Seconds to encode one micro-batch."""
-    averaged: int
-    """Elements whose EMA is updated."""
+    averaged: int = 0
+    """Elements whose EMA is updated on the device."""
     recomputation: float = 0.0
     """Seconds to recompute activations in one pass, unless the trace does it."""
     tf32: bool = False
     loading: float = 0.0
     """Seconds in which the data loader delivers one micro-batch, beside the computation."""
+    averaged_on_host: int = 0
+    """Elements whose EMA is updated in host memory."""
+    fetched: int = 0
+    """Bytes of weights that are copied to host memory for that."""
 
 
 def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, work: Work) -> StepTime:
@@ -246,6 +260,7 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     update = traffic.stepped * (BYTES_PER_UPDATE + BYTES_PER_CLIP) / speeds.update_bandwidth
     update += traffic.stepped_on_host / speeds.host_updates + traffic.refreshed / speeds.to_device
     update += work.averaged * _BYTES_PER_AVERAGE / speeds.update_bandwidth
+    update += work.averaged_on_host / (_AVERAGES_PER_HOST_UPDATE * speeds.host_updates) + work.fetched / speeds.to_host
     passes = work.accumulate
     found = StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)
     return replace(found, waiting=waiting + max(passes * work.loading - found.total, 0.0))

@@ -27,6 +27,7 @@ _MOST = 4096
 """Largest micro-batch that is considered."""
 _SIMULATED = 0.99
 """Part of the usable memory that a simulated peak may take; it differs by less from a traced one."""
+_FLOAT_BYTES = 4
 _EQUAL = 0.01
 """Two plans whose speeds differ by less are equally fast."""
 
@@ -136,7 +137,7 @@ class Search:
         model: On any device, or what else is trained; it is not changed.
         run: Settings of the run. Its ``batch_size``, ``accumulate`` and ``world_size`` are chosen here.
         cluster: The GPUs.
-        speeds: What they reach; assumed from the device table if not given.
+        speeds: What their machine reaches, whose cores the processes share; assumed from the device table if not given.
         batch_size: Samples per optimizer step on all GPUs; if not given, the fewest that are the fastest.
         micro_batches: Samples per forward pass and process to choose from, ascending; all if not given.
         checkpointing: Whether blocks are recomputed; "auto": as few activations as it takes to fit; None is
@@ -168,7 +169,8 @@ class Search:
         self._model = model
         self.run = replace(run, world_size=cluster.count)
         self._cluster = cluster
-        self._speeds = speeds or Speeds.of(cluster.device)
+        self._measured = speeds or Speeds.of(cluster.device)
+        self._speeds = self._measured.shared_by(cluster.count)
         self._batch_size = batch_size
         self._per_gpu = None if batch_size is None else batch_size // cluster.count
         self._micro_batches = micro_batches
@@ -227,7 +229,7 @@ class Search:
             self._model,
             self.run,
             replace(self._cluster, device=device),
-            speeds=self._speeds,
+            speeds=self._measured,
             batch_size=self._batch_size,
             micro_batches=self._micro_batches,
             checkpointing=self._choices[0] if len(self._choices) == 1 else None,
@@ -317,7 +319,8 @@ class Search:
         encoding = self._encoding(size) if run.encodes else 0.0
         again = chosen.seconds if chosen else 0.0
         loading = size / run.loaded_per_second if run.loaded_per_second else 0.0
-        work = Work(run.world_size, accumulate, encoding, footprint.averaged * run.averages, again, self._tf32, loading)
+        settings: dict[str, Any] = {"recomputation": again, "tf32": self._tf32, "loading": loading}
+        work = Work(run.world_size, accumulate, encoding, **settings, **_averaging(run, footprint))
         time = step_time(forecaster.trace(footprint), size, footprint.traffic, self._speeds, work)
         return Plan(candidate, run, memory, time, self._cluster)
 
@@ -343,6 +346,16 @@ class Search:
 
     def _excess(self, plan: Plan) -> int:
         return max(plan.memory.device - self._cluster.memory, plan.memory.host - self._cluster.host)
+
+
+def _averaging(run: TrainingRun, footprint: Footprint) -> dict[str, Any]:
+    """Return the fields of :class:`Work` for a run's EMA: where it is updated, and what is fetched for that."""
+    if not run.averages:
+        return {}
+    if not run.offload_averages:
+        return {"averaged": footprint.averaged, "averaged_on_host": footprint.averaged_on_host}
+    on_host = footprint.averaged + footprint.averaged_on_host
+    return {"averaged_on_host": on_host, "fetched": _FLOAT_BYTES * footprint.averaged}
 
 
 def _count_that_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:

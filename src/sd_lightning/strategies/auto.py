@@ -18,7 +18,7 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.calibration import hardware
 from sd_lightning.planner.candidates import CANDIDATES, Candidate
-from sd_lightning.planner.devices import Device, host_bytes
+from sd_lightning.planner.devices import Device
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.roofline import Speeds
@@ -133,10 +133,10 @@ class AutoStrategy(DDPStrategy):
         """Return the devices of this run, and their speeds."""
         if self._given is not None:  # also of a GPU that is planned for on a CPU
             device, speeds = self._given
-            cluster = Cluster(device, self.world_size, host_bytes() // self.world_size)
+            cluster = cluster_here(device, self.world_size, on_cpu=False)
         else:
-            on_cpu = self.root_device.type != "cuda"
-            cluster, speeds = cluster_here(*hardware_here(), self.world_size, on_cpu=on_cpu)
+            device, speeds = hardware_here()
+            cluster = cluster_here(device, self.world_size, on_cpu=self.root_device.type != "cuda")
         return replace(cluster, host_memory=self._host_memory or cluster.host_memory), speeds
 
     def _become(self, trainer: Any, module: pl.LightningModule, what: Predicted, found: Plans) -> Plan:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload
+from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload, rounding
 
 if TYPE_CHECKING:
     from sd_lightning.strategies.fsdp import FSDPStrategy
@@ -17,7 +17,8 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
 
     An all-gather fills a flat buffer, from which the block's weights are copied; in the forward pass the buffer is kept
     until those of the next block are copied (``FSDPParamGroup.wait_for_unshard`` of torch 2.13). A reduce-scatter reads
-    another flat buffer.
+    another flat buffer. Offloaded weights and gradients are page-locked one by one (``FSDPParam``, ``foreach_reduce``),
+    states are not.
     """
     own, precision = workload.lightning_dtype, strategy.mixed_precision
     gathered = precision.param_dtype or own
@@ -35,6 +36,9 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
         held.append(Holding("gradients", gradients))
     else:
         held += [Holding("gradients", gradients, When.FORWARD), Holding("gradients", gradients, When.AS_READY)]
+    if strategy.cpu_offload:
+        page_locked = [weight.rows_of(parts) for weight in workload.weights] + sizes
+        held.append(rounding(own.itemsize * numel for numel in page_locked))
     blocks: dict[str, list[Weight]] = defaultdict(list)
     for weight in workload.weights:
         blocks[weight.block].append(weight)

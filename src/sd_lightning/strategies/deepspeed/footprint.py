@@ -7,7 +7,15 @@ from dataclasses import replace
 import torch
 
 from sd_lightning.models.checkpointing import Kept
-from sd_lightning.planner.footprint import Footprint, Holding, Traffic, When, Workload
+from sd_lightning.planner.footprint import (
+    Footprint,
+    Holding,
+    Traffic,
+    When,
+    Workload,
+    page_locked_bytes,
+    rounding,
+)
 from sd_lightning.strategies.deepspeed.settings import DeepSpeedSettings
 
 _FLOAT_BYTES = 4
@@ -58,14 +66,22 @@ def _of_zero12(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
         return Footprint(workload.engine_dtype, None, device, traffic=traffic, averaged=part)
     largest = size * max(weight.numel for weight in workload.trained)
     device.append(Holding("buckets", largest))
+    accumulated = [size * weight.numel for weight in workload.trained] if workload.accumulates else []
     host = [
         *states,
-        Holding("gradients", _FLOAT_BYTES * part + (size * numel if workload.accumulates else 0)),
+        Holding("gradients", _FLOAT_BYTES * part + sum(accumulated)),
         Holding("weights", size * part),
         Holding("buckets", largest),
     ]
+    if _page_locks(settings, "optimizer"):
+        host.append(rounding([_FLOAT_BYTES * part, _FLOAT_BYTES * part, size * part, largest, *accumulated]))
     traffic = replace(traffic, to_host=size * part, refreshed=size * part, stepped=0, stepped_on_host=part)
     return Footprint(workload.engine_dtype, None, device, host, traffic=traffic, averaged_on_host=part)
+
+
+def _page_locks(settings: DeepSpeedSettings, what: str) -> bool:
+    """Return whether what is offloaded of the "optimizer" or "param" is page-locked, as it is by default."""
+    return bool(settings.get(f"zero_optimization.offload_{what}.pin_memory", True))
 
 
 def _of_zero3(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
@@ -100,12 +116,20 @@ def _of_zero3(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
         device += [*states, gradients, Holding("float32 gradients", _FLOAT_BYTES * stepped + narrow, When.UPDATE)]
     elif settings.offload_device == "cpu":
         host += [*states, gradients, Holding("float32 gradients", _FLOAT_BYTES * part)]
+        if _page_locks(settings, "optimizer"):
+            whole_groups, rest = divmod(part, max(stepped, 1))
+            groups = [_FLOAT_BYTES * stepped] * whole_groups + [_FLOAT_BYTES * rest]
+            host.append(rounding([size * part, *groups]))
     else:
         disk = sum(state.nbytes for state in states) + _FLOAT_BYTES * part
         swapped = min(int(settings.get("zero_optimization.sub_group_size", 1e8)), part)
+        # libaio's buffers are its own (``new_cpu_locked_tensor``), and not rounded.
         host += [gradients, Holding("swap buffers", _SWAP_BUFFERS * _FLOAT_BYTES * swapped)]
+        host += [rounding([size * part])] * _page_locks(settings, "optimizer")
     is_offloaded = settings.get("zero_optimization.offload_param.device", "none") != "none"
     (host if is_offloaded else device).append(weights)
+    if is_offloaded:
+        host.append(_page_locked_weights(settings, workload))
     on_device = settings.offload_device == "none"
     # Modules are gathered one at a time; weights below the threshold once per step, one at a time.
     modules = {weight.name.rpartition(".")[0] for weight in workload.weights if weight.numel > threshold}
@@ -131,3 +155,19 @@ def _of_zero3(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
         averaged=part if on_device else 0,
         averaged_on_host=0 if on_device else part,
     )
+
+
+def _page_locked_weights(settings: DeepSpeedSettings, workload: Workload) -> Holding:
+    """Return what ZeRO-3's offloaded weights take beside what they hold.
+
+    ``Init`` page-locks each partition (``partition_parameters.py``). The engine then copies those of trained weights
+    into one page-locked block (``_create_param_groups_fp16_flat_cpu_memory``), and torch keeps what that frees.
+    """
+    size, world_size = workload.engine_dtype.itemsize, workload.world_size
+    shards = [(-(-weight.numel // world_size) * size, weight.is_trained) for weight in workload.weights]
+    flat = rounding([sum(nbytes for nbytes, is_trained in shards if is_trained)])
+    if not _page_locks(settings, "param"):
+        return flat
+    frozen = rounding(nbytes for nbytes, is_trained in shards if not is_trained)
+    freed = sum(page_locked_bytes(nbytes) for nbytes, is_trained in shards if is_trained)
+    return replace(flat, nbytes=flat.nbytes + frozen.nbytes + freed)

@@ -79,6 +79,8 @@ class Rung:
     """Overrides that take the change back for the rungs above."""
     aside_on_cpu: bool = False
     """Whether the rungs above go without it on a CPU."""
+    is_priced: bool = True
+    """Whether the planner has a price for what it changes; without one its figure would be that of the rung below."""
 
     @property
     def is_stored(self) -> bool:
@@ -102,16 +104,16 @@ RUNGS = (
     Rung("baseline", "float32"),
     Rung("tf32", "TF32", _tf32, ("speed.allow_tf32=false",)),
     Rung("bf16", "bfloat16", _bf16, ("trainer.precision=32-true", "module.encoder_dtype=float32")),
-    Rung("loader", "loader", undone=("data.num_workers=0",)),
-    Rung("adamw", "fused AdamW", undone=("optimizer.fused=false",)),
-    Rung("fused_layers", "fused layers", undone=("speed.compile_blocks=false",), aside_on_cpu=True),
+    Rung("loader", "loader", undone=("data.num_workers=0",), is_priced=False),
+    Rung("adamw", "fused AdamW", undone=("optimizer.fused=false",), is_priced=False),
+    Rung("fused_layers", "fused layers", undone=("speed.compile_blocks=false",), aside_on_cpu=True, is_priced=False),
     Rung("flash", "flash attention", undone=("speed.attention=math",)),
     Rung("batch", "larger batch"),
-    Rung("ema", "fused EMA"),
+    Rung("ema", "fused EMA", is_priced=False),
     Rung("zero2", "ZeRO-2", _several, _ONE_STRATEGY),
     Rung("fsdp", "FSDP2", _several, _ONE_STRATEGY),
     Rung("latents", "stored latents"),
-    Rung("compile", "tuned kernels", _tunes, ("speed.inductor_mode=default",)),
+    Rung("compile", "tuned kernels", _tunes, ("speed.inductor_mode=default",), is_priced=False),
 )
 _FROM_STORE = ("latents", "compile")
 _LARGER = tuple(rung.name for rung in RUNGS[[rung.name for rung in RUNGS].index("batch") :])
@@ -141,23 +143,22 @@ class Climb:
         return [f"experiment=ladder_{rung.name}", *changes, *self.options, *data, f"data.batch_size={batch}"]
 
 
-def table(metric: str) -> str:
-    """Return the figures of a row of a case's table: a metric of every rung."""
-    return "; ".join(f"{{{rung.name}_{metric}}}" for rung in RUNGS)
-
-
-TITLES = "; ".join(rung.title for rung in RUNGS)
+def table(metric: str, rungs: Sequence[Rung] = RUNGS) -> str:
+    """Return the figures of a row of a case's table: a metric of some rungs."""
+    return "; ".join(f"{{{rung.name}_{metric}}}" for rung in rungs)
 
 
 def rows(what: str) -> dict[str, str]:
     """Return the rows of a case that trains the rungs."""
     return {
-        f"{what}, images per second of {TITLES}": table("images_per_second"),
+        f"{what}, images per second of {'; '.join(rung.title for rung in RUNGS)}": table("images_per_second"),
         f"{what}, peak GB of a process, in this order": table("gb"),
     }
 
 
 def told(what: str, *, memory: bool = False) -> dict[str, str]:
-    """Return the rows of a case that predicts them."""
-    found = {f"{what}, predicted images per second of {TITLES}": table("predicted_images_per_second")}
-    return found | ({f"{what}, predicted peak GB, in this order": table("predicted_gb")} if memory else {})
+    """Return the rows of a case that predicts them: those that have a price."""
+    priced = [rung for rung in RUNGS if rung.is_priced]
+    titles = "; ".join(rung.title for rung in priced)
+    found = {f"{what}, predicted images per second of {titles}": table("predicted_images_per_second", priced)}
+    return found | ({f"{what}, predicted peak GB, in this order": table("predicted_gb", priced)} if memory else {})

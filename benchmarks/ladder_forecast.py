@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 from ladder import RUNGS, Climb, Rung
-from lines import Measured
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,10 @@ class Hardware:
     on_cpu: bool = False
 
 
-def forecasts(way: Climb, left_out: Sequence[Rung], hardware: Hardware, rungs: Sequence[Rung] = RUNGS) -> Measured:
-    """Return the planner's figures of rungs; one that it does not know has those of the one below.
+def forecasts(
+    way: Climb, left_out: Sequence[Rung], hardware: Hardware, rungs: Sequence[Rung] = RUNGS
+) -> Iterator[dict[str, float | list[float] | str]]:
+    """Yield the planner's figures of rungs, all of them after each; those that it does not know have none.
 
     Args:
         way: What is the same on all rungs.
@@ -34,11 +35,13 @@ def forecasts(way: Climb, left_out: Sequence[Rung], hardware: Hardware, rungs: S
     """
     metrics: dict[str, float | list[float] | str] = {}
     for rung in rungs:
+        if not rung.is_priced:
+            continue
         rate, memory = predicted(way.command(rung, left_out), hardware)
         metrics[f"{rung.name}_predicted_images_per_second"] = rate
         if not hardware.on_cpu:  # where a process is mostly Python and libraries
             metrics[f"{rung.name}_predicted_gb"] = memory
-    return metrics
+        yield dict(metrics)
 
 
 def predicted(options: Sequence[str], hardware: Hardware) -> tuple[float, float]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MEASURED, PREDICTED = "measured", "predicted"
+UNPRICED = "not predicted"
+"""What the planner has no price for."""
 _BAR, _MARK = "--area-1", "--line-2"
 _SCALING = "scaling_"
 _RATE, _MEMORY = "images_per_second", "gb"
@@ -102,7 +104,7 @@ class Ladder:
         """Return a rung's images per second or GB, measured or predicted."""
         name = f"{rung.name}_{metric}" if kind == MEASURED else f"{rung.name}_{PREDICTED}_{metric}"
         row = self.row if kind == MEASURED or self.told is None else self.told
-        value = row["metrics"].get(name)
+        value = row["metrics"].get(name) if kind == MEASURED or rung.is_priced else None
         return None if value is None else Figure(value, self.row.get("spread", {}).get(name, 0.0))
 
     def shown(self, rung: Rung, metric: str) -> Figure | None:
@@ -128,12 +130,18 @@ class Ladder:
         """Return why a rung did not run."""
         return self._notes.get(f"{rung.name}_skipped")
 
+    def absent(self, rung: Rung) -> str:
+        """Return what stands in place of a rung's figure."""
+        return "skipped" if self.skipped(rung) else UNPRICED
+
     def command(self, rung: Rung) -> str:
         return self._notes.get(f"{rung.name}_command", f"python -m sd_lightning.train experiment=ladder_{rung.name}")
 
     def rungs(self) -> list[Rung]:
         """Return the rungs that it has figures of, or reasons why not."""
-        return [rung for rung in RUNGS if self.shown(rung, _RATE) is not None or self.skipped(rung)]
+        metrics, kind = self.row["metrics"], "" if self.is_measured else f"{PREDICTED}_"
+        held = [rung for rung in RUNGS if f"{rung.name}_{kind}{_RATE}" in metrics or self.skipped(rung)]
+        return held if self.is_measured else [rung for rung in RUNGS if rung in held or not rung.is_priced]
 
     def scaling(self, kind: str) -> dict[int, float]:
         """Return measured or predicted images per second by number of devices; empty if the case has none."""
@@ -190,10 +198,10 @@ def cells(ladder: Ladder) -> tuple[list[str], list[list[str]]]:
         why = ladder.skipped(rung)
         cells = [
             rung.title,
-            _told(rate) if rate else "skipped",
+            _told(rate) if rate else ladder.absent(rung),
             f"{rate.value / first.value:.2f}" if rate and first else "—",
         ]
-        cells += [_told(told)] * ladder.has_forecast(_RATE) + [_told(memory)]
+        cells += [_told(told) if rung.is_priced else UNPRICED] * ladder.has_forecast(_RATE) + [_told(memory)]
         cells += [_told(told_memory)] * ladder.has_forecast(_MEMORY)
         cells += ["—" if price is None else f"{price:,.2f}"] * ladder.has_prices
         lines.append([*cells, f"skipped: {why}" if why else rung.change])
@@ -270,7 +278,7 @@ def _draw(
     for place, rung in enumerate(order):
         bar, mark = bars.get(rung), marks.get(rung)
         if bar is None:
-            axes.text(0, place, " skipped", va="center", fontsize=8, color=INKS["--muted"])
+            axes.text(0, place, f" {ladder.absent(rung)}", va="center", fontsize=8, color=INKS["--muted"])
             continue
         axes.barh(place, bar.value, xerr=bar.spread / 2 or None, color=AREAS[_BAR], height=0.62, ecolor=INKS["--ink"])
         if mark is not None:
@@ -356,8 +364,9 @@ def between_machines(ladder: Ladder) -> str:
 def published(found: Sequence[Row]) -> str:
     """Return NVIDIA's ladder beside ours, predicted for the same GPU, as Markdown."""
     row = next((row for row in found if row["case"] == "ladder_plan"), None)
+    of = {rung.name: rung for rung in RUNGS}
     rates = {
-        each: None if row is None else row["metrics"].get(f"nvidia_{each.rung}_{PREDICTED}_{_RATE}")
+        each: row["metrics"].get(f"nvidia_{each.rung}_{PREDICTED}_{_RATE}") if row and of[each.rung].is_priced else None
         for each in NVIDIA_LADDER
     }
     first, ours = NVIDIA_LADDER[0].images_per_second, rates[NVIDIA_LADDER[0]]
@@ -365,9 +374,9 @@ def published(found: Sequence[Row]) -> str:
         "| NVIDIA's rung | published img/s | × first | ours | predicted img/s | × first |",
         "|---|---|---|---|---|---|",
     ]
-    of = {rung.name: rung for rung in RUNGS}
     for each, rate in rates.items():
-        told = [number(rate), f"{rate / ours:.2f}"] if rate is not None and ours is not None else ["–", "–"]
+        absent = ["–" if of[each.rung].is_priced else UNPRICED, "–"]
+        told = [number(rate), f"{rate / ours:.2f}"] if rate is not None and ours is not None else absent
         theirs = [number(each.images_per_second), f"{each.images_per_second / first:.2f}"]
         lines.append(f"| {' | '.join([each.title, *theirs, of[each.rung].title, *told])} |")
     return "\n".join(lines) + "\n"

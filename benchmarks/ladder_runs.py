@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -52,21 +52,32 @@ _ROOM = 40 * 10**9
 """Free bytes there that hold a run's checkpoint."""
 
 
+Metrics = dict[str, float | list[float] | str]
+NOTHING: Measured = {}
+
+
 def measure(
-    setting: Setting, *, rounds: int, processes: int = 2, rungs: Sequence[str] | None = None
-) -> dict[str, float | list[float] | str]:
-    """Train the rungs that this machine can run, in turns.
+    setting: Setting,
+    *,
+    rounds: int,
+    processes: int = 2,
+    rungs: Sequence[str] | None = None,
+    done: Measured = NOTHING,
+) -> Iterator[Metrics]:
+    """Train the rungs that this machine can run, in turns; yield all metrics after each run.
 
     Args:
         setting: What is trained.
         rounds: Runs of each rung.
         processes: That train on a machine without a GPU.
         rungs: Names of those to run; all if not given.
+        done: Metrics of a run that was stopped; rungs that it has are not run again.
     """
     from sd_lightning import LatentDiffusion
 
     machine = Machine.here(processes)
     chosen = [rung for rung in RUNGS if rungs is None or rung.name in rungs]
+    about: Metrics = {"model": setting.title, "devices": machine.devices}
     has_room = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM
     with tempfile.TemporaryDirectory(dir=_IN_MEMORY if has_room else None) as folder:
         here = Path(folder)
@@ -80,16 +91,19 @@ def measure(
             options = (*setting.options, pretrained, f"trainer.max_steps={setting.steps}", f"trainer.devices={count}")
             return Climb(options, str(here / "photos"), str(here / "store"), setting.batches(count))
 
-        metrics, left_out = climb(machine, way(machine.devices), here / "runs", rounds=rounds, rungs=chosen)
+        climbing = climb(machine, way(machine.devices), here / "runs", rounds=rounds, rungs=chosen, done=done)
+        for so_far in climbing:
+            metrics, left_out = so_far
+            yield {**metrics, **gained(metrics, chosen), **about}
         if machine.on_cuda and machine.devices > 1:
             metrics |= scaling(way, left_out, machine.devices, here / "runs")
-    return {**metrics, **gained(metrics, chosen), "model": setting.title, "devices": machine.devices}
+            yield {**metrics, **gained(metrics, chosen), **about}
 
 
 def forecast(
     setting: Setting, *, processes: int = 2, rungs: Sequence[str] | None = None, effort: Any = None
-) -> dict[str, float | list[float] | str]:
-    """Calibrate this machine, and predict the rungs that it can run.
+) -> Iterator[Metrics]:
+    """Calibrate this machine, and predict the rungs that it can run; yield all metrics after each.
 
     Args:
         setting: What is trained.
@@ -108,17 +122,26 @@ def forecast(
     def way(count: int) -> Climb:
         return Climb((*setting.options, f"trainer.devices={count}"), "photos", "latents", setting.batches(count))
 
-    metrics: dict[str, float | list[float] | str] = dict(forecasts(way(machine.devices), left_out, hardware, chosen))
+    about: Metrics = {"speeds": found.speeds.source, "model": setting.title, "devices": machine.devices}
+    metrics: Metrics = {}
+    for metrics in forecasts(way(machine.devices), left_out, hardware, chosen):
+        yield {**metrics, **about}
     if machine.on_cuda and machine.devices > 1:
         for count in counts(machine.devices):
             rate, _ = predicted(way(count).command(TOP, left_out), replace(hardware, count=count))
             metrics[f"scaling_{count}_predicted_images_per_second"] = rate
-    return {**metrics, "speeds": found.speeds.source, "model": setting.title, "devices": machine.devices}
+        yield {**metrics, **about}
 
 
 def climb(
-    machine: Machine, way: Climb, folder: Path, *, rounds: int, rungs: Sequence[Rung] = RUNGS
-) -> tuple[dict[str, float | list[float] | str], list[Rung]]:
+    machine: Machine,
+    way: Climb,
+    folder: Path,
+    *,
+    rounds: int,
+    rungs: Sequence[Rung] = RUNGS,
+    done: Measured = NOTHING,
+) -> Iterator[tuple[Metrics, list[Rung]]]:
     """Train every rung that the machine can run, in turns.
 
     Args:
@@ -127,19 +150,20 @@ def climb(
         folder: Where runs are written; each is deleted when it has been read.
         rounds: How often; in every other one from the top.
         rungs: To run.
+        done: Metrics of rungs that are not run again.
 
-    Returns:
-        Metrics of every rung, with its command or the reason why it did not run; and the changes that rungs above do
-        without.
+    Yields:
+        After each run, the metrics of every rung so far, with its command or the reason why it did not run; and the
+        changes that rungs above do without.
     """
     aside = [rung for rung in RUNGS if rung.aside_on_cpu and not machine.on_cuda]
     lacking = {rung: why for rung in RUNGS if (why := rung.lacks(machine)) is not None}
-    left_out = list(lacking)
-    metrics: dict[str, float | list[float] | str] = {
-        f"{rung.name}_skipped": why for rung, why in lacking.items() if rung in rungs
-    }
+    left_out = [rung for rung in RUNGS if rung in lacking or f"{rung.name}_skipped" in done]
+    metrics: Metrics = {f"{rung.name}_skipped": why for rung, why in lacking.items() if rung in rungs} | dict(done)
+    finished = [rung for rung in rungs if f"{rung.name}_images_per_second" in done]
+    yield metrics, [*left_out, *aside]
     for number in range(rounds):
-        running = [rung for rung in rungs if rung not in left_out]
+        running = [rung for rung in rungs if rung not in (*left_out, *finished)]
         for rung in running if number % 2 == 0 else reversed(running):
             options = way.command(rung, [*left_out, *aside])
             print(f"ladder: {' '.join(options)}", file=sys.stderr, flush=True)
@@ -147,15 +171,18 @@ def climb(
             if isinstance(found, str):
                 left_out.append(rung)
                 metrics[f"{rung.name}_skipped"] = found
-                continue
-            metrics[f"{rung.name}_command"] = shown(options)
-            for key, value in found.items():
-                metrics.setdefault(f"{rung.name}_{key}", [])
-                figures = metrics[f"{rung.name}_{key}"]
-                assert isinstance(figures, list)
-                figures.append(value)
+            else:
+                _add(metrics, rung, found)
+                metrics[f"{rung.name}_command"] = shown(options)
             print(f"ladder: {rung.name} {found}", file=sys.stderr, flush=True)
-    return metrics, [*left_out, *aside]
+            yield metrics, [*left_out, *aside]
+
+
+def _add(metrics: Metrics, rung: Rung, found: Mapping[str, float]) -> None:
+    for key, value in found.items():
+        figures = metrics.setdefault(f"{rung.name}_{key}", [])
+        assert isinstance(figures, list)
+        figures.append(value)
 
 
 TOP = next(rung for rung in RUNGS if rung.name == "latents")
@@ -236,8 +263,8 @@ def precompute(photos: Path, store: Path, options: Sequence[str]) -> None:
 def gained(metrics: Measured, rungs: Sequence[Rung] = RUNGS) -> dict[str, float]:
     """Return as "gained" how many times as fast as the first rung the fastest is; nothing if the first did not run."""
     rates = {
-        rung.name: statistics.median(figures)
+        rung.name: statistics.median(figures) if isinstance(figures, list) else float(figures)
         for rung in rungs
-        if isinstance(figures := metrics.get(f"{rung.name}_images_per_second"), list)
+        if (figures := metrics.get(f"{rung.name}_images_per_second")) is not None
     }
     return {"gained": max(rates.values()) / rates[rungs[0].name]} if rungs[0].name in rates else {}

@@ -23,6 +23,8 @@ RESULTS = HERE / "results"
 PACKAGES = ("torch", "lightning", "diffusers", "transformers", "bitsandbytes", "deepspeed")
 COMPARE = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 DIRTY = "-dirty"
+COMMIT_VARIABLE = "GPU_COMMIT"
+"""Environment variable that names the commit on a machine to which the files came without git."""
 WITHIN_NOISE = "within noise"
 
 Hardware = dict[str, str | int | float]
@@ -37,7 +39,8 @@ class Origin:
     """The code that is measured: read before the first measurement, as it may change meanwhile."""
 
     commit: str
-    """Of the checkout, with `-dirty` when a file differs from it or is not in it; `unknown` without git."""
+    """Of the checkout, with `-dirty` when a file differs from it or is not in it. Where there is no checkout, that of
+    the environment variable `GPU_COMMIT`; `unknown` without one."""
     date: str
 
     @classmethod
@@ -57,7 +60,7 @@ def _commit() -> str:
     head = git("rev-parse", "HEAD")
     # A new line in results/ does not change what was measured.
     dirty = git("status", "--porcelain", "--untracked-files=all", "--", "..", ":!results")
-    return (head + (DIRTY if dirty else "")) or "unknown"
+    return (head + (DIRTY if dirty else "")) or os.environ.get(COMMIT_VARIABLE, "unknown")
 
 
 def add_line(
@@ -69,8 +72,11 @@ def add_line(
     peers: Mapping[str, Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
     revision: int = 1,
+    unfinished: bool = False,
 ) -> Row:
     """Print the line of a case, append it to the file of this machine, and return it.
+
+    It takes the place of an unfinished line of the same case, commit and arguments.
 
     Args:
         case: Its name.
@@ -80,6 +86,7 @@ def add_line(
         peers: Name of a peer -> its settings; ``version`` is added where it is a package.
         arguments: What the case was called with, beside its defaults.
         revision: Of what the case measures.
+        unfinished: Whether more figures follow. The line says so, and is written to the file only.
     """
     rounds = {key: value for key, value in measured.items() if isinstance(value, list)}
     machine = hardware()
@@ -101,13 +108,39 @@ def add_line(
         "commit": origin.commit,
         "date": origin.date,
     }
-    text = json.dumps(line)
-    print(text, flush=True)
+    if unfinished:
+        line["unfinished"] = True
+    else:
+        print(json.dumps(line), flush=True)
     if results is not None:
         results.mkdir(parents=True, exist_ok=True)
-        with (results / f"{hardware_slug(machine)}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        path = results / f"{hardware_slug(machine)}.jsonl"
+        others = [text for text in _lines_of(path) if not _goes_on(json.loads(text), line)]
+        text = "".join(f"{each}\n" for each in (*others, json.dumps(line)))
+        part = path.with_suffix(".part")  # a run that is killed now loses nothing
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
     return line
+
+
+def _lines_of(path: Path) -> list[str]:
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line] if path.is_file() else []
+
+
+def _goes_on(row: Row, line: Row) -> bool:
+    """Return whether a line holds the first figures of another."""
+    same = ("case", "revision", "commit", "arguments")
+    return bool(row.get("unfinished")) and all(row.get(key) == line[key] for key in same)
+
+
+def first_figures(
+    case: str, results: Path | None, *, origin: Origin, arguments: Mapping[str, Any], revision: int
+) -> dict[str, float | str]:
+    """Return the metrics and notes of a run of this case, commit and machine that was stopped; {} if there is none."""
+    line = {"case": case, "revision": revision, "commit": origin.commit, "arguments": dict(arguments)}
+    above = [] if results is None else _lines_of(results / f"{hardware_slug(hardware())}.jsonl")
+    rows = [row for row in map(json.loads, above) if _goes_on(row, line) and _is_of_a_commit(row)]
+    return rows[0]["metrics"] | rows[0]["notes"] if rows else {}
 
 
 def read_rows(results: Path) -> list[Row]:
@@ -127,11 +160,11 @@ def read_rows(results: Path) -> list[Row]:
 
 def clean(rows: list[Row]) -> list[Row]:
     """Return the lines that are results: those of a commit as it is, measured with the case's own arguments."""
-    return [
-        row
-        for row in rows
-        if not row["commit"].endswith(DIRTY) and row["commit"] != "unknown" and not row.get("arguments")
-    ]
+    return [row for row in rows if _is_of_a_commit(row) and not row.get("arguments")]
+
+
+def _is_of_a_commit(row: Row) -> bool:
+    return not row["commit"].endswith(DIRTY) and row["commit"] != "unknown"
 
 
 def line_of(row: Row) -> str:

@@ -54,8 +54,9 @@ def bars_of(case: str) -> dict[str, str]:
 
 
 def newest(rows: list[Row], *keys: str) -> dict[tuple[str, ...], Row]:
-    """Return the newest result by some of its entries."""
-    return {tuple(row[key] for key in keys): row for row in clean(rows) if _is_comparable(row)}
+    """Return the newest result by some of its entries; one that was stopped midway only if there is no whole one."""
+    in_order = sorted(rows, key=lambda row: not row.get("unfinished"))
+    return {tuple(row[key] for key in keys): row for row in clean(in_order) if _is_comparable(row)}
 
 
 def _is_comparable(row: Row) -> bool:

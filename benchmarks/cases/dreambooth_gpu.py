@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cases.dreambooth_memory import forecast_of
+from lines import Measured
 
 BARS: dict[str, str] = {}
 TABLE = {
@@ -18,22 +21,29 @@ TABLE = {
 }
 
 
+DRY: dict[str, Any] = {"presets": ("8gb-tiny",), "steps": 1, "more": ("resolution=32", "trainer.accelerator=cpu")}
+
+
 def measure(
-    *, presets: tuple[str, ...] = ("8gb-sd15", "8gb-sd21", "lora_6gb-sd15"), steps: int = 4
-) -> dict[str, float]:
+    *,
+    presets: tuple[str, ...] = ("8gb-sd15", "8gb-sd21", "lora_6gb-sd15"),
+    steps: int = 4,
+    more: tuple[str, ...] = (),
+) -> Iterator[Measured]:
     """Train some steps from files of random weights, without prior preservation: it changes data, not memory.
 
     Args:
         presets: Preset and model.
         steps: Optimizer steps of each run.
+        more: Overrides beside the preset.
 
-    Returns:
-        By preset: ``…_peak_gb``, the most that PyTorch allocated in training, ``…_predicted_gb``, the forecast for
-        the whole device, and ``…_images_per_second``.
+    Yields:
+        After each preset: ``…_peak_gb``, the most that PyTorch allocated in training, ``…_predicted_gb``, the forecast
+        for the whole device, and ``…_images_per_second``.
     """
     from sd_lightning import LatentDiffusion
 
-    metrics = {}
+    metrics: dict[str, float | list[float] | str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write_photos(folder / "photos")
@@ -42,7 +52,7 @@ def measure(
             weights = folder / f"weights-{model}"
             if not weights.exists():
                 LatentDiffusion.build(model).save_pretrained(weights)
-            options = (f"experiment=dreambooth_{preset_name}", f"model={model}", f"model.pretrained={weights}")
+            options = (f"experiment=dreambooth_{preset_name}", f"model={model}", f"model.pretrained={weights}", *more)
             command = [sys.executable, "-m", "sd_lightning.dreambooth", *options, "instance_data_dir=photos"]
             command += ["instance_prompt=a photo of sks dog", f"max_train_steps={steps}", f"output_dir={preset}"]
             subprocess.run(command, check=True, stdout=sys.stderr, cwd=folder)
@@ -54,7 +64,7 @@ def measure(
             if forecast is not None:
                 metrics[f"{preset}_predicted_gb"] = forecast.device / 1e9
             print({key: value for key, value in metrics.items() if key.startswith(preset)}, file=sys.stderr, flush=True)
-    return metrics
+            yield metrics
 
 
 def _write_photos(folder: Path) -> None:

@@ -7,11 +7,13 @@ import gc
 import itertools
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lines import Measured
 from training_runs import Run
 
 BARS: dict[str, str] = {}
@@ -42,6 +44,8 @@ MEASURED = {
     for name, strategy in STRATEGIES.items()
 }
 """The UNet alone, from random weights; under a cap of memory."""
+DRY: dict[str, Any] = {"architectures": ("tiny",), "batches": (2,), "steps": 1, "device": "cpu"}
+NOTHING: Measured = {}
 
 
 def measure(
@@ -51,8 +55,9 @@ def measure(
     steps: int = 6,
     cap_gib: float = 40.0,
     device: str = "cuda",
-) -> dict[str, float]:
-    """Train the sweep, and torch's own AdamW on float32 weights under autocast beside it.
+    done: Measured = NOTHING,
+) -> Iterator[Measured]:
+    """Train the sweep, and torch's own AdamW on float32 weights under autocast beside it; yield all after each run.
 
     Args:
         architectures: Whose UNets are trained, from random weights, at the resolution they were made for.
@@ -61,18 +66,22 @@ def measure(
         cap_gib: What every run may take of the device. A run that does not fit has the metric ``…_fits`` 0 and no
             others.
         device: "cpu" measures times only.
+        done: Metrics of a sweep that was stopped; runs that it has are not made again.
 
-    Returns:
+    Yields:
         By run: images per second, peak GB, GiB copied each way per step, and the milliseconds between the end
         of backward and the end of the step, in which the device waits for the host (``step_phase_ms``).
     """
     if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(cap_gib * 2**30 / total, 1.0))
-    metrics: dict[str, float] = {"cap_gib": cap_gib, "steps": steps}
+    metrics: dict[str, float | list[float] | str] = {**done, "cap_gib": cap_gib, "steps": steps}
+    yield metrics
     for architecture, batch in itertools.product(architectures, batches):
         for name in ("autocast", *SWEEP):
             run = f"{architecture}_b{batch}_{name}"
+            if f"{run}_fits" in done:
+                continue
             try:
                 found = _run(architecture, batch, steps, device, SWEEP.get(name))
             except torch.cuda.OutOfMemoryError:
@@ -82,7 +91,7 @@ def measure(
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
-    return metrics
+            yield metrics
 
 
 def _run(architecture: str, batch: int, steps: int, device: str, settings: dict[str, Any] | None) -> dict[str, float]:

@@ -3,6 +3,7 @@
 On a CPU two processes of one thread train over gloo. What the planner predicts is in `ladder_forecast`.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import ladder
@@ -14,7 +15,7 @@ SETTING = ladder_runs.Setting("tiny", resolution=32, photo_size=256, batch_sizes
 TABLE = ladder.rows("tiny model") | {"tiny model, the fastest rung to the first": "{gained} ×"}
 
 
-def measure(rounds: int = 3, **options: Any) -> Measured:
+def measure(rounds: int = 3, **options: Any) -> Iterator[Measured]:
     """Train every rung.
 
     Args:

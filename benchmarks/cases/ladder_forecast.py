@@ -1,5 +1,6 @@
 """The rungs of `ladder` as the planner predicts them for this machine, which is calibrated for it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import ladder
@@ -11,7 +12,7 @@ BARS: dict[str, str] = {}
 TABLE = ladder.told("tiny model")
 
 
-def measure(**options: Any) -> Measured:
+def measure(**options: Any) -> Iterator[Measured]:
     """Predict every rung.
 
     Args:

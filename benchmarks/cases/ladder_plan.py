@@ -1,9 +1,9 @@
 """The ladder as the planner predicts it: Stable Diffusion 2.1 at 512 x 512 pixels on eight A100 80GB.
 
-Nothing is measured. The planner does not know the loader, the optimizer's kernel and compiled layers: it assumes the
-fast ones from the first rung on. "Stored latents" is also predicted for 1, 2, 4 and 8 GPUs with the same batch on each,
-and FSDP2 and DDP for two such machines whose network is TCP over one card of 100 Gbit/s, or EFA over four. The rungs
-that NVIDIA published are predicted with its model, batches and GPU.
+Nothing is measured. The planner does not know the loader, the kernels of optimizer and average, and compiled layers:
+it assumes the fast ones from the first rung on, and these rungs are not predicted. "Stored latents" is also predicted
+for 1, 2, 4 and 8 GPUs with the same batch on each, and FSDP2 and DDP for two such machines whose network is TCP over
+one card of 100 Gbit/s, or EFA over four. The rungs that NVIDIA published are predicted with its model, batches and GPU.
 """
 
 from dataclasses import replace
@@ -21,9 +21,8 @@ GPU = "a100-80gb"
 COUNTS = (1, 2, 4, 8)
 NETWORKS = {"tcp": 12.5e9, "efa": 50e9}
 """Bytes per second between two machines: all GPUs of a machine share them, and a ring passes them once."""
-TABLE = {
-    f"sd21 on 8 A100 80GB, predicted images per second of {ladder.TITLES}": ladder.table("predicted_images_per_second"),
-    "peak GB of a GPU, predicted": ladder.table("predicted_gb"),
+PRICED = {rung.name for rung in ladder.RUNGS if rung.is_priced}
+TABLE = ladder.told("sd21 on 8 A100 80GB", memory=True) | {
     "stored latents on 1, 2, 4, 8 GPUs, predicted images per second": "; ".join(
         f"{{scaling_{count}_predicted_images_per_second}}" for count in COUNTS
     ),
@@ -32,7 +31,7 @@ TABLE = {
         "{ema_tcp_predicted_images_per_second}; {ema_efa_predicted_images_per_second}"
     ),
     "NVIDIA's rungs, predicted images per second": "; ".join(
-        f"{{nvidia_{each.rung}_predicted_images_per_second}}" for each in NVIDIA_LADDER
+        f"{{nvidia_{each.rung}_predicted_images_per_second}}" for each in NVIDIA_LADDER if each.rung in PRICED
     ),
 }
 
@@ -60,7 +59,7 @@ def measure(
     def told(name: str, count: int, reached: Any = speeds) -> tuple[float, float]:
         return predicted(way(count).command(of[name], []), Hardware(device, reached, count))
 
-    metrics = dict(forecasts(way(most), [], Hardware(device, speeds, most)))
+    *_, metrics = forecasts(way(most), [], Hardware(device, speeds, most))
     for count in counts:
         rate, memory = told("latents", count)
         metrics |= {f"scaling_{count}_predicted_images_per_second": rate, f"scaling_{count}_predicted_gb": memory}
@@ -80,6 +79,8 @@ def nvidia() -> dict[str, float]:
     alone, of = Hardware(*hardware(GPU), 1), {rung.name: rung for rung in ladder.RUNGS}
     found = {}
     for each in NVIDIA_LADDER:
+        if each.rung not in PRICED:
+            continue
         options = ("model=sd15", "data.resolution=512")
         way = ladder.Climb(options, "photos", "latents", (each.batch_size, each.batch_size))
         rate, _ = predicted(way.command(of[each.rung], []), alone)

@@ -11,6 +11,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 
+from lines import Measured
+from sd_lightning.planner.measuring import Effort
 from training_runs import Run
 
 BARS = {"memory_off_by": "<= 0.1", "time_off_by": "<= 0.15", "auto_to_best": ">= 0.95"}
@@ -64,10 +67,18 @@ MEASURED = {
 }
 
 
+DRY: dict[str, Any] = {
+    "architecture": "tiny",
+    "steps": 5,
+    "grid": (Setting("single", 2), Setting("gemini", 4, checkpointing="auto")),
+    "effort": Effort(least=1e-4, sizes=2, stepped=2**20, links=False),
+}
+
+
 def measure(
     *, architecture: str = "sd15", steps: int = 8, grid: tuple[Setting, ...] = GRID, effort: Any = None
-) -> dict[str, float]:
-    """Train under every setting, then by the planner's own choice.
+) -> Iterator[Measured]:
+    """Train under every setting, then by the planner's own choice; yield all metrics after each run.
 
     Args:
         architecture: Which model is built.
@@ -81,7 +92,7 @@ def measure(
 
     found = calibrate(date.today().isoformat(), effort)
     model = LatentDiffusion.build(architecture, device="meta")
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | list[float] | str] = {}
     speeds_of: dict[str, float] = {}
     errors: dict[str, list[float]] = {"memory": [], "time": []}
 
@@ -93,14 +104,16 @@ def measure(
         metrics[f"{name}_time"] = plan.time.total / seconds
         errors["time"].append(abs(plan.time.total / seconds - 1))
         if peak:
-            metrics[f"{name}_memory"] = (told.nbytes - told.parts["allowance"]) / peak
-            errors["memory"].append(abs(metrics[f"{name}_memory"] - 1))
+            ratio = (told.nbytes - told.parts["allowance"]) / peak
+            metrics[f"{name}_memory"] = ratio
+            errors["memory"].append(abs(ratio - 1))
         speeds_of[name] = plan.run.batch_size / seconds
         print(name, {key: value for key, value in metrics.items() if key.startswith(name)}, file=sys.stderr, flush=True)
 
     for setting in grid:
         (plan,) = plans(model, found, [setting.strategy], setting, [setting.batch_size])
         compare(str(setting), plan)
+        yield metrics
     comparable = [setting for setting in grid if setting.precision == "bf16-mixed"]
     names, sizes = ({getattr(each, key) for each in comparable} for key in ("strategy", "batch_size"))
     chosen = plans(model, found, sorted(names), None, sorted(sizes))[0]
@@ -109,7 +122,7 @@ def measure(
     metrics["auto_to_best"] = speeds_of["auto"] / best
     metrics["time_off_by"] = statistics.median(errors["time"])
     metrics["memory_off_by"] = max(errors["memory"], default=0.0)
-    return metrics
+    yield metrics
 
 
 def plans(model: Any, found: Any, names: list[str], setting: Setting | None, sizes: list[int]) -> Any:

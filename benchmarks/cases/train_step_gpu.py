@@ -18,6 +18,9 @@ TABLE = {
 MEASURED = dict.fromkeys(("plain", "checkpointed"), Run("sd15", 512, "single", batch_size=8, encoders="text"))
 
 
+DRY = {"architecture": "tiny", "batch_size": 2, "steps": 3}
+
+
 def measure(*, architecture: str = "sd15", batch_size: int = 8, steps: int = 30, precision: str = "bf16-mixed") -> dict:
     """Train some steps with and without gradient checkpointing.
 

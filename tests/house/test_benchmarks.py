@@ -4,7 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from places import REPO
-from sd_lightning.planner.measuring import Effort
 
 BENCHMARKS = REPO / "benchmarks"
 
@@ -69,21 +68,11 @@ def test_peers_of_deepspeed_get_buckets_of_the_size_of_the_model(tools: tuple[Mo
     assert hand_written.zero_optimization(stage=3, offload=True, live=10)["stage3_max_live_parameters"] == 10
 
 
-@pytest.mark.slow
-def test_the_grid_of_the_planner_runs_on_the_cpu_too(tools: tuple[ModuleType, ...]) -> None:
-    case = tools[0].load_case("planner_gpu")
-    grid = (case.Setting("single", 2), case.Setting("gemini", 4, checkpointing="auto"))
-    effort = Effort(least=1e-4, sizes=2, stepped=2**20, links=False)
-    found = case.measure(architecture="tiny", steps=5, grid=grid, effort=effort)
-    assert {"single_2_bf16_mixed_false_time", "gemini_4_bf16_mixed_auto_time", "auto_time"} <= found.keys()
-    assert found["auto_to_best"] > 0 and found["time_off_by"] > 0 and all(figure >= 0 for figure in found.values())
-
-
 def test_the_gpu_sweep_of_gemini_runs_on_the_cpu_too(
     tools: tuple[ModuleType, ...],
 ) -> None:
     case = tools[0].load_case("gemini_gpu")
-    metrics = case.measure(architectures=("tiny",), batches=(2,), steps=1, device="cpu")
+    *_, metrics = case.measure(**case.DRY)
     assert all(metrics[f"tiny_b2_{name}_fits"] == 1 for name in ("autocast", *case.SWEEP))
     # Half of the gradients go to the host as bfloat16, and half of the weights come back.
     assert 0 < metrics["tiny_b2_half_optim_fast_to_slow_gib"] < metrics["tiny_b2_optim_fast_to_slow_gib"]
@@ -149,6 +138,56 @@ def test_a_run_appends_a_line_with_all_fields(
     assert {"commit", "date"} <= rows[0].keys()
     assert {"cpu", "cores", "memory_gib"} <= rows[0]["hardware"].keys()
     assert file.stem == lines.hardware_slug(rows[0]["hardware"])
+
+
+def test_a_run_that_is_stopped_leaves_a_line_and_goes_on_after_it(
+    tools: tuple[ModuleType, ...],
+    lines: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, report = tools[:2]
+    measured: list[str] = []
+
+    def measure(done: Any) -> Iterator[dict[str, float]]:
+        found = dict(done)
+        for name in ("one", "two", "three"):
+            if name in done:
+                continue
+            if name == "three" and "one" not in done:
+                raise KeyboardInterrupt  # the time is over
+            measured.append(name)
+            found[name] = float(len(measured))
+            yield found
+
+    monkeypatch.setattr(run, "load_case", lambda name: a_case(measure=measure))
+    monkeypatch.setattr(run, "case_names", lambda: ["probe"])
+    monkeypatch.setattr(lines, "_commit", lambda: "0123456789abcdef")
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["probe", "--results", str(tmp_path)])
+    (row,) = lines.read_rows(tmp_path)
+    assert row["unfinished"] and row["metrics"] == {"one": 1, "two": 2} and capsys.readouterr().out == ""
+    assert report.newest([{**row, "metrics": {"old": 1}, "unfinished": False}, row], "case")[("probe",)]["metrics"] == {
+        "old": 1
+    }, "a whole line is shown rather than a newer one that is not"
+    assert run.main(["probe", "--results", str(tmp_path)]) == 0
+    (row,) = lines.read_rows(tmp_path)
+    assert measured == ["one", "two", "three"] and row["metrics"] == {"one": 1, "two": 2, "three": 3}
+    assert "unfinished" not in row and json.loads(capsys.readouterr().out) == {
+        key: value for key, value in row.items() if key != "machine"
+    }
+    assert list(tmp_path.iterdir()) == [tmp_path / f"{row['machine']}.jsonl"]
+
+
+def test_where_there_is_no_checkout_the_commit_is_named(
+    lines: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "HERE", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert lines.Origin.now().commit == "unknown"
+    monkeypatch.setenv("GPU_COMMIT", "89abcdef01")
+    assert lines.Origin.now().commit == "89abcdef01"
 
 
 def test_the_commit_is_read_before_measuring_and_new_files_make_it_dirty(

@@ -1,6 +1,7 @@
 """The planning program: what it prints and writes, and what it refuses."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,5 +182,39 @@ def test_what_the_allocator_loses_is_told_if_it_matters(monkeypatch: pytest.Monk
 
     assert told(10**7) == []
     (line,) = told(5 * 10**8)
-    assert line.startswith("CUDA's allocator loses 0.5 GB") and line.endswith("expandable_segments:True avoids that")
-    assert "does not fit then" not in line and "does not fit then" in told(2 * 10**9)[0]
+    assert line.startswith("train sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it, CUDA's allocator")
+    assert line.endswith("loses 0.5 GB more between the blocks of the fastest plan")
+    assert told(2 * 10**9)[0].endswith(", which does not fit then")
+    best.memory.device = 10**9
+    assert told(4 * 10**7) == [], "0.0 GB is not told"
+
+
+def test_train_has_the_allocator_grow_its_segments_as_plans_assume(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sd_lightning.apps import train
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: Any) -> Any:
+        raise Stop
+
+    monkeypatch.setattr(train, "preflight", stop)  # before which no memory is taken
+    cfg = compose("train", "model=tiny")
+
+    def settings(**given: str) -> tuple[str | None, ...]:
+        names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        for name in names:
+            monkeypatch.setenv(name, given.get(name, ""))
+            if name not in given:
+                monkeypatch.delenv(name)
+        with pytest.raises(Stop):
+            train.train(cfg)
+        return tuple(os.environ.get(name) for name in names)
+
+    assert settings() == ("expandable_segments:True", None)
+    assert settings(PYTORCH_ALLOC_CONF="expandable_segments:True,x:1") == (None, "expandable_segments:True,x:1")
+    assert not caplog.records
+    assert settings(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync") == ("backend:cudaMallocAsync", None)
+    assert "PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync: without expandable_segments:True" in caplog.text

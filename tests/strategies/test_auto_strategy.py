@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,8 +231,11 @@ def test_a_machine_that_is_not_known_is_to_be_measured(tmp_path: Path, monkeypat
             fit(AutoStrategy(), Bert(), tmp_path)
 
 
-def test_before_a_fit_it_validates_as_ddp_does(tmp_path: Path) -> None:
+def test_before_a_fit_it_validates_as_ddp_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     trainer = jobs.trainer(AutoStrategy(gpu(24)), tmp_path, jobs.Losses(), **QUIET)
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True", "which plans assume"
     found = trainer.validate(Bert(), verbose=False)
     assert isinstance(trainer.strategy, DDPStrategy) and found[0]["val"] > 0
 

@@ -28,6 +28,7 @@ from sd_lightning.planner.remedies import Remedy, remedies
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Cluster, Plan, Plans, Search, search
+from sd_lightning.planner.segments import EXPANDABLE
 from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
@@ -112,18 +113,19 @@ def told_hints(prepared: Search, found: Plans) -> list[str]:
 
 def _fragments(prepared: Search, fastest: Plan) -> list[str]:
     lost = prepared.segments(fastest).fragments
-    if lost < _WORTH_TELLING * fastest.memory.device:
+    if lost < max(_WORTH_TELLING * fastest.memory.device, _LEAST_TOLD):
         return []
     fits = fastest.memory.device + lost <= fastest.cluster.memory
     return [
-        f"CUDA's allocator loses {lost / GB:.1f} GB more between the blocks of the fastest plan"
-        + ("" if fits else ", which does not fit then")
-        + "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that"
+        f"train sets PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}; without it, CUDA's allocator loses {lost / GB:.1f} GB more "
+        "between the blocks of the fastest plan" + ("" if fits else ", which does not fit then")
     ]
 
 
 _WORTH_TELLING = 0.01
 """Part of a plan's memory."""
+_LEAST_TOLD = 0.05 * GB
+"""Less is printed as 0.0 GB."""
 
 
 def record_of(cfg: DictConfig, training: TrainingRun, found: Plans, price: Price | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from sd_lightning.apps.preflight import (
 )
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
 from sd_lightning.apps.trainer_checks import check_trainer, left_to_planner
+from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.run_folder import PLAN
 
@@ -54,6 +55,7 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
     Returns:
         Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
     """
+    use_expandable_segments()
     run_dir = Path(cfg.output_dir)
     resume, parts = preflight(cfg, run_dir)
     trained = resume is not None and cfg.trainer.max_steps <= checkpoint.step_of(resume)

@@ -6,6 +6,8 @@ It takes memory in segments, cuts blocks from them, and gives only whole segment
 
 from __future__ import annotations
 
+import logging
+import os
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
@@ -14,6 +16,10 @@ import numpy as np
 from sd_lightning.planner.recording import ROUNDING
 from sd_lightning.planner.trace import Trace
 
+log = logging.getLogger(__name__)
+
+EXPANDABLE = "expandable_segments:True"
+_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 MIB = 2**20
 _SMALL = MIB
 """Blocks up to this size are in segments of their own."""
@@ -21,6 +27,21 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE = 10 * MIB
 """Blocks from this size on make their own segment, in multiples of :data:`_SMALL_SEGMENT`."""
 _LARGE_SEGMENT = 20 * MIB
+
+
+def use_expandable_segments() -> None:
+    """Have CUDA's allocator grow its segments page by page, as plans assume: it loses no memory between blocks then.
+
+    Must be called before memory is taken on a GPU. What the environment says already stays.
+    """
+    given = next((name for name in _SETTINGS if name in os.environ), None)
+    if given is None:
+        os.environ[_SETTINGS[0]] = EXPANDABLE
+    elif EXPANDABLE not in os.environ[given]:
+        log.warning(
+            "%s=%s: without %s, CUDA's allocator may take more memory than is predicted; add it",
+            *(given, os.environ[given], EXPANDABLE),
+        )
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Cluster, Plan, Plans, Search
+from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.strategies.base import engine_of
 from sd_lightning.strategies.candidates import register_candidates
 from sd_lightning.strategies.ddp import DDPStrategy
@@ -69,6 +70,7 @@ class AutoStrategy(DDPStrategy):
         timeout_seconds: float = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds=timeout_seconds)
+        use_expandable_segments()
         self._given: tuple[Device, Speeds] | None = None
         if isinstance(device, str):
             self._given = hardware(device)

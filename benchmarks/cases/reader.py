@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from sd_lightning.data.order import EpochOrder
-from sd_lightning.data.store.encoding import about
-from sd_lightning.data.store.files import name_of, serialized
+from sd_lightning.data.store.encoding import latent_file
+from sd_lightning.data.store.files import name_of
 from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.data.store.rows import SampleRows
@@ -99,7 +99,7 @@ def write_store(folder: Path, latents: np.ndarray, ids: np.ndarray) -> StoreRead
             "sizes": torch.zeros(end - begin, 4, dtype=torch.int32),
             "images": torch.from_numpy(rows.images.copy()),
         }
-        data = serialized(tensors, about(tensors, recipe, {}))
+        data = latent_file(tensors, recipe, {})
         store.put(LATENTS, f"{begin}", data)
         place = np.stack([np.zeros(end - begin, np.int64), np.arange(end - begin)], axis=1)
         samples = rows.to_bytes([(f"{begin}", len(data))], place, {"text_encoder": torch.from_numpy(ids[begin:end])})

@@ -245,7 +245,7 @@ class TestNeverStale:
         update(tmp_path / "store", ImageFolder(photos))
         shout = Tokenizing(lambda texts: tokenize([text.upper() for text in texts]), "upper")
         ran = update(tmp_path / "store", ImageFolder(photos), tokenizing=shout)
-        assert ran.counts.encoded == 0 and ran.counts.added == 23
+        assert ran.counts.encoded == 0 and ran.counts.kept == 23
         ids = reader(tmp_path / "store").token_ids(np.array([2]), np.zeros(1, int))["text_encoder"]
         assert torch.equal(ids, tokenize(["PICTURE 002"])["text_encoder"])
 

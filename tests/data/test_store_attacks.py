@@ -1,21 +1,31 @@
 """What people and machines do to stores: random histories of changes, kills, prunings and damage by hand."""
 
 import errno
+import json
 import os
 import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from locations import refusal
+from sd_lightning._errors import UsageError
+from sd_lightning.apps.store_upkeep import verify
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.store.store import LatentStore, recipes
+from sd_lightning.data.store import encoding, key_table
+from sd_lightning.data.store.files import name_of, serialized
+from sd_lightning.data.store.recipe import Recipe
+from sd_lightning.data.store.rows import SampleRows
+from sd_lightning.data.store.seal import BLANK
+from sd_lightning.data.store.store import Generation, LatentStore, recipes
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.storage import local_folder
 from sd_lightning.storage.local_folder import LocalFolder
@@ -223,28 +233,138 @@ def test_a_damaged_file_is_never_taken_for_whole(kind: str, how: str, photos: Pa
     data = path.read_bytes()
     path.write_bytes({"truncated": data[:-30], "empty": b"", "garbage": bytes(reversed(data))}[how])
     (photos / "000.txt").write_text("another caption")
-    if (kind, how) != ("latents", "garbage"):  # whose bytes are not read
-        message = refusal(lambda: update(tmp_path / "store", ImageFolder(photos)), "truncated or altered", "verify")
-        assert path.name.partition(".")[0] in message
+    message = refusal(lambda: update(tmp_path / "store", ImageFolder(photos)), "truncated or altered", "verify")
+    assert path.name.partition(".")[0] in message
     assert broken(tmp_path / "store") == [f"{kind}/{path.name}"]
     path.unlink()
     update(tmp_path / "store", ImageFolder(photos))
     assert same(held(reader(tmp_path / "store")), expected(photos)) and not broken(tmp_path / "store")
 
 
-def test_an_altered_row_of_a_table_is_found(photos: Path, tmp_path: Path) -> None:
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def column_of(path: Path, column: str) -> tuple[int, int]:
+    """Where a column of a safetensors file begins and ends."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    first, last = json.loads(data[8:begin])[column]["data_offsets"]
+    return begin + first, begin + last
+
+
+def test_verify_finds_a_flipped_bit_anywhere(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", {"train": ImageFolder(photos), "val": ImageFolder(photos)})
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert {path.parent.name for path in files} == {"latents", "samples", "tables", "generations", "recipes"}
+    assert verify(str(tmp_path / "store"), dry_run=True) == 0
+    for path in files:
+        data = path.read_bytes()
+        for position in range(0, len(data), -(-len(data) // 40)):
+            flip(path, position, position % 8)
+            try:
+                found = verify(str(tmp_path / "store"), dry_run=True) == 1
+            except UsageError as error:
+                found = path.name in str(error)
+            assert found, (path, position)
+            path.write_bytes(data)
+
+
+@pytest.mark.parametrize("column", ["row", "shard", "high", "low"])
+def test_an_altered_table_gives_no_image_the_latents_of_another(column: str, photos: Path, tmp_path: Path) -> None:
     update(tmp_path / "store", ImageFolder(photos))
     path = next((tmp_path / "store").rglob("tables/*.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[int.from_bytes(data[:8], "little") + 8 + 7] ^= 255  # the first hash is no longer the smallest
-    path.write_bytes(data)
+    begin, end = column_of(path, column)
+    for position in range(begin, end, 4):
+        flip(path, position)
     assert broken(tmp_path / "store") == [f"tables/{path.name}"]
+    for i in range(9):
+        (photos / f"{i:03}.txt").write_text(f"another caption {i}")
+    update(tmp_path / "store", ImageFolder(photos))
+    assert same(held(reader(tmp_path / "store")), expected(photos))
+
+
+@pytest.mark.parametrize("column", ["latents", "sizes", "checks"])
+def test_altered_latents_are_not_trained_on(column: str, photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    path = max((tmp_path / "store").rglob("latents/*.safetensors"))
+    begin, end = column_of(path, column)
+    flip(path, (begin + end) // 2, 6)
+    store = reader(tmp_path / "store")
+    message = refusal(lambda: store.latents(np.arange(9)), "not those that were written", "verify store=")
+    assert path.name in message
+    path.unlink()
+    update(tmp_path / "store", ImageFolder(photos))
+    assert same(held(reader(tmp_path / "store")), expected(photos))
+
+
+@pytest.mark.parametrize("column", ["captions", "place", "images", "input_ids.text_encoder"])
+def test_an_altered_sample_file_is_neither_read_nor_copied(column: str, photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    path = next((tmp_path / "store").rglob("samples/*.safetensors"))
+    flip(path, column_of(path, column)[0])
+    refusal(lambda: reader(tmp_path / "store").captions(0), path.name, "not those that were written")
+    refusal(lambda: reader(tmp_path / "store").latents(np.arange(2)), path.name, "not those that were written")
+    (photos / "000.txt").write_text("another caption")
+    refusal(lambda: update(tmp_path / "store", ImageFolder(photos)), path.name, "not those that were written")
+
+
+def test_prune_does_not_copy_altered_latents(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    for i in (0, 1):
+        (photos / f"{i:03}.png").unlink()
+    update(tmp_path / "store", ImageFolder(photos))
+    for path in (tmp_path / "store").rglob("latents/*.safetensors"):
+        flip(path, column_of(path, "latents")[1] - 1)
+    refusal(lambda: prune(tmp_path / "store"), "truncated or altered", "verify")
+
+
+def old_latent_file(tensors: dict[str, torch.Tensor], of: Recipe, bad: dict[str, str]) -> bytes:
+    """What versions before seals wrote."""
+    digest = name_of(*(tensors[name].view(-1).view(torch.uint8).numpy().data for name in sorted(tensors)))
+    about = {"rows": len(tensors["images"]), "variants": of.variants, "recipe": of.fingerprint, "bad": bad}
+    return serialized(tensors, {**about, "digest": digest})
+
+
+def old_list(generation: Generation) -> str:
+    given = asdict(generation)
+    del given["has_seal"], given["stamps"]
+    return json.dumps({"format": 1, **given}, sort_keys=True)
+
+
+def test_a_store_of_a_version_without_seals_is_read_kept_and_told_of(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_of = SampleRows.of
+    with monkeypatch.context() as before:
+        before.setattr(encoding, "latent_file", old_latent_file)
+        before.setattr(Generation, "to_json", old_list)
+        before.setattr(key_table, "seal_file", lambda path: None)
+        before.setattr(SampleRows, "of", lambda found, salt, shape: rows_of(found, "bytes", shape=shape))
+        update(tmp_path / "store", ImageFolder(photos))
+    for path in (tmp_path / "store").rglob("tables/*.safetensors"):
+        seal = f', "seal": "{BLANK}"'.encode()
+        path.write_bytes(path.read_bytes().replace(seal, b" " * len(seal)))
+    assert same(held(reader(tmp_path / "store")), expected(photos))
+    assert verify(str(tmp_path / "store"), dry_run=True) == 0
+    assert "2 lists and tables of an older version have no seal" in capsys.readouterr().out
+    assert update(tmp_path / "store", ImageFolder(photos)).generation.number == 2, "the list has a seal now"
+    (photos / "000.txt").write_text("another caption")
+    ran = update(tmp_path / "store", ImageFolder(photos))
+    assert ran.counts.kept == 8 and ran.counts.encoded == 0
+    assert same(held(reader(tmp_path / "store")), expected(photos))
+    assert update(tmp_path / "store", ImageFolder(photos)).generation.number == 3
+    path = next((tmp_path / "store").rglob("latents/*.safetensors"))
+    flip(path, column_of(path, "latents")[0])
+    assert verify(str(tmp_path / "store"), dry_run=True) == 1
 
 
 def test_a_broken_list_of_samples_is_named_with_the_remedy(photos: Path, tmp_path: Path) -> None:
     update(tmp_path / "store", ImageFolder(photos))
     path = next((tmp_path / "store").rglob("generations/*.json"))
-    for text in (path.read_text()[:40], "", "[]", "null", '{"format": 2}'):
+    for text in (path.read_text()[:40], "", "[]", "null", '{"format": 2}', '{"format": 1, "number": "x"}'):
         path.write_text(text)
         refusal(lambda: reader(tmp_path / "store"), str(path), "delete the file to go back")
     path.unlink()

@@ -16,6 +16,7 @@ from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.store.metadata import CaptionImport, Imported, export_table
 from sd_lightning.data.store.store import LatentStore
 from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.subset import SourceSubset
 from sd_lightning.storage.locations import open_location
 from small_store import reader, recipe, tokenize, update, write_picture, write_pictures
 
@@ -137,6 +138,30 @@ class TestImport:
         assert bring(tmp_path, rows) == Imported(changed=23, same=0, absent=23)
         assert set(map(tuple, captions(tmp_path, "val").values())) == {("held out",)}
         assert captions(tmp_path)["004"] == ["one caption", "and another"]
+
+    def test_they_stay_although_the_tokenizers_change(self, photos: Path, tmp_path: Path) -> None:
+        update(tmp_path / "store", ImageFolder(photos))
+        bring(tmp_path, [{**row, "captions": ["imported"]} for row in export(tmp_path)])
+        shout = Tokenizing(lambda texts: tokenize([text.upper() for text in texts]), "upper")
+        assert update(tmp_path / "store", ImageFolder(photos), tokenizing=shout).counts.kept == 23
+        store = reader(tmp_path / "store")
+        assert all(store.captions(i) == ["imported"] for i in range(23))
+        ids = store.token_ids(np.arange(23), np.zeros(23, int))["text_encoder"]
+        assert torch.equal(ids, tokenize(["IMPORTED"] * 23)["text_encoder"])
+
+    def test_they_stay_when_a_sample_changes_its_split(self, photos: Path, tmp_path: Path) -> None:
+        source = ImageFolder(photos)
+        halves = {"train": SourceSubset(source, range(3, 23)), "val": SourceSubset(source, range(3))}
+        update(tmp_path / "store", halves)
+        rows = [{**row, "captions": [f"imported {Path(row['name']).stem}"]} for row in export(tmp_path)]
+        bring(tmp_path, rows)
+        halves = {"train": SourceSubset(source, [0, *range(5, 23)]), "val": SourceSubset(source, [1, 2, 3, 4])}
+        ran = update(tmp_path / "store", halves)
+        assert (ran.counts.encoded, ran.counts.moved) == (0, 3)
+        found = captions(tmp_path) | captions(tmp_path, "val")
+        assert found == {f"{i:03}": [f"imported {i:03}"] for i in range(23)}
+        update(tmp_path / "store", source)  # nothing is held out any more
+        assert captions(tmp_path) == found
 
     def test_precompute_keeps_them_until_the_sample_changes(self, photos: Path, tmp_path: Path) -> None:
         update(tmp_path / "store", ImageFolder(photos))

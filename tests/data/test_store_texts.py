@@ -1,11 +1,13 @@
 """Text embeddings in a store: those of the captions that are there, whatever has changed."""
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,7 +18,7 @@ from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.samples import CaptionedImages
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import StoredImages
-from sd_lightning.data.store.files import write_groups
+from sd_lightning.data.store.files import CHECKS, row_sums, write_groups
 from sd_lightning.data.store.rows import captions_hash
 from sd_lightning.data.store.store import LatentStore
 from sd_lightning.data.store.stored_texts import StoredTexts
@@ -205,7 +207,17 @@ def test_the_kind_tells_text_encoders_and_tokenizers_apart() -> None:
     assert kind == text_kind(same) != text_kind(other)
     next(iter(same.text_encoders["text_encoder"].parameters())).data.view(-1)[0] += 1e-3
     assert text_kind(same) != kind
-    model.tokenizers["tokenizer"].model_max_length = 7
+    tokenizer = model.tokenizers["tokenizer"]
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules["model"]["merges"].reverse()
+    model.tokenize(["a caption"])  # which sets truncation and padding
+    assert text_kind(model) == kind
+    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(rules))
+    assert text_kind(model) != kind, "the same vocabulary, other merges"
+    rules["model"]["merges"].reverse()
+    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(rules))
+    assert text_kind(model) == kind
+    tokenizer.model_max_length = 7
     assert text_kind(model) != kind
 
 
@@ -215,7 +227,31 @@ def test_a_file_written_by_groups_is_a_safetensors_file(tmp_path: Path) -> None:
     size = write_groups(tmp_path / "file.safetensors", groups, rows=10)
     assert size == (tmp_path / "file.safetensors").stat().st_size
     found = load_file(tmp_path / "file.safetensors")
+    assert torch.equal(found.pop(CHECKS), row_sums(columns["a"]) + row_sums(columns["b.c"]))
     assert found.keys() == columns.keys() and all(torch.equal(found[name], columns[name]) for name in columns)
+
+
+@pytest.mark.parametrize("how", ["truncated", "altered"])
+def test_damaged_embeddings_are_neither_kept_nor_trained_on(how: str, photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    embed(tmp_path / "store", tmp_path / "scratch")
+    name = reader(tmp_path / "store").entries[0].captions
+    path = next((tmp_path / "store").rglob(f"texts/*/{name}.safetensors"))
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(data[:-20])
+        with pytest.raises(UsageError, match="truncated or altered.*verify"):
+            embed(tmp_path / "store", tmp_path / "scratch")
+    else:
+        data[-60] ^= 4  # in the last row's embeddings
+        path.write_bytes(data)
+        with pytest.raises(UsageError, match="not those that were written.*verify"):
+            is_right(tmp_path / "store")
+    assert [found for found, _ in broken_files(store_of(tmp_path / "store"), tmp_path / "scratch")] == [
+        f"{KIND}/{path.name}"
+    ]
+    path.unlink()
+    assert embed(tmp_path / "store", tmp_path / "scratch") == 1 and is_right(tmp_path / "store")
 
 
 def test_nested_names_are_joined_and_parted() -> None:

@@ -187,9 +187,11 @@ def tell(job: StoreJob, generation: Generation, bad: BadSamples, progress: Stage
         if counts.found
         else (f"{counts.encoded} images encoded")
     )
+    moved = f" ({counts.moved} of them moved from another split)" if counts.moved else ""
     speed = f", {progress.images / seconds:.3g} img/s ({shares(progress.seconds)})" if progress.images else ""
     print(
-        f"samples: {splits}; {counts.kept} kept, {counts.added} added, {counts.removed} removed, {len(bad.found)} bad; "
+        f"samples: {splits}; {counts.kept} kept, {counts.added} added{moved}, {counts.removed} removed, "
+        f"{len(bad.found)} bad; "
         f"{done}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +15,11 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.data.shapes import Shape
 from sd_lightning.data.source import BadSample, Source
-from sd_lightning.data.store.files import hashes_of, name_of, serialized
+from sd_lightning.data.store.files import CHECKS, hashes_of, name_of, row_sums, serialized
 from sd_lightning.data.store.key_table import HASH_BYTES
 from sd_lightning.data.store.recipe import DTYPES, Recipe
-from sd_lightning.data.store.store import LATENTS, path_of
+from sd_lightning.data.store.seal import BLANK, sealed
+from sd_lightning.data.store.store import LATENTS, LatentStore, path_of
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, place, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
@@ -129,7 +129,7 @@ class ShardEncoder:
             "sizes": torch.tensor(sizes, dtype=torch.int32),
             "images": torch.from_numpy(rows.copy()),
         }
-        data = serialized(tensors, about(tensors, self.recipe, bad))
+        data = latent_file(tensors, self.recipe, bad)
         name = task.name(self.recipe)
         self.folder.create(path_of(LATENTS, name), data)
         seconds["write"] += time.perf_counter() - start
@@ -197,20 +197,17 @@ class ShardEncoder:
         return stored
 
 
-def about(tensors: Mapping[str, Tensor], recipe: Recipe, bad: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata of a latent file; ``digest`` finds altered bytes."""
-    return {
+def latent_file(tensors: Mapping[str, Tensor], recipe: Recipe, bad: Mapping[str, str]) -> bytes:
+    """Return a latent file: ``latents``, ``sizes`` and ``images``, with a check sum of each row, and sealed."""
+    about = {
         "rows": len(tensors["images"]),
         "variants": recipe.variants,
         "recipe": recipe.fingerprint,
         "bad": bad,
-        "digest": digest_of(tensors),
+        "seal": BLANK,
     }
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the contents of a latent file."""
-    return name_of(*(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data for name in sorted(tensors)))
+    checks = row_sums(tensors["latents"]) + tensors["sizes"].sum(1)
+    return sealed(serialized({**tensors, CHECKS: checks}, about))
 
 
 def number_of(image: np.ndarray) -> int:
@@ -218,24 +215,16 @@ def number_of(image: np.ndarray) -> int:
     return int.from_bytes(image[:7].tobytes(), "big")
 
 
-def already_encoded(folder: Location, task: EncodeTask, recipe: Recipe, size: int) -> Encoded:
+def already_encoded(store: LatentStore, task: EncodeTask, size: int) -> Encoded:
     """Return a task's result from the file that an earlier job has written; only its header and hashes are read.
 
     Raises:
         UsageError: The file is truncated or altered.
     """
-    name = task.name(recipe)
-    path = path_of(LATENTS, name)
-    try:
-        length = int.from_bytes(folder.read(path, 0, 8), "little")
-        header = json.loads(folder.read(path, 8, 8 + length))
-        begin, end = header["images"]["data_offsets"]
-        if 8 + length + max(each["data_offsets"][1] for key, each in header.items() if key[0] != "_") != size:
-            raise ValueError(f"it has {size} bytes")
-        data = folder.read(path, 8 + length + begin, 8 + length + end)
-        bad = json.loads(header["__metadata__"]["about"])["bad"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{folder.url}/{path} is truncated or altered ({error}); delete it and run precompute again"
-        ) from error
-    return Encoded(name, size, np.frombuffer(data, np.uint8).reshape(-1, HASH_BYTES), bad)
+    name = task.name(store.recipe)
+    with store.readable(path_of(LATENTS, name)):
+        bad = store.metadata(LATENTS, name, size)["bad"]
+        images = np.frombuffer(store.column(LATENTS, name, "images")[0], np.uint8).reshape(-1, HASH_BYTES)
+        if not np.array_equal(images, task.images[[image.tobytes().hex() not in bad for image in task.images]]):
+            raise ValueError("it has other images than its name says")
+    return Encoded(name, size, images, bad)

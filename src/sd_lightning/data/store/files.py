@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -18,13 +18,17 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.key_table import HASH_BYTES
+from sd_lightning.data.store.seal import BLANK, UNREADABLE, is_sealed_file, seal_file
 from sd_lightning.storage.safetensors_file import DTYPE_OF_NAME, NAME_OF_DTYPE
 
+ALTERED = "its bytes are not those that were written"
 _ABOUT = "about"
 """The one entry of a file's metadata: JSON."""
+CHECKS = "checks"
+"""Column of the check sum of each row, compared whenever a row is read; older files have none."""
 
 
-def name_of(*parts: bytes | memoryview) -> str:
+def name_of(*parts: bytes | bytearray | memoryview) -> str:
     """Return the name of a file whose contents these bytes decide: a hash, 32 hexadecimal digits."""
     found = blake2b(digest_size=HASH_BYTES)
     for part in parts:
@@ -56,38 +60,43 @@ def write_groups(path: Path, groups: Iterable[Mapping[str, Tensor]], *, rows: in
         rows: Rows of all groups together, at least 1.
 
     Returns:
-        Its bytes. Its metadata has ``rows`` and ``digest``, the hash of all columns.
+        Its bytes. Its metadata has ``rows`` and a seal; a column ``checks`` has the sum of each row.
     """
     columns: dict[str, Any] = {}
     begins: dict[str, int] = {}
     header, done, end = b"", 0, 0
 
-    def header_with(digest: str) -> bytes:
-        about = json.dumps({"rows": rows, "digest": digest}, sort_keys=True)
+    def header_of_columns() -> bytes:
+        about = json.dumps({"rows": rows, "seal": BLANK}, sort_keys=True)
         text = json.dumps({"__metadata__": {_ABOUT: about}, **columns}).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
     with open(path, "w+b") as file:
-        for group in groups:
+        for given in groups:
+            sums = torch.stack([row_sums(tensor) for tensor in given.values()]).sum(0)
+            group = {**given, CHECKS: sums}
             if not done:
                 for name, tensor in group.items():
                     begin, end = end, end + rows * tensor[0].nbytes
                     dtype, shape = NAME_OF_DTYPE[tensor.dtype], [rows, *tensor.shape[1:]]
                     columns[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-                header = header_with("0" * 2 * HASH_BYTES)
+                header = header_of_columns()
                 begins = {name: len(header) + each["data_offsets"][0] for name, each in columns.items()}
             for name, tensor in group.items():
                 file.seek(begins[name] + done * tensor[0].nbytes)
                 file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             done += len(tensor)
-        file.flush()
-        lengths = {name: each["data_offsets"][1] - each["data_offsets"][0] for name, each in columns.items()}
-        parts = (np.memmap(path, np.uint8, "r", begins[name], (lengths[name],)).data for name in sorted(columns))
-        digest = name_of(*parts)
         file.seek(0)
-        file.write(header_with(digest))
+        file.write(header)
+    seal_file(path)
     return len(header) + end
+
+
+def row_sums(tensor: Tensor) -> Tensor:
+    """Return the sum (N,) int64 of the bytes of each row (N, …), eight at a time; a flipped bit changes it."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8).view(len(tensor), -1)
+    return (flat.view(torch.int64) if flat.shape[1] % 8 == 0 else flat).sum(1, dtype=torch.int64)
 
 
 def text_columns(name: str, texts: Sequence[str]) -> dict[str, Tensor]:
@@ -166,7 +175,7 @@ class StoreFile:
                 for key, each in header.items()
             }
             end = 8 + length + max(each["data_offsets"][1] for each in header.values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise self.broken(f"its header cannot be read: {error}") from error
         if given != end or (size is not None and given != size):
             raise self.broken(f"it has {given} bytes instead of {end if given != end else size}")
@@ -177,6 +186,14 @@ class StoreFile:
             f"the latent store's file {self.name} is truncated or altered ({reason}); delete it with "
             "python -m sd_lightning.precompute verify store=<store> dry_run=false, and run precompute again"
         )
+
+    def is_whole(self, path: Path) -> bool:
+        """Return whether the file, which lies at ``path``, is what was written; all bytes are read."""
+        if "seal" in self.metadata:
+            return is_sealed_file(path, self.metadata["seal"])
+        # Older versions hashed the columns, without the header.
+        columns = (self.read(name).contiguous().view(-1).view(torch.uint8).numpy() for name in sorted(self.columns))
+        return name_of(*(column.data for column in columns)) == self.metadata.get("digest")
 
     def close(self) -> None:
         """Close the file."""
@@ -208,6 +225,18 @@ class StoreFile:
 
 class SampleFile(StoreFile):
     """Captions, token ids and places of some samples; what is small is kept in memory once read."""
+
+    def check(self) -> None:
+        """Check that the file is what was written: its name is the hash of its bytes, which are all read.
+
+        Raises:
+            UsageError: It is not.
+        """
+        size, done = os.fstat(self.fd).st_size, bytearray()
+        while len(done) < size and (more := os.pread(self.fd, size - len(done), len(done))):
+            done += more
+        if name_of(done) != PurePath(self.name).name.partition(".")[0]:
+            raise self.broken(ALTERED)
 
     @cached_property
     def place(self) -> np.ndarray:

@@ -7,16 +7,20 @@ one that names a latent file that is gone says nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from sd_lightning.data.store.files import name_of
-from sd_lightning.data.store.key_table import KeyTable, rows_of, write_sorted, write_table
+from sd_lightning.data.store.key_table import HASH_BYTES, KeyTable, rows_of, write_sorted, write_table
 from sd_lightning.data.store.rows import Shard
-from sd_lightning.data.store.store import TABLES, LatentStore, path_of
+from sd_lightning.data.store.store import LATENTS, TABLES, LatentStore, path_of
+
+log = logging.getLogger(__name__)
 
 FAN_IN = 16
 """Tables of a level that are merged into one."""
@@ -61,6 +65,7 @@ class ImageTables:
         """
         self._store, self._scratch = store, scratch
         self._fan_in, self._level_rows, self._most_rows = fan_in, level_rows, most_rows
+        self._images = lru_cache(maxsize=256)(self._read_images)
         self._tables = {name: KeyTable(store.local(TABLES, name, scratch)) for name in sorted(store.present(TABLES))}
 
     def __len__(self) -> int:
@@ -75,7 +80,8 @@ class ImageTables:
 
         Returns:
             Latent files in the order in which the images need them, and (N, 2) int64 with every image's file number
-            there and row, or (-1, -1). Which tables say so makes no difference.
+            there and row, or (-1, -1). Which tables say so makes no difference, and what one says counts only if
+            that row of the latent file has the image's hash.
         """
         names: list[str] = []
         where = np.full((len(images), 2), -1, np.int64)
@@ -85,7 +91,9 @@ class ImageTables:
             found = table.find(images[order])
             hit = np.flatnonzero(found >= 0)
             shard, row = table.at(found[hit])
-            live = is_there[shard]
+            live = shard < len(is_there)
+            live[live] = is_there[shard[live]]
+            live[live] = self._agrees(table, shard[live], row[live], images[order[hit[live]]])
             here, shard, row = order[hit[live]], shard[live], row[live]
             # Of an image that was encoded twice, the file with the smaller name counts.
             before = where[here, 0]
@@ -100,6 +108,24 @@ class ImageTables:
         new_number[needed] = np.arange(len(needed))
         where[:, 0] = new_number[number.reshape(-1)]
         return [(names[used[i]], latents[names[used[i]]]) for i in needed], where
+
+    def _agrees(self, table: KeyTable, shard: np.ndarray, row: np.ndarray, images: np.ndarray) -> np.ndarray:
+        """Return whether row ``row[i]`` of latent file ``shard[i]`` has the hash ``images[i]``, (N,) bool."""
+        agrees = np.zeros(len(images), bool)
+        for number in np.unique(shard).tolist():
+            stored = self._images(table.shards[number])
+            here = np.flatnonzero((shard == number) & (row < len(stored)))
+            agrees[here] = (stored[row[here]] == images[here]).all(axis=1)
+        if not agrees.all():
+            log.warning(
+                "precompute: a table of %s says of %d images that they are where others are; they are encoded again; "
+                "precompute verify finds the table",
+                *(self._store.folder.url, int((~agrees).sum())),
+            )
+        return agrees
+
+    def _read_images(self, name: str) -> np.ndarray:
+        return np.frombuffer(self._store.column(LATENTS, name, "images")[0], np.uint8).reshape(-1, HASH_BYTES)
 
     def add(self, encoded: Sequence[tuple[str, np.ndarray]], latents: Mapping[str, int]) -> None:
         """Write a table of new latent files, and merge tables if there are enough.
@@ -160,7 +186,9 @@ class ImageTables:
 
     def _put(self, name: str) -> None:
         path = self._path(name)
-        self._store.put(TABLES, name, path)
+        if not self._store.put(TABLES, name, path):  # what is there may be altered: its name says what it names only
+            self._store.folder.delete(path_of(TABLES, name))
+            self._store.put(TABLES, name, path)
         if self._store.folder.path("") is not None:
             path.unlink()
         self._tables[name] = KeyTable(self._store.local(TABLES, name, self._scratch))
@@ -215,6 +243,7 @@ def _renumbered(table: KeyTable, shards: Sequence[str], moved: Mapping[str, Move
     begins = np.cumsum([0, *map(len, old_rows)])
     keys = np.concatenate([(i << 32) + rows for i, rows in enumerate(old_rows)])
     for rows in table.blocks():
+        rows = rows[rows["shard"] < len(table.shards)]  # an altered row says nothing
         shard = rows["shard"].astype(np.int64)
         new = new_numbers[shard]
         here = np.flatnonzero(is_moved[shard])

@@ -75,7 +75,9 @@ class Counts:
     added: int = 0
     """Samples that are new or changed."""
     removed: int = 0
-    """Samples that are no longer in the data set."""
+    """Samples that are no longer in the data set, or in another split."""
+    moved: int = 0
+    """Samples among the added ones that were in another split."""
     encoded: int = 0
     """Images encoded by this job."""
     found: int = 0
@@ -113,20 +115,27 @@ class StoreJob:
         self._latents = self.store.present(LATENTS)
         self._tables = ImageTables(self.store, self.scratch)
         self._tables.settle(self._latents)
+        self._stamps = before.stamps
+        self._known = {
+            split: KnownSamples(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
+            for split in {**before.splits, **sources}
+        }
         entries = {split: self._update_split(split, source, before) for split, source in sources.items()}
         if not entries["train"]:
             raise UsageError(
                 f"precompute: none of the {self.counts.samples} images can be used, and {self.store.folder.url} stays "
                 f"as it is ({self.bad.listed()}); mend them, or give another data set"
             )
-        after = Generation(before.number + 1, entries, self.tokenizing.fingerprint)
+        after = Generation(before.number + 1, entries, self.tokenizing.fingerprint, before.stamps)
         if replace(after, number=before.number) == before:
             return before
         self.store.commit(after)
         return after
 
     def _update_split(self, split: str, source: Source, before: Generation) -> list[SampleEntry]:
-        known = KnownSamples(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
+        known = self._known[split]
+        # With other tokenizers all token ids are made anew, of the captions in the store: they may be imported ones.
+        is_stale = before.tokenizers != self.tokenizing.fingerprint
         added: list[SampleEntry] = []
         with closing(self._portions(source)) as portions:
             for indices, rows in (part for portion in portions for part in portion):
@@ -134,10 +143,19 @@ class StoreJob:
                 self.counts.kept += int(is_kept.sum())
                 new = np.flatnonzero(~is_kept)
                 if len(new):
-                    added += self._add(split, source, indices[new], rows.take(new))
+                    added += self._add(split, source, indices[new], self._with_captions(rows.take(new), split))
         self.counts.removed += known.num_removed
         # Those of one shape lie together: they are a bucket.
-        return sorted(known.entries(self._write) + added, key=lambda entry: entry.shape)
+        return sorted(known.entries(self._write, all_anew=is_stale) + added, key=lambda entry: entry.shape)
+
+    def _with_captions(self, rows: SampleRows, split: str) -> SampleRows:
+        """Return rows that are new in a split, with the captions that another split has of the same samples."""
+        captions = list(rows.captions)
+        for other, known in self._known.items():
+            for place, found in known.captions(rows).items() if other != split else ():
+                captions[place] = found
+                self.counts.moved += 1
+        return replace(rows, captions=captions)
 
     def _portions(self, source: Source) -> Generator[Portion, None, None]:
         """Yield the readable samples, a portion at a time; the next one is looked at meanwhile."""
@@ -196,7 +214,7 @@ class StoreJob:
         parts = []
         for shape in np.unique(shape_of).tolist():
             here = [found[i] for i in np.flatnonzero(shape_of == shape).tolist()]
-            rows = SampleRows.of([each.row for each in here], self.tokenizing.fingerprint, shape=shape)
+            rows = SampleRows.of([each.row for each in here], self._stamps, shape=shape)
             parts.append((np.array([each.index for each in here], np.int64), rows))
         return parts
 
@@ -226,7 +244,7 @@ class StoreJob:
         names = [task.name(self.store.recipe) for task in tasks]
         is_there = [name in self._latents for name in names]
         results = {
-            name: already_encoded(self.store.folder, task, self.store.recipe, self._latents[name])
+            name: already_encoded(self.store, task, self._latents[name])
             for name, task, there in zip(names, tasks, is_there)
             if there
         }

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.store.seal import BLANK, UNREADABLE, is_sealed_file, seal_file
 from sd_lightning.storage.atomic import no_space
 
 HASH_BYTES = 16
@@ -56,18 +57,23 @@ class KeyTable:
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(min(length, size)))
-            self.shards: list[str] = json.loads(header["__metadata__"]["shards"])
+            about = header["__metadata__"]
+            self.shards: list[str] = json.loads(about.pop("shards"))
+            self.seal: str | None = about.pop("seal", None)
+            """None in tables of older versions."""
+            if about:
+                raise ValueError(f"unknown entries {', '.join(about)}")
             self._column = {}
             for name, (_, dtype) in _COLUMNS.items():
                 (count,), begin = header[name]["shape"], header[name]["data_offsets"][0]
                 empty = np.empty(0, dtype)
                 self._column[name] = np.memmap(path, dtype, "r", 8 + length + begin, (count,)) if count else empty
-        except (ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise UsageError(
                 f"the latent store's table {path.name} is truncated or altered ({error}); delete it with python -m "
                 "sd_lightning.precompute verify store=<store> dry_run=false, and run precompute again"
             ) from error
-        self._count = len(self._column["high"])
+        self._count, self._path = len(self._column["high"]), path
 
     def __len__(self) -> int:
         return self._count
@@ -97,11 +103,13 @@ class KeyTable:
         return found
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return shard and row, (N,) uint32 each, at positions that :meth:`find` returned."""
+        """Return shard and row, (N,) uint32 each, at positions that :meth:`find` returned; of an altered table any."""
         return self._column["shard"][positions], self._column["row"][positions]
 
     def is_sound(self) -> bool:
-        """Return whether all rows are sorted, and name shards that there are."""
+        """Return whether all bytes are what was written; without a seal, whether rows are sorted and name shards."""
+        if self.seal is not None:
+            return is_sealed_file(self._path, self.seal)
         last = (0, 0)
         for rows in self.blocks():
             high, low = rows["high"], rows["low"]
@@ -194,11 +202,12 @@ def _write_rows(path: Path, count: int, blocks: Iterable[np.ndarray], shards: Se
                 file.write(rows[name].tobytes())
             done += len(rows)
         file.truncate(begins["row"] + count * ROW["row"].itemsize)
+    seal_file(path)
 
 
 def _write_header(file: object, count: int, shards: Sequence[str]) -> dict[str, int]:
     """Write the safetensors header; return the offset of each column."""
-    header: dict[str, object] = {"__metadata__": {"shards": json.dumps(list(shards))}}
+    header: dict[str, object] = {"__metadata__": {"shards": json.dumps(list(shards)), "seal": BLANK}}
     offsets, end = {}, 0
     for name, (dtype, _) in _COLUMNS.items():
         offsets[name], end = end, end + count * ROW[name].itemsize

@@ -37,6 +37,7 @@ class KnownSamples:
         self._state = np.memmap(scratch / "state", np.uint8, "w+", shape=(max(total, 1),))
         self.num_removed = total
         """Samples that have not been kept, so far."""
+        self._checked: set[int] = set()
         self.open = lru_cache(maxsize=32)(self._open)
         blocks = (rows_of(self.open(i)[1], i, np.arange(entry.rows)) for i, entry in enumerate(self._entries))
         path = scratch / "known"
@@ -49,6 +50,9 @@ class KnownSamples:
         path = self._store.local(SAMPLES, entry.name, self._scratch)
         name = f"{self._store.folder.url}/{path_of(SAMPLES, entry.name)}"
         file = SampleFile(open(path, "rb", buffering=0), name=name, size=entry.size)
+        if number not in self._checked:
+            file.check()
+            self._checked.add(number)
         for shard, size in file.metadata["shards"]:
             self._check_size(path_of(LATENTS, shard), self._latents.get(shard, size), size)
         return file, file.read("keys").numpy(), file.read("stamps").numpy()
@@ -88,12 +92,26 @@ class KnownSamples:
             self.num_removed -= int(is_same.sum())
         return is_kept
 
-    def entries(self, write: Write) -> list[SampleEntry]:
+    def captions(self, rows: SampleRows) -> dict[int, list[str]]:
+        """Return the captions here of samples that are the same here, by their place in ``rows``.
+
+        They are those of the data set, or have been imported since.
+        """
+        at = self._table.find(rows.keys)
+        found: dict[int, list[str]] = {}
+        file, row = self._table.at(at[at >= 0])
+        for place, number, line in zip(np.flatnonzero(at >= 0).tolist(), file.tolist(), row.tolist(), strict=True):
+            sample_file, _, stamps = self.open(number)
+            if (stamps[line] == rows.stamps[place]).all():
+                found[place] = sample_file.captions(line)
+        return found
+
+    def entries(self, write: Write, *, all_anew: bool = False) -> list[SampleEntry]:
         """Return the files that hold the kept samples; a file that loses some of its samples is written anew."""
         kept: list[SampleEntry] = []
         for number, entry in enumerate(self._entries):
             rows = np.flatnonzero(self._state[self._ends[number] - entry.rows : self._ends[number]] == 2)
-            if len(rows) == entry.rows:
+            if len(rows) == entry.rows and not all_anew:
                 kept.append(entry)
             elif len(rows):
                 file = self.open(number)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,7 +15,7 @@ from sd_lightning._imports import require
 from sd_lightning.data.store.files import SampleFile, name_of
 from sd_lightning.data.store.key_table import HASH_BYTES, KeyTable, rows_of, write_table
 from sd_lightning.data.store.rows import SampleRows, captions_hash
-from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry, path_of
+from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
 from sd_lightning.data.store.tokenizing import Tokenizing
 from sd_lightning.storage.atomic import new_file
 
@@ -95,10 +94,7 @@ def _columns(store: LatentStore, file: SampleFile) -> dict[str, list[Any]]:
 
 def _sizes(store: LatentStore, name: str) -> np.ndarray:
     """Return the sizes (rows * variants, 4) of a latent file; nothing else of it is read."""
-    path = path_of(LATENTS, name)
-    length = int.from_bytes(store.folder.read(path, 0, 8), "little")
-    begin, end = json.loads(store.folder.read(path, 8, 8 + length))["sizes"]["data_offsets"]
-    return np.frombuffer(store.folder.read(path, 8 + length + begin, 8 + length + end), "<i4").reshape(-1, len(SIZES))
+    return np.frombuffer(store.column(LATENTS, name, "sizes")[0], "<i4").reshape(-1, len(SIZES))
 
 
 @dataclass
@@ -142,7 +138,8 @@ class CaptionImport:
         if before.tokenizers != self.tokenizing.fingerprint:
             raise UsageError(
                 f"{_IMPORT}: model= has other tokenizers than those that made the token ids of "
-                f"{self.store.folder.url}; write the model= and model.pretrained= that the store was made with"
+                f"{self.store.folder.url}; write the model= and model.pretrained= that the store was made with; if "
+                "an older version of sd_lightning made it, run precompute again first"
             )
         table = _CaptionTable(self.path, before.splits, self.scratch)
         self._check_rows(table, before)
@@ -152,7 +149,7 @@ class CaptionImport:
         }
         if splits == before.splits:
             return before
-        after = replace(before, number=before.number + 1, splits=splits)
+        after = replace(before, number=before.number + 1, splits=splits, has_seal=True)
         self.store.commit(after)
         return after
 

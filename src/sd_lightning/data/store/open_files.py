@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_lightning.data.store.files import Column, SampleFile, StoreFile
+from sd_lightning.data.store.files import CHECKS, Column, SampleFile, StoreFile
 
 _MOST_OPEN = 96
 """Sample files that are open: each takes about half a megabyte of memory."""
@@ -71,13 +71,15 @@ class OpenFiles:
         self._free: list[int] = []
         self._ids = list(ids)
         place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("sizes", "i4", (variants, 4)), ("id_fd", "i4")]
+        place += [("check", "i8", (variants,)), ("has_check", "?")]
         place += [("id_begin", "i8", (len(ids),)), ("first_caption", "i8"), ("num_captions", "i4")]
         self._places = np.zeros(0, place)
 
     def rows(self, numbers: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the places of row ``rows[i]`` of file ``numbers[i]``, in parts of which all files can be open at once.
 
-        A place has the file ``fd`` and ``offset`` of the latents, their ``sizes``, and for token ids the file
+        A place has the file ``fd`` and ``offset`` of the latents, their ``sizes``, their sums ``check`` if it
+        ``has_check``, and for token ids the file
         ``id_fd``, ``id_begin`` of each column, ``first_caption`` and ``num_captions``. It holds until the next part.
 
         Yields:
@@ -151,6 +153,9 @@ class OpenFiles:
         for number, each in enumerate(shards):
             here = shard == number
             places["sizes"][here] = each.read("sizes").view(-1, self._variants, 4).numpy()[row[here]]
+            places["has_check"][here] = CHECKS in each.columns
+            if CHECKS in each.columns:
+                places["check"][here] = each.read(CHECKS).view(-1, self._variants).numpy()[row[here]]
         places["id_fd"] = file.fd
         places["id_begin"] = [file.columns[name].begin for name in self._ids]
         places["first_caption"] = file.first_caption[:-1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.shapes import Shape
-from sd_lightning.data.store.files import Column, RowBuffer, SampleFile, StoreFile
+from sd_lightning.data.store.files import Column, RowBuffer, SampleFile, StoreFile, row_sums
 from sd_lightning.data.store.open_files import OpenFiles, OpenSamples
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, path_of
 from sd_lightning.storage.file_cache import FileCache
@@ -54,6 +54,8 @@ class StoreReader:
         self._shapes = np.array([entry.shape for entry in self.entries], np.int64)
         self._begins = self.ends - np.array([entry.rows for entry in self.entries], np.int64)
         self._fetched: deque[int] = deque(maxlen=_SAMPLE_FILES)
+        self._checked: set[int] = set()
+        """Sample files whose bytes this process, or the one that it was forked from, has compared with their names."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key not in ("_files", "_sample_file")}
@@ -81,11 +83,16 @@ class StoreReader:
         assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
         column = self._files.latents(int(numbers[0]))
         out, sizes = RowBuffer(len(indices), column), np.empty((len(indices), 4), np.int64)
+        check, has_check = np.zeros(len(indices), np.int64), np.zeros(len(indices), bool)
         variants = np.broadcast_to(variants, len(indices))
         for part, rows in self._rows(indices):
             if not out.read(part, rows["fd"], rows["offset"] + variants[part] * column.row_bytes):
                 raise self.cut_off(LATENTS)
-            sizes[part] = rows["sizes"][np.arange(len(rows)), variants[part]]
+            here = np.arange(len(rows)), variants[part]
+            sizes[part], check[part], has_check[part] = rows["sizes"][here], rows["check"][here], rows["has_check"]
+        is_altered = has_check & (row_sums(out.tensor).numpy() + sizes.sum(1) != check)
+        if is_altered.any():
+            raise self._altered(int(indices[is_altered.argmax()]))
         return StoredBatch(out.tensor, torch.from_numpy(sizes))
 
     def num_captions(self, indices: np.ndarray) -> list[int]:
@@ -170,7 +177,11 @@ class StoreReader:
     def _open_samples(self, number: int) -> SampleFile:
         entry = self.entries[number]
         handle = self._handle(SAMPLES, entry.name, entry.size)
-        return SampleFile(handle, name=f"{self.store.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
+        file = SampleFile(handle, name=f"{self.store.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
+        if number not in self._checked:
+            file.check()
+            self._checked.add(number)
+        return file
 
     def _rows(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the places of some samples in parts, whose files are open then."""
@@ -204,6 +215,17 @@ class StoreReader:
                 f"data.store={self.store.root.url}: {self.store.folder.url}/{path} is not there; the store was pruned "
                 "or files were deleted since this run began; start again with resume=auto, or run precompute"
             ) from error
+
+    def _altered(self, index: int) -> UsageError:
+        """Return the error for a sample whose latents are not what was written."""
+        file, row = self._sample(index)
+        name, _ = file.metadata["shards"][file.place[row, 0]]
+        return UsageError(
+            f"data.store={self.store.root.url}: the latents of {file.sample_name(row)} in {self.store.folder.url}/"
+            f"{path_of(LATENTS, name)} are not those that were written; find all such files with python -m "
+            f"sd_lightning.precompute verify store={self.store.root.url}, and delete the copies in data.cache_dir if "
+            "it finds none"
+        )
 
     def cut_off(self, kind: str) -> UsageError:
         """Return the error for a file of a kind that ends before a row that it had."""

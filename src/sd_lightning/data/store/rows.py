@@ -28,7 +28,7 @@ class SampleRows:
     keys: np.ndarray
     """(N, 16) uint8: hash of each sample's identity."""
     stamps: np.ndarray
-    """(N, 16) uint8: hash of its identity, image, captions and tokenizers; equal stamps mean nothing changed."""
+    """(N, 16) uint8: hash of its identity, image and captions in the data set; equal stamps mean nothing changed."""
     images: np.ndarray
     """(N, 16) uint8: hash of its image."""
     shape: int
@@ -40,11 +40,10 @@ class SampleRows:
         return len(self.names)
 
     @classmethod
-    def of(cls, found: Sequence[tuple[str, str, bytes, list[str]]], tokenizers: str, *, shape: int) -> SampleRows:
-        """Make rows of (identity, name, image hash, captions) per sample; ``tokenizers`` is their hash."""
+    def of(cls, found: Sequence[tuple[str, str, bytes, list[str]]], salt: str, *, shape: int) -> SampleRows:
+        """Make rows of (identity, name, image hash, captions) per sample; ``salt`` is ``Generation.stamps``."""
         stamps = [
-            b"\0".join([key.encode(errors="surrogatepass"), image, captions_hash([captions]).encode()])
-            + tokenizers.encode()
+            b"\0".join([key.encode(errors="surrogatepass"), image, captions_hash([captions]).encode()]) + salt.encode()
             for key, _, image, captions in found
         ]
         return cls(
@@ -58,7 +57,12 @@ class SampleRows:
 
     @classmethod
     def read(cls, file: SampleFile) -> SampleRows:
-        """Return the rows of a sample file."""
+        """Return the rows of a sample file.
+
+        Raises:
+            UsageError: The file is not what was written; what is made from it would look right.
+        """
+        file.check()
         keys, stamps, images = (file.read(name).numpy() for name in ("keys", "stamps", "images"))
         rows = range(len(file))
         shape = file.metadata["shape"]

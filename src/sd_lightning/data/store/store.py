@@ -17,13 +17,15 @@ from typing import Any
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.files import SampleFile
 from sd_lightning.data.store.recipe import Recipe
+from sd_lightning.data.store.seal import BLANK, UNREADABLE, is_sealed, sealed
 from sd_lightning.storage.location import Location
 
 log = logging.getLogger(__name__)
 
 LATENTS, SAMPLES, TABLES, GENERATIONS = "latents", "samples", "tables", "generations"
 _RECIPES, _LOCK = "recipes", "job.json"
-_FORMAT = 1
+_FORMAT = 2
+"""Format of the lists of samples; those of format 1 have no seal."""
 _BEAT = 30.0
 """Seconds between two signs of life of a job."""
 _SILENCE = 600.0
@@ -56,14 +58,20 @@ class Generation:
     """Sample files, in order, by split: "train", "val"."""
     tokenizers: str = ""
     """Hash of the tokenizers that made the token ids."""
+    stamps: str = ""
+    """What the samples' stamps depend on besides key, image and captions; the first tokenizers in older stores."""
+    has_seal: bool = True
+    """False of a list that an older version wrote; not part of its JSON."""
 
     def num_samples(self, split: str) -> int:
         """Return the number of samples of a split."""
         return sum(entry.rows for entry in self.splits.get(split, []))
 
     def to_json(self) -> str:
-        """Return it as JSON."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True)
+        """Return it as JSON, with a seal."""
+        given = asdict(self)
+        del given["has_seal"]
+        return sealed(json.dumps({"format": _FORMAT, "seal": BLANK, **given}, sort_keys=True).encode()).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str) -> Generation:
@@ -74,11 +82,16 @@ class Generation:
         """
         try:
             given: dict[str, Any] = json.loads(text)
-            if given.pop("format") != _FORMAT:
+            found = given.pop("format")
+            if found not in (1, _FORMAT):
                 raise ValueError(f"its format is not {_FORMAT}")
+            given["has_seal"] = found == _FORMAT
+            if given["has_seal"] and not is_sealed(text.encode() if isinstance(text, str) else text, given.pop("seal")):
+                raise ValueError("its bytes are not those that were written")
+            given.setdefault("stamps", given["tokenizers"])
             splits = {split: [SampleEntry(**each) for each in entries] for split, entries in given["splits"].items()}
             return cls(**{**given, "splits": splits})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except UNREADABLE as error:
             raise UsageError(
                 f"{where} is no list of samples of a latent store ({error}); expected what sd_lightning.precompute "
                 "wrote; install the version that wrote it, or delete the file to go back to the one before"
@@ -100,16 +113,26 @@ class LatentStore:
         self.folder = root.child(recipe.fingerprint)
 
     def create(self) -> None:
-        """Write the recipe, if it is not there."""
-        self.root.create(f"{_RECIPES}/{self.recipe.fingerprint}.json", self.recipe.to_json().encode())
+        """Write the recipe, if it is not there.
+
+        Raises:
+            UsageError: It is there, but altered.
+        """
+        name, text = f"{_RECIPES}/{self.recipe.fingerprint}.json", self.recipe.to_json().encode()
+        if not self.root.create(name, text) and self.root.read(name) != text:
+            raise _altered_recipe(self.root, name)
 
     def generation(self) -> Generation:
         """Return the newest generation; number 0 with no samples if there is none."""
-        names = [entry.name for entry in self.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
+        names = self.lists()
         if not names:
             return Generation()
         newest = max(names)
         return Generation.from_json(self.folder.read(newest), where=f"{self.folder.url}/{newest}")
+
+    def lists(self) -> list[str]:
+        """Return the paths of all generations."""
+        return [entry.name for entry in self.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
 
     def commit(self, generation: Generation) -> None:
         """Write a generation.
@@ -135,6 +158,46 @@ class LatentStore:
             for entry in self.folder.entries(f"{kind}/")
             if entry.name.endswith(suffix)
         }
+
+    def column(self, kind: str, name: str, column: str) -> tuple[bytes, list[int]]:
+        """Return the bytes and the shape of one column of a file; nothing else of it is read.
+
+        Raises:
+            UsageError: The file is truncated or altered.
+        """
+        with self.readable(path_of(kind, name)) as path:
+            header, begin = self._header(path)
+            first, last = header[column]["data_offsets"]
+            return self.folder.read(path, begin + first, begin + last), header[column]["shape"]
+
+    def metadata(self, kind: str, name: str, size: int) -> dict[str, Any]:
+        """Return the metadata of a file that has to have ``size`` bytes; only its header is read.
+
+        Raises:
+            UsageError: The file is truncated or altered.
+        """
+        with self.readable(path_of(kind, name)) as path:
+            header, begin = self._header(path)
+            about = json.loads(header.pop("__metadata__")["about"])
+            if begin + max(each["data_offsets"][1] for each in header.values()) != size:
+                raise ValueError(f"it has {size} bytes")
+            return about
+
+    def _header(self, path: str) -> tuple[dict[str, Any], int]:
+        """Return the header of a safetensors file, and where its columns begin."""
+        length = int.from_bytes(self.folder.read(path, 0, 8), "little")
+        return json.loads(self.folder.read(path, 8, 8 + length)), 8 + length
+
+    @contextmanager
+    def readable(self, path: str) -> Iterator[str]:
+        """Turn what is raised when a file is not what was written into a ``UsageError`` with the remedy."""
+        try:
+            yield path
+        except UNREADABLE as error:
+            raise UsageError(
+                f"{self.folder.url}/{path} is truncated or altered ({error}); delete it with python -m "
+                f"sd_lightning.precompute verify store={self.root.url} dry_run=false, and run precompute again"
+            ) from error
 
     def local(self, kind: str, name: str, scratch: Path) -> Path:
         """Return a local path of a file; it is copied into ``scratch`` once if the store is not local."""
@@ -214,7 +277,18 @@ def path_of(kind: str, name: str) -> str:
 def recipes(root: Location) -> list[Recipe]:
     """Return the recipes of a store, sorted by fingerprint."""
     names = [entry.name for entry in root.entries(f"{_RECIPES}/") if entry.name.endswith(".json")]
-    return [Recipe.from_json(root.read(name), where=f"{root.url}/{name}") for name in names]
+    found = [Recipe.from_json(root.read(name), where=f"{root.url}/{name}") for name in names]
+    for name, recipe in zip(names, found, strict=True):
+        if name != f"{_RECIPES}/{recipe.fingerprint}.json":
+            raise _altered_recipe(root, name)
+    return found
+
+
+def _altered_recipe(root: Location, name: str) -> UsageError:
+    return UsageError(
+        f"{root.url}/{name} is altered: its name is the hash of what precompute wrote there; delete it, and run "
+        "precompute again with the same settings, which writes it anew and encodes nothing twice"
+    )
 
 
 def _end(thread: threading.Thread, ended: threading.Event) -> None:

@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.store.files import Column, RowBuffer, StoreFile
+from sd_lightning.data.store.files import ALTERED, CHECKS, Column, RowBuffer, StoreFile, row_sums
 from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.data.store.store import path_of
 from sd_lightning.data.store.texts import EMPTY
@@ -66,6 +67,12 @@ class StoredTexts:
             if dropped:
                 out.tensor[dropped] = self._empty[name]
             found[name] = out.tensor
+        if len(kept):
+            check, has_check = self._files.checks(numbers, rows)
+            sums = torch.stack([row_sums(each[kept]) for each in found.values()]).sum(0)
+            is_altered = has_check & (sums.numpy() != check)
+            if is_altered.any():
+                raise self._altered(int(numbers[is_altered.argmax()]))
         return nested_conditioning(found)
 
     def bytes_of_file(self, number: int) -> int:
@@ -85,9 +92,20 @@ class StoredTexts:
     @cached_property
     def _empty(self) -> dict[str, Tensor]:
         file = self._opened(EMPTY)
-        found = {name: file.read(name) for name in file.columns}
+        found = {name: file.read(name) for name in file.columns if name != CHECKS}
+        sums = torch.stack([row_sums(each) for each in found.values()]).sum(0)
+        if CHECKS in file.columns and not torch.equal(sums, file.read(CHECKS)):
+            raise file.broken(ALTERED)
         file.close()
         return found
+
+    def _altered(self, number: int) -> UsageError:
+        store, name = self._reader.store, self._reader.entries[number].captions
+        return UsageError(
+            f"data.store={store.root.url}: text embeddings in {store.folder.url}/{path_of(self._kind, name)} are not "
+            f"those that were written; delete it with python -m sd_lightning.precompute verify store={store.root.url} "
+            "dry_run=false, and run precompute again with text=true"
+        )
 
     def _opened(self, name: str) -> StoreFile:
         folder, path = self._reader.store.folder, path_of(self._kind, name)
@@ -119,7 +137,8 @@ class _OpenTexts:
         self._open: OrderedDict[int, StoreFile] = OrderedDict()
         first = open_(0)
         first.close()
-        self.columns: dict[str, Column] = dict(first.columns)
+        self.columns: dict[str, Column] = {name: each for name, each in first.columns.items() if name != CHECKS}
+        self._checks: dict[int, np.ndarray] = {}
         self._fd = np.full(count, -1, np.int32)
         self._begin = np.zeros((count, len(self.columns)), np.int64)
 
@@ -132,9 +151,18 @@ class _OpenTexts:
                 if len(self._open) + len(new) <= _MOST_OPEN:
                     break
                 self._open.pop(number).close()
+                self._checks.pop(number, None)
                 self._fd[number] = -1
             for number in new:
                 file = self._open[number] = self._open_file(number)
                 self._fd[number] = file.fd
                 self._begin[number] = [file.columns[name].begin for name in self.columns]
+                if CHECKS in file.columns:
+                    self._checks[number] = file.read(CHECKS).numpy()
         return self._fd[numbers], self._begin[numbers]
+
+    def checks(self, numbers: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the check sums (B,) of some rows of open files, and whether there are any (B,)."""
+        found = [self._checks.get(number) for number in numbers.tolist()]
+        sums = [0 if each is None else each[row] for each, row in zip(found, rows.tolist(), strict=True)]
+        return np.array(sums, np.int64), np.array([each is not None for each in found], bool)

@@ -133,10 +133,16 @@ class TextEncoder:
 
 
 def missing_texts(store: LatentStore, generation: Generation, kind: str) -> list[SampleEntry | None]:
-    """Return sample files of a generation whose captions have no text file; None stands for the empty caption."""
+    """Return sample files of a generation whose captions have no text file; None stands for the empty caption.
+
+    Raises:
+        UsageError: A text file is truncated or altered.
+    """
     present = store.present(kind)
     by_name: dict[str, SampleEntry | None] = {EMPTY: None}
     by_name |= {entry.captions: entry for entries in generation.splits.values() for entry in entries}
+    for name in by_name.keys() & present.keys():
+        store.metadata(kind, name, present[name])  # its header says how long it has to be
     return [entry for name, entry in by_name.items() if name not in present]
 
 

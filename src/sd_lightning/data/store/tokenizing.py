@@ -25,10 +25,12 @@ class Tokenizing:
 
     @classmethod
     def of(cls, model: LatentDiffusion) -> Tokenizing:
-        """Return how a model's captions become token ids."""
+        """Return how a model's captions become token ids; all of a tokenizer counts, such as its merges."""
         found = blake2b(digest_size=16)
         for name, tokenizer in sorted(model.tokenizers.items()):
-            vocabulary = sorted(tokenizer.get_vocab().items())
-            about = [name, tokenizer.model_max_length, vocabulary, str(tokenizer.special_tokens_map)]
+            rules = json.loads(tokenizer.backend_tokenizer.to_str())
+            for call in ("padding", "truncation"):  # what the last call asked for
+                rules.pop(call)
+            about = [name, tokenizer.model_max_length, rules, str(tokenizer.special_tokens_map)]
             found.update(json.dumps(about).encode())
         return cls(model.tokenize, found.hexdigest())

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.store.encoding import about, digest_of
-from sd_lightning.data.store.files import SampleFile, StoreFile, name_of, serialized
+from sd_lightning.data.store.encoding import latent_file
+from sd_lightning.data.store.files import ALTERED, SampleFile, StoreFile, name_of
 from sd_lightning.data.store.image_tables import ImageTables, Moved
 from sd_lightning.data.store.key_table import KeyTable
 from sd_lightning.data.store.rows import SampleRows
@@ -91,8 +91,8 @@ class Pruning:
             return unused
         named = {entry.name for entries in self.generation.splits.values() for entry in entries}
         newest = f"{GENERATIONS}/{self.generation.number:08}.json"
-        lists = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name.endswith(".json")]
-        older = [entry for entry in lists if entry.name != newest]
+        lists = set(self.store.lists()) - {newest}
+        older = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name in lists]
         unused.files += [entry.name for entry in older]
         unused.freed += sum(entry.size for entry in older)
         for kind, present, wanted in (
@@ -114,18 +114,12 @@ class Pruning:
                     f"precompute prune: {self.store.folder.url}/{path_of(LATENTS, name)} is not there; run precompute "
                     "again, which encodes what is missing"
                 )
-            num_rows, rows = self._num_rows(name), np.flatnonzero(np.unpackbits(bits))
+            num_rows = self.store.column(LATENTS, name, "images")[1][0]
+            rows = np.flatnonzero(np.unpackbits(bits))
             if len(rows) < num_rows * (1 - _WORTHWHILE):
                 unused.partly[name] = rows
                 unused.freed += self._latents[name] * (num_rows - len(rows)) // num_rows
         return unused
-
-    def _num_rows(self, name: str) -> int:
-        import json
-
-        path = path_of(LATENTS, name)
-        length = int.from_bytes(self.store.folder.read(path, 0, 8), "little")
-        return int(json.loads(self.store.folder.read(path, 8, 8 + length))["images"]["shape"][0])
 
     def run(self) -> None:
         """Write partly used files anew, commit a generation that names the new ones, and delete the old ones."""
@@ -134,7 +128,7 @@ class Pruning:
         moved = self._compact()
         entries = {split: self._moved(old, moved) for split, old in self.generation.splits.items()}
         ImageTables(self.store, self._scratch).rewrite(self._used, moved)
-        after = Generation(self.generation.number + 1, entries, self.generation.tokenizers)
+        after = replace(self.generation, number=self.generation.number + 1, splits=entries, has_seal=True)
         if replace(after, number=self.generation.number) != self.generation:
             self.store.commit(after)
             self.unused.files.append(f"{GENERATIONS}/{self.generation.number:08}.json")
@@ -158,6 +152,8 @@ class Pruning:
             path = self.store.local(LATENTS, name, self._scratch)
             with open(path, "rb", buffering=0) as handle:
                 file = StoreFile(handle, name=name, size=self._latents[name])
+                if not file.is_whole(path):
+                    raise file.broken(ALTERED)
                 variants = self.store.recipe.variants
                 encodings = (rows[:, None] * variants + np.arange(variants)).reshape(-1)
                 images = file.read("images")[torch.from_numpy(rows)]
@@ -166,7 +162,7 @@ class Pruning:
                     "sizes": file.read("sizes")[torch.from_numpy(encodings)],
                     "images": images,
                 }
-            data = serialized(tensors, about(tensors, self.store.recipe, {}))
+            data = latent_file(tensors, self.store.recipe, {})
             new = name_of(self.store.recipe.fingerprint.encode(), images.numpy().tobytes())
             self.store.put(LATENTS, new, data)
             moved[name] = Moved(new, len(data), rows)
@@ -199,6 +195,13 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
 
     Files that a job deletes meanwhile, such as tables that it has merged, are skipped.
     """
+    for name in store.lists():
+        try:
+            Generation.from_json(store.folder.read(name), where=name)
+        except FileNotFoundError:
+            continue
+        except UsageError:
+            yield name, ALTERED
     for kind in (LATENTS, SAMPLES, TABLES, *text_kinds(store)):
         for name, size in sorted(store.present(kind).items()):
             try:
@@ -212,6 +215,19 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
                 path.unlink()
 
 
+def unsealed_files(store: LatentStore, scratch: Path) -> list[str]:
+    """Return the paths of lists and tables that older versions wrote, without a seal; broken ones are left out."""
+    found = []
+    for path in (*store.lists(), *(path_of(TABLES, name) for name in sorted(store.present(TABLES)))):
+        with suppress(UsageError, FileNotFoundError):
+            if path.startswith(TABLES):
+                is_old = KeyTable(store.local(TABLES, PurePosixPath(path).stem, scratch)).seal is None
+            else:
+                is_old = not Generation.from_json(store.folder.read(path), where=path).has_seal
+            found += [path] if is_old else []
+    return found
+
+
 def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:
     """Yield the paths of files that are not there, although the newest generation of a store refers to them."""
     samples, latents = store.present(SAMPLES), store.present(LATENTS)
@@ -221,20 +237,18 @@ def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:
             missing.add(path_of(SAMPLES, entry.name))
             continue
         with suppress(UsageError), store.opened(entry, scratch) as file:  # broken ones are told of anyway
+            file.check()
             missing |= {path_of(LATENTS, name) for name, _ in file.metadata["shards"] if name not in latents}
     yield from sorted(missing)
 
 
 def _problem(path: Path, kind: str, name: str, size: int) -> str | None:
-    altered = "its bytes are not those that were written"
     try:
         if kind == TABLES:
-            return None if KeyTable(path).is_sound() else altered
+            return None if KeyTable(path).is_sound() else ALTERED
         with open(path, "rb", buffering=0) as handle:
             if kind == SAMPLES:
-                return None if name_of(handle.read()) == name else altered
-            file = StoreFile(handle, name=name, size=size)
-            tensors = {column: file.read(column) for column in file.columns}
-            return None if digest_of(tensors) == file.metadata["digest"] else altered
+                return None if name_of(handle.read()) == name else ALTERED
+            return None if StoreFile(handle, name=name, size=size).is_whole(path) else ALTERED
     except UsageError as error:
         return str(error)

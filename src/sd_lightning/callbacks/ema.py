@@ -17,6 +17,7 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.planner.run import TakesMemory, TrainingRun
+from sd_lightning.state.host_steps import host_step
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState, tensor_of
 from sd_lightning.strategies import engine_of, training_state
@@ -157,6 +158,7 @@ class EMA(StepCallback, TakesMemory):
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
+    @host_step()
     def _move(self, weight: float) -> None:
         averages = list(self._shadow.values())
         live = [tensor for tensor in self._live if isinstance(tensor, Tensor)]

@@ -12,6 +12,7 @@ from sd_lightning.gemini.collectives import Pending
 from sd_lightning.gemini.compute_weights import ChunkState, ComputeWeights
 from sd_lightning.gemini.memory import Arrival
 from sd_lightning.gemini.tiers import Buffer, Kind, Tier
+from sd_lightning.state.host_steps import host_step
 
 
 class ChunkGradients:
@@ -205,7 +206,8 @@ class ChunkGradients:
         (_, arrival), self._landed = self._landing.popleft(), Arrival()
         arrival.wait()  # earlier copies are done then, too
         assert self.accumulated is not None
-        self.accumulated.tensor.add_(buffer.tensor)
+        with host_step():
+            self.accumulated.tensor.add_(buffer.tensor)
         self._memory.free(buffer, arrival)
 
     def _free_whole(self) -> None:

@@ -16,6 +16,7 @@ from sd_lightning.gemini.memory import Arrival
 from sd_lightning.gemini.own_update import update_of
 from sd_lightning.gemini.tiers import Kind, Tier
 from sd_lightning.gemini.update import Progress, Ranges
+from sd_lightning.state.host_steps import host_step
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Stepper:
                     chunk.wait_on_host()
                 yield accumulated.tensor[run.begin : run.end]
 
+    @host_step()
     def step(self, touched: set[nn.Parameter], divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """Step parameters with their gradients, and refresh the compute weights.
 

@@ -25,6 +25,7 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.eight_bit import is_eight_bit
+from sd_lightning.state.host_steps import step_on_host
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.fsdp_footprint import footprint_of
@@ -149,6 +150,9 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         super().setup_optimizers(trainer)
         if not self.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
+            return
+        for optimizer in self.optimizers:
+            step_on_host(optimizer)
 
     @override
     def skip_update_if(self, optimizer: Optimizer, is_bad: Tensor) -> bool:

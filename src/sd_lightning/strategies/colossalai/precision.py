@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.host_steps import host_step
 from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
 from sd_lightning.strategies.colossalai.settings import OURS, WHO
 
@@ -56,7 +57,8 @@ class ColossalAIPrecision(Precision):
         self._after_closure(model, optimizer)
         if result is None:
             raise UsageError(f"training_step returned None: {WHO} cannot skip a backward pass; return a loss, {OURS}")
-        self.engine.step()
+        with host_step():
+            self.engine.step()
         return result
 
     @override

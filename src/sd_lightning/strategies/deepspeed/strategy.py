@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload
+from sd_lightning.state.host_steps import host_step
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.deepspeed import precedence
@@ -250,7 +252,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     def engine_step(self, **options: Any) -> Any:
         """Let the engine step, or drop its gradients if :meth:`skip_update` was called for this step."""
         if not self._skips_update:
-            return self.deepspeed_engine.step(**options)
+            with host_step() if self.settings.offload_device != "none" else nullcontext():
+                return self.deepspeed_engine.step(**options)
         self._skips_update = False
         state = self.training_state()
         assert isinstance(state, DeepSpeedState)

@@ -1,0 +1,78 @@
+"""Threads of the steps that the host computes: optimizers of offloaded states, and averages in host memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+@contextmanager
+def host_step() -> Iterator[None]:
+    """Compute the body with this process's share of the machine's cores.
+
+    torchrun gives each process one thread, unless ``OMP_NUM_THREADS`` is set: a step over offloaded states would leave
+    all other cores idle. Use it for elementwise updates only. The number of threads changes no bit of theirs, but it
+    does change float sums.
+    """
+    before = torch.get_num_threads()
+    threads = num_threads()
+    if threads == before:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def step_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Let all steps of a torch optimizer be host steps, but not the closures that they are given."""
+    running = ExitStack()
+
+    def begin(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        running.close()  # still open if the last step raised
+        given = kwargs.get("closure") if len(args) < 2 else args[1]
+        if given is None:
+            running.enter_context(host_step())
+            return args, kwargs
+
+        def closure() -> Any:
+            loss = given()
+            running.enter_context(host_step())
+            return loss
+
+        return (args[0], closure), {}
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(lambda *_: running.close())
+
+
+def num_threads() -> int:
+    """Return the number of threads of a host step.
+
+    A value of ``OMP_NUM_THREADS`` is the user's choice, except 1 under torchrun, which is its default. Without a
+    choice, the processes of this machine share its cores.
+    """
+    current, given = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    # LOCAL_SIZE is the name that the deepspeed launcher has for it.
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    share = max(usable_cores() // num_local, 1)
+    if given is None:
+        return min(current, share)
+    is_default = given == "1" == str(current) and "TORCHELASTIC_RUN_ID" in os.environ
+    return share if is_default else current
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, by its affinity and its control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota, _, period = _CPU_MAX.read_text().partition(" ") if _CPU_MAX.is_file() else ("max", "", "")
+    return cores if quota == "max" else max(min(cores, int(quota) // int(period)), 1)

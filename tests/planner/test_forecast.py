@@ -142,7 +142,12 @@ def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:
     average = 4 * sum(p.numel() for p in networks["unet"].parameters())
     averaged, offloaded = of_tiny(averages=True), of_tiny(averages=True, offload_averages=True)
     assert phases(averaged)["a training step"]["EMA"] == pytest.approx(average, rel=0.1), "chunks are padded"
-    assert "EMA" not in phases(offloaded)["a training step"] and offloaded.device == of_tiny().device
+    room = phases(offloaded)["a training step"]["EMA"]
+    assert room == phases(averaged)["a training step"]["EMA"] < 64 * 2**20, "it fits the room that it passes through"
+    on_host = {phase.name: phase.parts for phase in offloaded.on_host}["training"]["EMA"]
+    assert average <= on_host < 2 * average and not on_host & (on_host - 1), "pinned memory is a power of two"
+    cast = of_tiny("auto", averages=True, precision="bf16-true")
+    assert phases(cast)["a training step"]["EMA"] == 2 * average, "weights of 16 bits are cast in each update"
     prior = [of_tiny(prior_batch_size=4, encoder_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     drawing = [phases(found)["drawing class images"] for found in prior]
     wider = phases(of_tiny(prior_batch_size=4, prior_dtype=torch.float32))["drawing class images"]

@@ -125,6 +125,11 @@ class HostWaits:
             storage = value.untyped_storage()
             self._storages[storage._cdata] = StorageWeakRef(storage)  # keeps the number from being given again
 
+    def take(self, value: Any) -> None:
+        """Note that a tensor is in host memory, though it was made from one on the device."""
+        if isinstance(value, Tensor):
+            self._storages.pop(value.untyped_storage()._cdata, None)
+
     def wait(self, what: Any) -> None:
         """Count a wait."""
         if self._is_paused:
@@ -172,7 +177,9 @@ class _Functions(TorchFunctionMode):
         if func in _COPIES_OF_NUMBERS and kwargs.get("device") == DEVICE:
             waits.wait(func)
             waits.put(found)
-        if there and func not in (Tensor.copy_, *_MOVES):
+        if there and kwargs.get("device") is not None and _goes_to_host(func, (), kwargs):  # torch.empty_like
+            waits.take(found)
+        elif there and func not in (Tensor.copy_, torch._foreach_copy_, *_MOVES):
             for leaf in tree_leaves(found):
                 waits.put(leaf)
         return found
@@ -202,11 +209,11 @@ class _Operations(TorchDispatchMode):
         device = kwargs.get("device")
         moves_there = device is not None and device.index == DEVICE.index
         found = func(*args, **kwargs)
-        if packet is _aten.copy_:
-            to, source = args[0], args[1]
-            if waits.is_there(to) != waits.is_there(source) and source.numel() > 0:
-                non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-                if not non_blocking:
+        if packet in (_aten.copy_, _aten._foreach_copy_):
+            pairs = zip(*args[:2]) if packet is _aten._foreach_copy_ else [args[:2]]
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            for to, source in pairs:
+                if waits.is_there(to) != waits.is_there(source) and source.numel() > 0 and not non_blocking:
                     waits.wait(func)
             return found
         if packet is _aten._to_copy and moves_there and not there and not kwargs.get("non_blocking"):
@@ -275,7 +282,7 @@ def run(job: dict[str, Any]) -> list[list[str]]:
         per_step,
         TrainingProgress(refresh_seconds=job.get("refresh_seconds", 1000.0)),
         Throughput(),
-        EMA(),
+        EMA(offload=job.get("offload_average", False)),
         StopOnSignal(),
         NonFiniteLossGuard(run_dir=folder),
         PortableCheckpoint(folder, every_n_steps=job.get("every_n_steps", 7)),

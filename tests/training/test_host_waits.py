@@ -29,8 +29,12 @@ def job(folder: Path, strategy: str, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["16-mixed", "32-true"])
 def test_one_process_waits_only_to_log_and_to_save(tmp_path: Path, scaled: bool) -> None:
-    """Though the progress bar prints a line at every step, with the loss of the step before."""
-    assert quiet(run(job(tmp_path / "run", "single", scaled=scaled, refresh_seconds=0.0))) == {}
+    """Though the progress bar prints a line at every step, with the loss of the step before.
+
+    With 32-true the average is in host memory.
+    """
+    options = {"scaled": scaled, "offload_average": not scaled, "refresh_seconds": 0.0}
+    assert quiet(run(job(tmp_path / "run", "single", **options))) == {}
 
 
 @pytest.mark.slow
@@ -65,7 +69,7 @@ def gradient_of(there: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_cuda_itself_says_so(tmp_path: Path, precision: str) -> None:
     """The first step is left out: kernels are chosen and constants are moved in it."""
-    options = {"accelerator": "cuda", "trainer": {"precision": precision}}
+    options = {"accelerator": "cuda", "trainer": {"precision": precision}, "offload_average": precision == "16-mixed"}
     cases = {name: job(tmp_path / name, name, **options) for name in ("single", "ddp", "gemini_default")}
     found = run_jobs("host_waits", cases, tmp_path, world_size=1, accelerator="cuda")
     for name, steps in found.items():
@@ -82,11 +86,13 @@ def test_cuda_itself_says_so(tmp_path: Path, precision: str) -> None:
         lambda there, host: [float(value) for value in there[:1]],
         lambda there, host: there.tolist(),
         lambda there, host: there.cpu(),
+        lambda there, host: torch.empty_like(there, device="cpu").copy_(there),
         lambda there, host: there.to("cpu", torch.float64),
         lambda there, host: there[there > 0],
         lambda there, host: there[torch.tensor([0])],
         lambda there, host: there.nonzero(),
         lambda there, host: host.copy_(there),
+        lambda there, host: torch._foreach_copy_([host], [there]),
         lambda there, host: there.copy_(host),
         lambda there, host: host.to(DEVICE),
         lambda there, host: torch.tensor(1.0, device=DEVICE),
@@ -109,6 +115,7 @@ def test_a_wait_is_counted(act: Callable[..., Any]) -> None:
         lambda there, host: host.to("cpu").tolist(),
         lambda there, host: host.copy_(there, non_blocking=True).tolist(),
         lambda there, host: there.to("cpu", non_blocking=True).numpy(),
+        lambda there, host: torch._foreach_copy_([host], [there], non_blocking=True)[0].tolist(),
         lambda there, host: there[1:] + torch.full((), 2.0, device=there.device),
         lambda there, host: torch.where(there > 0, there, 0.0),
         lambda there, host: there[torch.zeros(1, dtype=torch.long, device=there.device)],

@@ -17,9 +17,9 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.planner.run import TakesMemory, TrainingRun
-from sd_lightning.state.host_steps import host_step
+from sd_lightning.state.averaging import Averaging, host_memory
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.state.shards import LazyTensor, ParameterShard, TrainingState, tensor_of
+from sd_lightning.state.shards import ParameterShard, TrainingState, tensor_of
 from sd_lightning.strategies import engine_of, training_state
 from sd_lightning.strategies.plain_module import PlainState
 from sd_lightning.strategies.whole_tensors import whole
@@ -34,7 +34,7 @@ class EMA(StepCallback, TakesMemory):
     """Exponential moving average of the weights: ``ema = decay * ema + (1 - decay) * weights``, in float32.
 
     One fused update after an optimizer step covers all local shards, without communication. The numbers are the same
-    under every strategy. On CUDA the update overlaps the next forward and backward pass on its own stream.
+    under every strategy. On CUDA the update overlaps the next forward and backward pass on streams of its own.
     Sampling, validation and exported pipelines use the average. After ``fit`` the module holds the average; the next
     ``fit`` continues from the trained weights, which checkpoints store too. If other weights are loaded in between,
     the next ``fit`` trains those and starts the average from them.
@@ -44,7 +44,8 @@ class EMA(StepCallback, TakesMemory):
             as in diffusers' ``EMAModel``: the average forgets the initial weights.
         update_after_step: Optimizer steps before averaging starts; until then the average is a copy of the weights.
         update_every: Optimizer steps between updates.
-        offload: Keep the average in host memory.
+        offload: Keep the average in host memory. For weights on CUDA it is pinned, and passes through the device in
+            groups at each update.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EMA(StepCallback, TakesMemory):
         self._shadow: dict[tuple[str, int], Tensor] = {}
         self._state: TrainingState | PlainState | None = None
         self._module: pl.LightningModule | None = None
-        self._live: list[LazyTensor] = []
+        self._averaging = Averaging()
         self._owned: set[tuple[str, int]] = set()
         """Keys of the shards that only this rank contributes when the average is gathered."""
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -71,7 +72,6 @@ class EMA(StepCallback, TakesMemory):
         self._swapped = False
         self._given_back: EMA | None = None
         self._updates_before: int | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def planned(self, run: TrainingRun) -> TrainingRun:
         return replace(run, averages=True, offload_averages=self.offload)
@@ -79,7 +79,7 @@ class EMA(StepCallback, TakesMemory):
     @property
     def shadow(self) -> dict[tuple[str, int], Tensor]:
         """The average of every local shard, by ``ParameterShard.key``: flat, in float32."""
-        self._join()
+        self._averaging.settle()
         return self._shadow
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -107,8 +107,9 @@ class EMA(StepCallback, TakesMemory):
         shards = state.parameter_shards()
         self._divide_anew(trainer, shards)
         self._moves = engine_of(trainer.strategy).moves_weights
-        self._live = [] if self._moves else [shard.master for shard in shards]
-        self._shadow = {shard.key: self._average_of(shard) for shard in shards}
+        self._shadow = self._averages_of(shards, trainer.strategy.root_device)
+        if not self._moves:
+            self._averaging.follow([*self._shadow.values()], [shard.master for shard in shards])
         self._owned = {shard.key for shard in shards if shard.writes}
 
     def restart(self) -> None:
@@ -133,49 +134,42 @@ class EMA(StepCallback, TakesMemory):
             self.num_updates += 1
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        self._join()  # the optimizer changes the weights that the update reads
+        self._averaging.join()  # the optimizer changes the weights that the update reads
 
-    def _follow(self, weight: float) -> None:
-        """Move the average towards the weights by the fraction ``weight``."""
+    def _follow(self, fraction: float) -> None:
+        """Move the average towards the weights by a fraction."""
         assert self._state is not None and not isinstance(self._state, PlainState)
-        if self._moves:  # the next pass moves the weights: read them now, and keep no reference
-            self._live = [shard.master for shard in self._state.parameter_shards()]
-            self._move(weight)
-            self._live = []
+        if not self._moves:
+            self._averaging.update(fraction)
             return
-        device = next((average.device for average in self._shadow.values()), torch.device("cpu"))
-        if device.type != "cuda":
-            self._move(weight)
-            return
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            self._move(weight)
+        # The next pass moves the weights: read them now, and keep no reference.
+        weights = [shard.master for shard in self._state.parameter_shards()]
+        self._averaging.follow([*self._shadow.values()], weights)
+        self._averaging.update(fraction)
+        self._averaging.join()
+        self._averaging.forget()
 
-    def _join(self) -> None:
-        """Make the current CUDA stream wait for the last update."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+    def _averages_of(self, shards: list[ParameterShard], device: torch.device) -> dict[tuple[str, int], Tensor]:
+        """Return the shards' averages from an earlier fit, or float32 copies of their weights."""
+        apart = [shard for shard in shards if self._needs_pinning(shard)]
+        memory = host_memory([tensor_of(shard.master).shape for shard in apart], device)
+        offloaded = dict(zip((shard.key for shard in apart), memory))
+        return {shard.key: self._average_of(shard, offloaded.get(shard.key)) for shard in shards}
 
-    @host_step()
-    def _move(self, weight: float) -> None:
-        averages = list(self._shadow.values())
-        live = [tensor for tensor in self._live if isinstance(tensor, Tensor)]
-        if len(live) < len(self._live):  # swapped to disk: hold one at a time in memory
-            for average, read in zip(averages, self._live, strict=True):
-                average.lerp_(tensor_of(read).to(average.device), weight)
-        elif weight == 1.0:
-            torch._foreach_copy_(averages, live)
-        else:
-            alike = [tensor.to(average.device, torch.float32) for tensor, average in zip(live, averages)]
-            torch._foreach_lerp_(averages, alike, weight)
+    def _needs_pinning(self, shard: ParameterShard) -> bool:
+        """Return whether a shard's average is apart from its weights, and not in pinned memory since an earlier fit."""
+        if not self.offload or not isinstance(shard.master, Tensor):
+            return False
+        average = self._shadow.get(shard.key)
+        is_pinned = average is not None and average.is_pinned()
+        return not is_pinned and (self._moves or shard.master.device != torch.device("cpu"))
 
-    def _average_of(self, shard: ParameterShard) -> Tensor:
-        """Return the shard's average from an earlier fit, or a float32 copy of its weights."""
+    def _average_of(self, shard: ParameterShard, memory: Tensor | None) -> Tensor:
         master = tensor_of(shard.master)
         device = torch.device("cpu") if self.offload else master.device
         average = self._shadow.get(shard.key)
+        if memory is not None:
+            return memory.copy_(master if average is None else average.reshape(master.shape))
         if average is not None:
             return average.to(device).reshape(master.shape)  # flat, if another engine kept it
         return torch.empty_like(master, dtype=torch.float32, device=device).copy_(master)
@@ -254,7 +248,8 @@ class EMA(StepCallback, TakesMemory):
             self._swap_out()  # interrupted during validation
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._live = []
+        self._averaging.settle()
+        self._averaging = Averaging()
         self._state = training_state(trainer)  # the engine has restored the plain module by now
         self._hold(pl_module)
 

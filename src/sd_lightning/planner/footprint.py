@@ -206,6 +206,8 @@ class Footprint:
     """Trained elements whose master weights are on the device; their EMA is kept beside them."""
     averaged_on_host: int = 0
     """The same for host memory and disk."""
+    master_dtype: torch.dtype = torch.float32
+    """Of the weights that the optimizer updates; the EMA, in float32, casts others in each update."""
     menu: tuple[Kept, ...] = tuple(Kept)
     """What blocks may keep for backward."""
 
@@ -242,4 +244,5 @@ def replicated(workload: Workload, *, buckets: bool = False) -> Footprint:
         ],
         traffic=Traffic(all_reduced=gradients if buckets else 0, stepped=sum(sizes)),
         averaged=sum(sizes),
+        master_dtype=dtype,
     )

@@ -19,6 +19,7 @@ from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved, replayed
 from sd_lightning.planner.subject import DiffusionSubject, Subject
 from sd_lightning.planner.trace import Trace
+from sd_lightning.state.averaging import pinned_bytes, room_bytes
 
 GB = 1e9
 DEVICE_ALLOWANCE = int(0.6 * GB)
@@ -181,8 +182,10 @@ class Forecaster:
         run = self.run
         always = _sum(_in(footprint.device, When.ALWAYS))
         always["allowance"] += DEVICE_ALLOWANCE
-        averaged = run.averages and not run.offload_averages
-        always["EMA"] += _FLOAT_BYTES * footprint.averaged * averaged
+        if run.averages:
+            averaged, apart = footprint.averaged, run.offload_averages
+            always["EMA"] += 0 if apart else _FLOAT_BYTES * averaged
+            always["EMA"] += room_bytes(averaged, is_apart=apart, is_cast=footprint.master_dtype != torch.float32)
         if run.encodes and not run.offload_encoders:
             always["encoders"] += self._encoder_bytes
         always["frozen networks"] += self.subject.frozen_bytes(self.workload.lightning_dtype)
@@ -199,8 +202,8 @@ class Forecaster:
         run = self.run
         offloaded = _sum(_in(footprint.host, When.ALWAYS, When.AS_READY))
         kept = offloaded + waiting
-        in_host = footprint.averaged_on_host + footprint.averaged * run.offload_averages
-        training = Counter({"EMA": _FLOAT_BYTES * in_host * run.averages, "buffers": _SLICE_BYTES})
+        averages = _FLOAT_BYTES * footprint.averaged_on_host + run.offload_averages * pinned_bytes(footprint.averaged)
+        training = Counter({"EMA": averages * run.averages, "buffers": _SLICE_BYTES})
         if run.sample_batch_size:
             training += _sum(_in(footprint.host, *self._swapped))
         if run.cache_latents:

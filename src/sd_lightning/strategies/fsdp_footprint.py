@@ -79,6 +79,7 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
         traffic=traffic,
         averaged=0 if strategy.cpu_offload else numel,
         averaged_on_host=numel if strategy.cpu_offload else 0,
+        master_dtype=own,
     )
 
 

@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from gemini_jobs import Blocks, Job, inputs, loss_of
-from sd_lightning.callbacks import EMA
 from sd_lightning.gemini import GeminiConfig, GeminiEngine, gradients
 from sd_lightning.state import host_steps
+from sd_lightning.state.averaging import Averaging
 from sd_lightning.state.host_steps import host_step, num_threads, step_on_host, usable_cores
 from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy, Offload
 from sd_lightning.strategies.fsdp import FSDPStrategy
@@ -180,10 +180,10 @@ def test_an_average_in_host_memory_moves_with_more_threads(launch: Launch, monke
     found: list[int] = []
     lerp = torch._foreach_lerp_
     monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: (found.append(torch.get_num_threads()), lerp(*args)))
-    ema: Any = EMA(offload=True)
-    ema._state, ema._shadow, ema._live = object(), {("weight", 0): torch.zeros(3)}, [torch.ones(3)]
-    ema._follow(0.5)
-    assert found == [3] and ema._shadow["weight", 0].tolist() == [0.5] * 3
+    averaging, average = Averaging(), torch.zeros(3)
+    averaging.follow([average], [torch.ones(3)])
+    averaging.update(0.5)
+    assert found == [3] and average.tolist() == [0.5] * 3
 
 
 def _adamw(weights: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

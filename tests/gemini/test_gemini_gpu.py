@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from one_rank import one_rank_group
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 
 pytestmark = pytest.mark.gpu
@@ -114,6 +115,20 @@ def test_weights_that_are_cast_on_their_way_change_no_bit() -> None:
     assert engine.ledger.kind_peak["slow", "staged"] == 0, "offloaded weights are cast on the host"
     staged = train({"offload_optim_frac": 1.0} | half)[1].ledger.kind_peak["slow", "staged"]
     assert staged > 0
+
+
+@pytest.mark.parametrize("settings", [{}, OFFLOADED, {"offload_optim_frac": 1.0}, {"shard_param_frac": 0.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
+def test_collectives_of_nccl_change_no_bit(settings: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
+    """One rank with all collectives: nccl's stream beside the copies, and reduce-scatter in place."""
+    given = settings | {"compute_dtype": dtype, "prefetch": 4}
+    expected = train(given)[0]
+    with one_rank_group(backend) as counts:
+        losses, engine, _ = train(given)
+        engine.close()
+    assert losses == expected
+    assert min(counts[name] for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")) >= 8
 
 
 def test_an_automatic_placement_stays_under_its_cap() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import small_training as small
+from one_rank import with_collectives
 from sd_lightning.callbacks import (
     EMA,
     NonFiniteLossGuard,
@@ -298,7 +299,7 @@ def run(job: dict[str, Any]) -> list[list[str]]:
             options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     trainer = small.trainer_of(job["steps"], *callbacks, devices=job["devices"], **options | job.get("trainer", {}))
     module = small.module()
-    with waits.counting():
+    with waits.counting(), with_collectives() if job.get("with_collectives") else nullcontext():
         trainer.fit(module, small.data(cache_latents=False))
     return per_step.steps
 

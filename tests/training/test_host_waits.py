@@ -41,6 +41,7 @@ def test_one_process_waits_only_to_log_and_to_save(tmp_path: Path, scaled: bool)
 def test_gemini_waits_only_to_log_and_to_save_unless_the_host_steps_chunks(tmp_path: Path) -> None:
     ours = job(tmp_path / "ours", "gemini", scaled=True)
     assert quiet(run(ours)) == {}
+    assert quiet(run(job(tmp_path / "collectives", "gemini", scaled=True, with_collectives=True))) == {}
     offloaded = job(tmp_path / "offloaded", "gemini", settings={"offload_optim_frac": 0.5}, steps=2)
     assert all(run(offloaded)[:1]), "the host must know the factor of clipping"
 
@@ -71,6 +72,8 @@ def test_cuda_itself_says_so(tmp_path: Path, precision: str) -> None:
     """The first step is left out: kernels are chosen and constants are moved in it."""
     options = {"accelerator": "cuda", "trainer": {"precision": precision}, "offload_average": precision == "16-mixed"}
     cases = {name: job(tmp_path / name, name, **options) for name in ("single", "ddp", "gemini_default")}
+    for name in ("ddp", "gemini_default"):  # the signals that ranks send each other, and Gemini's collectives
+        cases[f"{name} with collectives"] = job(tmp_path / f"{name}-2", name, with_collectives=True, **options)
     found = run_jobs("host_waits", cases, tmp_path, world_size=1, accelerator="cuda")
     for name, steps in found.items():
         waits = quiet(steps)

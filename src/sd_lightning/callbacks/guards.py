@@ -69,10 +69,11 @@ class StopOnSignal(StepCallback):
 
     def _stops(self, trainer: pl.Trainer) -> bool:
         """Return whether this process got a signal, or with several, whether any had one at the step before."""
-        if trainer.world_size == 1:
+        engine = engine_of(trainer.strategy)
+        if not engine.has_peers:
             return self.received is not None
         own = torch.full((1,), float(self.received is not None), device=trainer.strategy.root_device)
-        return self._is_asked.swap(engine_of(trainer.strategy).max_over_ranks(own)) == [1.0]
+        return self._is_asked.swap(engine.max_over_ranks(own)) == [1.0]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._restore(trainer)

@@ -71,7 +71,7 @@ class Accumulation:
             once = f"gradients of all micro-batches are reduced once; until then they take {whole}"
             each = f"each micro-batch is reduced; with {whole} to spare, reduce_once=true does it once"
             return mode, once if mode else each
-        if engine.collectives.world_size == 1:
+        if engine.collectives.is_alone:
             return False, "each micro-batch is added up at once: there are no other ranks to reduce over"
         spare = self._spare_bytes()
         if spare is None:

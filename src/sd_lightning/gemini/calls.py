@@ -134,7 +134,7 @@ class Calls:
         collectives = self._collectives
         calls = [call for call in self.alive() if not call.has_begun]
         self._alive = [weakref.ref(call) for call in calls]
-        if collectives.world_size == 1:
+        if collectives.is_alone:
             return None
         calls.sort(key=lambda call: -call.key)
         at_nodes = [list(group) for _, group in groupby(calls, key=lambda call: call.key)]

@@ -55,6 +55,8 @@ class Collectives:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.is_alone = has_no_peers(group)
+        """Whether collectives are left out: they would change nothing."""
         self.device = device
         self.reduce_dtype = reduce_dtype
         self.gathered_bytes = 0
@@ -66,14 +68,14 @@ class Collectives:
         self._sequence = hashlib.sha256()
         """Digest of all collectives so far, with their order and chunks; the same on every rank."""
         backend = "" if group is None else str(dist.get_backend_config(group))
-        self.is_direct = self.world_size > 1 and exchanges_shards(device, backend)
+        self.is_direct = not self.is_alone and exchanges_shards(device, backend)
         """Whether ranks exchange shards point to point: waiting then blocks the host, and not the current stream."""
         # Small all-reduces run on the host if a backend supports it, so that no kernel waits for them.
         self._control = torch.device("cpu") if not backend or "gloo" in backend or "fake" in backend else device
 
     def summed_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which gradients of type ``dtype`` are summed over the ranks."""
-        is_wider = self.world_size > 1 and self.reduce_dtype.itemsize > dtype.itemsize
+        is_wider = not self.is_alone and self.reduce_dtype.itemsize > dtype.itemsize
         return self.reduce_dtype if is_wider else dtype
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -83,7 +85,7 @@ class Collectives:
     @property
     def widest_sent_dtype(self) -> torch.dtype | None:
         """The type to which narrower gradients are widened before sending; None if they are not widened."""
-        return None if self.is_direct or self.world_size == 1 else self.reduce_dtype
+        return None if self.is_direct or self.is_alone else self.reduce_dtype
 
     def shard(self, buffer: Tensor) -> Tensor:
         """Return this rank's part of a flat buffer."""
@@ -92,7 +94,7 @@ class Collectives:
     def all_gather(self, buffer: Tensor, chunk: int) -> Pending:
         """All-gather the shards of all ranks into a chunk's flat buffer, in place."""
         self._record("all_gather", buffer, chunk)
-        if self.world_size == 1:
+        if self.is_alone:
             return Pending()
         self.gathered_bytes += self._crossing(buffer)
         if not self.is_direct:
@@ -115,7 +117,7 @@ class Collectives:
         """
         self._record("reduce_scatter", buffer, chunk)
         own = self.shard(buffer)
-        if self.world_size == 1:
+        if self.is_alone:
             return Pending(), own
         self.reduced_bytes += self._crossing(buffer)
         if not self.is_direct:
@@ -133,7 +135,7 @@ class Collectives:
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Return a small tensor reduced over the ranks, on its original device."""
         self._record("all_reduce", values)
-        if self.world_size == 1:
+        if self.is_alone:
             return values
         on_control = values.to(self._control, copy=True)
         dist.all_reduce(on_control, op=op, group=self.group)
@@ -142,7 +144,7 @@ class Collectives:
     def sum_on_device(self, value: Tensor) -> Tensor:
         """Sum a small tensor over the ranks, in place on its device; with nccl the host does not wait."""
         self._record("sum_on_device", value)
-        if self.world_size > 1:
+        if not self.is_alone:
             dist.all_reduce(value, group=self.group)
         return value
 
@@ -221,6 +223,11 @@ class Collectives:
     def _record(self, name: str, buffer: Tensor, chunk: int = -1) -> None:
         self.count += 1
         self._sequence.update(f"{name}:{chunk}:{buffer.numel()}:{buffer.dtype};".encode())
+
+
+def has_no_peers(group: dist.ProcessGroup | None) -> bool:
+    """Return whether this rank is the only one."""
+    return group is None or dist.get_world_size(group) == 1
 
 
 def exchanges_shards(device: torch.device, backend: str) -> bool:

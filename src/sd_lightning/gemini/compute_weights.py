@@ -113,7 +113,7 @@ class ComputeWeights:
         self.placement = placement
         self.memory = memory
         self.collectives = collectives
-        self.is_resident = placement.is_resident(collectives.world_size)
+        self.is_resident = placement.is_resident(is_alone=collectives.is_alone)
         """Whether the whole weights stay in memory, so that gathering moves nothing."""
         self.bounds = Shard(layout, collectives.rank, collectives.world_size)
         self.storage = ChunkStorage(layout, memory.device)
@@ -196,7 +196,7 @@ class ComputeWeights:
         if not self.is_resident:
             return
         self.wait()
-        if self.collectives.world_size > 1 or not self.is_master:
+        if not (self.collectives.is_alone and self.is_master):
             self._go(ChunkState.GATHERING)
             with self.memory.copying(Tier.FAST) as self._gathered:
                 self._pending = self.collectives.all_gather(self.storage.full, self.layout.index)
@@ -225,7 +225,7 @@ class ComputeWeights:
     def move(self, placement: ChunkPlacement) -> None:
         """Move to other tiers, after :meth:`release` and with no copy pending."""
         memory, old, was_resident, shard = self.memory, self.placement, self.is_resident, self.shard
-        self.placement, self.is_resident = placement, placement.is_resident(self.collectives.world_size)
+        self.placement, self.is_resident = placement, placement.is_resident(is_alone=self.collectives.is_alone)
         if was_resident and not self.is_resident:
             self.wait()
             self._shard = self._allocate_shard()

@@ -147,7 +147,7 @@ class ChunkGradients:
         if self._whole is None and not keep and not weights.is_resident:
             return weights.lend()
         if self._whole is None:
-            is_alone = weights.collectives.world_size == 1 and weights.placement.step_tier is Tier.FAST
+            is_alone = weights.collectives.is_alone and weights.placement.step_tier is Tier.FAST
             dtype = layout.master_dtype if keep or is_alone else layout.dtype
             self._whole = self._memory.allocate(Tier.FAST, Kind.GRADIENTS, layout.numel, dtype)
         return self._whole.tensor
@@ -170,7 +170,7 @@ class ChunkGradients:
         dtype = weights.layout.master_dtype
         if self.accumulated is not None:
             self.accumulated.tensor.add_(self._reduced)
-        elif whole is not None and whole.tensor.dtype == dtype and weights.collectives.world_size == 1:
+        elif whole is not None and whole.tensor.dtype == dtype and weights.collectives.is_alone:
             # With one rank the whole gradients are the reduced ones.
             whole.kind, self._whole, self.accumulated = Kind.ACCUMULATED, None, whole
             self._memory.ledger.relabel(Tier.FAST, Kind.GRADIENTS, Kind.ACCUMULATED, whole.nbytes)

@@ -35,9 +35,9 @@ class ChunkPlacement:
         """Where reduced gradients are kept and the optimizer steps."""
         return Tier.FAST if self.optim_tier is Tier.FAST else Tier.SLOW
 
-    def is_resident(self, world_size: int) -> bool:
-        """Return whether the whole weights stay on the fast tier between uses."""
-        return not self.is_sharded or (world_size == 1 and self.param_tier is Tier.FAST)
+    def is_resident(self, *, is_alone: bool) -> bool:
+        """Return whether the whole weights, of one rank alone or of several, stay on the fast tier between uses."""
+        return not self.is_sharded or (is_alone and self.param_tier is Tier.FAST)
 
     def aliases_master(self, layout: ChunkLayout) -> bool:
         """Return whether the shard of the compute weights also serves as the master weights."""
@@ -158,7 +158,7 @@ def separate_gradients(
     for layout, place in zip(layouts, placements, strict=True):
         numel = layout.numel * layout.is_trained
         dtype = layout.master_dtype if world_size == 1 else layout.dtype
-        whole.append(numel * dtype.itemsize * place.is_resident(world_size))
+        whole.append(numel * dtype.itemsize * place.is_resident(is_alone=world_size == 1))
         width = 0 if sent_dtype is None else sent_dtype.itemsize
         sent.append(numel * width * (width > layout.dtype.itemsize))
     return whole, sent
@@ -172,7 +172,7 @@ def whole_gradient_bytes(layouts: Sequence[ChunkLayout]) -> int:
 def smallest_budget(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPlacement], demand: Demand) -> int:
     """Return the bytes of the largest unit's temporarily gathered chunks."""
     sizes = (
-        sum(layouts[c].nbytes for c in set(unit) if not placements[c].is_resident(demand.world_size))
+        sum(layouts[c].nbytes for c in set(unit) if not placements[c].is_resident(is_alone=demand.world_size == 1))
         for unit in demand.units
     )
     return max(sizes, default=0)
@@ -208,7 +208,7 @@ def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
     keeps = bool(demand.keeps_gradients)
     if demand.keeps_gradients is None and whole_gradient_bytes(layouts) <= spare:
         keeps, spare = True, spare - whole_gradient_bytes(layouts)
-    all_resident = all(place.is_resident(demand.world_size) for place in placements)
+    all_resident = all(place.is_resident(is_alone=demand.world_size == 1) for place in placements)
     budget = None if all_resident else smallest_budget(layouts, placements, demand) + spare
     return Plan(tuple(placements), budget, keeps)
 

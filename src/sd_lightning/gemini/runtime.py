@@ -72,7 +72,7 @@ class Runtime:
         self._reset()
         self.undo: list[Undo] = []
         """Functions that remove hooks."""
-        self._attach(world_size=collectives.world_size)
+        self._attach(is_alone=collectives.is_alone)
 
     def chunks_of_units(self) -> tuple[tuple[int, ...], ...]:
         """Return the chunks of each unit, with those of all containers, which may enclose it."""
@@ -120,11 +120,11 @@ class Runtime:
             self.monitor.abort()
         self.statistics["aborted"] += 1
 
-    def _attach(self, *, world_size: int) -> None:
+    def _attach(self, *, is_alone: bool) -> None:
         for index, unit in enumerate(self.units):
             self.undo += wrap_calls(unit.module, partial(self._before, index), partial(self._after, index))
         for route in self._calls.routes:
-            if world_size > 1 and route.network._compiled_call_impl is None:
+            if not is_alone and route.network._compiled_call_impl is None:
                 self.undo += wrap_calls(
                     route.network, partial(self._begin_route, route), partial(self._end_route, route)
                 )

@@ -217,7 +217,7 @@ class GradientAgreement:
         """Agree with one small all-reduce unless the gradients are unchanged; return the touched parameters."""
         engine, runtime, trained = self._engine, self._engine.runtime, list(self._engine.trained.values())
         is_agreed = self.touched is not None and self._version == runtime.gradients_version
-        if engine.collectives.world_size > 1 and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
+        if not engine.collectives.is_alone and any(chunk.weights.is_resident for chunk in self._stepper.chunks):
             is_agreed = False  # another rank may have got late gradients meanwhile
         if is_agreed and self.touched is not None and (self.norm is not None or not with_norm):
             return self.touched

@@ -71,14 +71,19 @@ class EngineStrategy:
         give_found_inf(optimizer, is_bad)
         return True
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other ranks; without, collectives are left out."""
+        strategy = self._lightning
+        return isinstance(strategy, ParallelStrategy) and strategy.world_size > 1
+
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the largest values over all ranks, without waiting for the device; a collective call.
 
         Args:
             values: A tensor on the root device; it is overwritten.
         """
-        strategy = self._lightning
-        if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
+        if self.has_peers:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 

@@ -43,7 +43,9 @@ def footprint_of(config: GeminiConfig, workload: Workload, order: Callable[[str]
     layouts = pack_as_set(specs, config, world_size)
     places = plan_static(layouts, config).chunks
     held = _held(layouts, places, workload)
-    temporary = {a.index: a.nbytes for a, place in zip(layouts, places) if not place.is_resident(world_size)}
+    temporary = {
+        a.index: a.nbytes for a, place in zip(layouts, places) if not place.is_resident(is_alone=world_size == 1)
+    }
     gathered, when = sum(temporary.values()), When.UNTIL_READY
     if config.gathered_budget is not None:  # it fills, as chunks are only released for others
         gathered, when = min(config.gathered_budget, gathered), When.COMPUTE
@@ -109,8 +111,8 @@ def _traffic(
     for layout, place in zip(layouts, places, strict=True):
         shard = layout.numel // world_size
         narrow, wide = layout.dtype.itemsize, layout.master_dtype.itemsize
-        gathered += passes * layout.nbytes * (not place.is_resident(world_size))
-        count += passes * (not place.is_resident(world_size)) + layout.is_trained
+        gathered += passes * layout.nbytes * (not place.is_resident(is_alone=world_size == 1))
+        count += passes * (not place.is_resident(is_alone=world_size == 1)) + layout.is_trained
         to_device += passes * narrow * shard * (place.param_tier is Tier.SLOW)
         if not layout.is_trained:
             continue

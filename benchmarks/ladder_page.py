@@ -13,7 +13,7 @@ from ladder import RUNGS, Rung
 from lines import Row, line_of
 from published import NVIDIA_LADDER
 from sd_lightning.planner.devices import Device, table_of
-from sd_lightning.report.bars import bar_height, charts, number, rows
+from sd_lightning.report.bars import bar_height, bar_width, charts, label_bars, number, rows
 from sd_lightning.report.charts import AREAS, INKS, LINES, card, render_svg, tidy
 from sd_lightning.report.document import section
 from sd_lightning.report.pictures import Panel, render_panels
@@ -173,7 +173,9 @@ def ladder_section(ladder: Ladder) -> str:
         told = note(ladder) if len(panel.keys) > 1 else f"Bars are {ladder.source}."
         cards.append(card(panel.title, html.escape(told), keys=panel.keys, picture=svg, wide=True))
     network = f'<p class="note">{html.escape(between_machines(ladder))}</p>'
-    return section(f"The ladder: {ladder.title}", table(ladder) + charts(*cards) + _scaling_card(ladder) + network)
+    return section(
+        f"The ladder, {_kind(ladder)}: {ladder.title}", table(ladder) + charts(*cards) + _scaling_card(ladder) + network
+    )
 
 
 def note(ladder: Ladder, figures: str = "Bars are", others: str = "Marks are") -> str:
@@ -205,9 +207,10 @@ def cells(ladder: Ladder) -> tuple[list[str], list[list[str]]]:
         cells += [_told(told_memory)] * ladder.has_forecast(_MEMORY)
         cells += ["—" if price is None else f"{price:,.2f}"] * ladder.has_prices
         lines.append([*cells, f"skipped: {why}" if why else rung.change])
-    head = ["rung", "img/s", "× first", *["predicted"] * ladder.has_forecast(_RATE)]
-    head += ["GB", *["predicted"] * ladder.has_forecast(_MEMORY)]
-    return [*head, *["$ per million"] * ladder.has_prices, "what it changes"], lines
+    told = "" if ladder.is_measured else f", {PREDICTED}"
+    head = ["rung", f"img/s{told}", f"× first{told}", *["img/s, predicted"] * ladder.has_forecast(_RATE)]
+    head += [f"GB{told}", *["GB, predicted"] * ladder.has_forecast(_MEMORY)]
+    return [*head, *[f"$ per million{told}"] * ladder.has_prices, "what it changes"], lines
 
 
 def _commands(ladder: Ladder) -> str:
@@ -224,13 +227,17 @@ def _commands(ladder: Ladder) -> str:
 def panels(ladder: Ladder) -> list[Panel]:
     """Return throughput, memory and cost by rung as charts."""
     found = [
-        Panel("Images per second", lambda axes: _bars(axes, ladder, _RATE, "images per second"), _keys(ladder, _RATE)),
+        Panel(
+            f"Images per second, {_kind(ladder)}",
+            lambda axes: _bars(axes, ladder, _RATE, "images per second"),
+            _keys(ladder, _RATE),
+        ),
     ]
     if any(ladder.shown(rung, _MEMORY) for rung in ladder.rungs()):
         draw = partial(_bars, ladder=ladder, metric=_MEMORY, label="GB of a process at its peak")
-        found.append(Panel("Memory", draw, _keys(ladder, _MEMORY)))
+        found.append(Panel(f"Memory, {_kind(ladder)}", draw, _keys(ladder, _MEMORY)))
     if ladder.has_prices:
-        found.append(Panel("Cost", lambda axes: _costs(axes, ladder), [(_BAR, _kind(ladder), "")]))
+        found.append(Panel(f"Cost, {_kind(ladder)}", lambda axes: _costs(axes, ladder), [(_BAR, _kind(ladder), "")]))
     return found
 
 
@@ -280,17 +287,19 @@ def _draw(
         if bar is None:
             axes.text(0, place, f" {ladder.absent(rung)}", va="center", fontsize=8, color=INKS["--muted"])
             continue
-        axes.barh(place, bar.value, xerr=bar.spread / 2 or None, color=AREAS[_BAR], height=0.62, ecolor=INKS["--ink"])
+        axes.barh(
+            place,
+            bar.value,
+            xerr=bar.spread / 2 or None,
+            color=AREAS[_BAR],
+            height=bar_width(axes),
+            ecolor=INKS["--ink"],
+        )
         if mark is not None:
             axes.plot(mark.value, place, marker="D", markersize=5, color=LINES[_MARK])
-        axes.text(1.0, place, _told(bar), transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8)
-    axes.set_yticks(range(len(order)), [rung.title for rung in order])
-    axes.set_ylim(len(order) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * most)  # room for the numbers
     axes.set_xlabel(label)
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", linewidth=0.8)
+    label_bars(axes, [rung.title for rung in order], [_told(bars[rung]) if rung in bars else "" for rung in order])
 
 
 def _scaling(axes: Axes, ladder: Ladder) -> None:
@@ -312,11 +321,13 @@ def _scaling(axes: Axes, ladder: Ladder) -> None:
 def _scaling_card(ladder: Ladder) -> str:
     if len(ladder.scaling(PREDICTED)) < 2:
         return ""
-    points = "Blue points are measured, others" if ladder.scaling(MEASURED) else "Points are"
+    is_measured = bool(ladder.scaling(MEASURED))
+    points = "Circles are measured, diamonds" if is_measured else "Points are"
     text = f"{points} {PREDICTED}, {ladder.assumed}; the same batch on every GPU, with latents from a store."
     svg = render_svg(f"Scaling: {ladder.title}", lambda axes: _scaling(axes, ladder), wide=True)
     keys = _scaling_keys(ladder)
-    return charts(card("From one GPU to several", html.escape(text), keys=keys, picture=svg, wide=True))
+    title = "From one GPU to several" + (f", {MEASURED} and {PREDICTED}" if is_measured else f", {PREDICTED}")
+    return charts(card(title, html.escape(text), keys=keys, picture=svg, wide=True))
 
 
 def _scaling_keys(ladder: Ladder) -> list[tuple[str, str, str]]:
@@ -345,7 +356,7 @@ def markdown(found: Sequence[Row]) -> str:
         ruler = ["---"] * len(head)
         body = "".join(f"| {' | '.join(line)} |\n" for line in (head, ruler, *lines))
         network = f"\n{between_machines(ladder)}\n" if between_machines(ladder) else ""
-        told = note(ladder, "Figures are", 'Those of the column "predicted" are')
+        told = note(ladder, "Figures are", 'Those of "predicted" are')
         shown.append(f"**{ladder.title}**. {told}\n\n{body}{network}")
     return "\n".join(shown) or "No ladder is measured yet: `python benchmarks/run.py ladder ladder_plan`.\n"
 

@@ -283,7 +283,7 @@ def test_the_page_shows_cost_where_a_price_is_known_and_scaling_where_it_is_pred
     write(tmp_path, a_line("ladder_plan", {**TOLD, **scaling, **both, "devices": 4}, notes))
     assert report.main(["--html", "--results", str(tmp_path)]) == 0
     text = Path(capsys.readouterr().out.split()[0]).read_text()
-    assert "80% of linear on 4" in text and "Blue points are measured" in text
+    assert "80% of linear on 4" in text and "Circles are measured, diamonds predicted" in text
     unknown = a_line("ladder_plan", {**TOLD, "devices": 4}, {**notes, "gpu": "Some GPU"})
     write(tmp_path, unknown)
     assert report.main(["--html", "--results", str(tmp_path)]) == 0

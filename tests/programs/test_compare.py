@@ -148,6 +148,9 @@ def test_scaling_is_told_where_only_the_devices_differ(tmp_path: Path) -> None:
         "the median of two"
     )
     assert text.count("of linear") == 3, "another resolution is another curve"
+    again = [make(f"small-{n}", "ddp", n, 100 * n, data={"resolution": 16}) for n in (1, 2)]
+    found = [line for line in text_of(*runs, *again).splitlines() if line.startswith("ddp, against 1 device")]
+    assert len(found) == len(set(found)) and "ddp, against 1 device, batch of 64 in all, data.resolution=16:" in found
     elsewhere = make_run(tmp_path / "t4", rates=[9.0], config=config("ddp", devices=2), summary=facts("Tesla T4"))
     assert not scalings(read_runs([str(runs[0]), str(elsewhere)]))
 

@@ -1,5 +1,6 @@
 """What pages share: bars, tables, tiles, and charts as PNG."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,8 @@ import pytest
 from PIL import Image
 
 from sd_lightning.report.bars import bar_height, charts, number, rows, stacked, tiles
-from sd_lightning.report.charts import AREAS, INKS, LINES, render_svg
+from sd_lightning.report.charts import AREAS, INKS, LINES, is_narrow, render_svg
+from sd_lightning.report.compare import columns
 from sd_lightning.report.pictures import Panel, light_colours, render_panels
 
 if TYPE_CHECKING:
@@ -42,6 +44,30 @@ def test_bars_stand_from_the_top_with_their_sums() -> None:
     assert [text.get_text() for text in axes.texts] == ["3", "1,503"]
     assert axes.yaxis_inverted() and [text.get_text() for text in axes.get_yticklabels()] == ["first", "second"]
     assert bar_height([1, 2, 3]) > bar_height([1])
+
+
+def test_on_a_phone_names_and_values_stand_above_their_bars_and_nothing_is_cut() -> None:
+    found = {}
+
+    def draw(axes: "Axes") -> None:
+        stacked(axes, ["a long name of a strategy", "b"], [[1.0], [2.0]], ["red"])
+        axes.figure.canvas.draw()
+        narrow = is_narrow(axes)
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert all(-1 <= box.x0 and box.x1 <= axes.figure.bbox.x1 + 1 for box in boxes)
+        found[narrow] = [text.get_text() for text in axes.texts]
+
+    svg = render_svg("bars", draw, wide=True, height=bar_height([1, 2]))
+    assert found == {False: ["1", "2"], True: ["1", "a long name of a strategy", "2", "b"]}
+    assert re.findall('class="(.*?)" role', svg) == ["at-wide", "at-narrow"]
+
+
+def test_a_folded_table_has_its_heads_beside_the_cells() -> None:
+    table = rows(("it's", 'a "b"'), [("1", "2")])
+    assert """style="--h1: &#x27;it\\27 s&#x27;; --h2: &#x27;a &quot;b&quot;&#x27;\"""" in table
+    style = Path(render_svg.__code__.co_filename).with_name("page.html").read_text()
+    widest = max(len(columns([])), 9)
+    assert all(f"content: var(--h{place})" in style for place in range(2, widest + 1))
 
 
 @pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (12.345, "12.3"), (0.00123, "0.00123"), (0, "0")])

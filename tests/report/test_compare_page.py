@@ -54,7 +54,15 @@ def test_the_page_leads_with_the_best_and_shows_every_chart(data: dict[str, Any]
     assert re.search(r'<p class="value">\$ 2\.24</p><p>for a million images: one</p>', text)
     assert titles(page) == [
         *("Settings that differ", "Speed", "Throughput", "Throughput by step", "Scaling", "Scaling", "Memory"),
-        *("Peak memory", "Cost", "Cost", "Loss", "Loss by step", "Loss by images seen", "All numbers"),
+        *(
+            "Peak memory",
+            "Cost",
+            "Cost",
+            "Loss",
+            "Loss by step, smoothed",
+            "Loss by images seen, smoothed",
+            "All numbers",
+        ),
         "Where the numbers are from",
     ]
     assert "ddp, 64 in all <b>1.55 x on 2 (78 %)</b>" in text
@@ -77,7 +85,7 @@ def test_nothing_is_loaded_from_outside_and_colours_are_the_pages(data: dict[str
     assert "default-src 'none'" in page and "<script" not in page
     assert not re.search(r"""(?:src|href)=["']?(?!data:|#)""", page.replace("xlink:href", "xlink"))
     drawn = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(drawn) == 7 and not any(re.search(r"#[0-9a-f]{6}\b", each) for each in drawn)
+    assert len(drawn) == 2 * 7 and not any(re.search(r"#[0-9a-f]{6}\b", each) for each in drawn)
     assert page_of(data, tmp_path) == page, "written again it is the same"
 
 
@@ -94,7 +102,7 @@ def test_a_chart_without_values_is_left_out(tmp_path: Path) -> None:
 def test_the_same_batch_needs_no_second_picture_of_the_loss(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, config=config(), summary=facts()) for name in ("a", "b")]
     page = page_of(compared(*runs), tmp_path)
-    assert "Loss by step" in page and "Loss by images seen" not in page
+    assert "Loss by step, smoothed" in page and "Loss by images seen, smoothed" not in page
     assert "1.00 x</p><p>images per second: a, the baseline, is the fastest" in page
 
 

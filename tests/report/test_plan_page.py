@@ -52,22 +52,18 @@ def test_the_page_shows_every_plan_of_the_file(make: Callable[..., str], tmp_pat
         assert f"<td>{each['count']} x {each['gpu']}</td><td>{each['name']}</td>" in page
     titles = re.findall(r"<h[23]>(.*?)</h[23]>", page)
     assert titles == [
-        *(
-            f"The fastest plan: {best['name']}",
-            "Memory",
-            "Memory by strategy",
-            "Memory of a step",
-            "Time",
-            "Time by strategy",
-        ),
-        *(
-            "Speed against memory",
-            "All strategies",
-            "Other GPUs",
-            "Dollars for a million images",
-            "Where the numbers are from",
-        ),
+        f"The fastest plan: {best['name']}",
+        *("Memory, predicted", "Memory by strategy, predicted", "Memory of a step, predicted", "Time, predicted"),
+        *("Time by strategy, predicted", "Speed against memory, predicted", "All strategies, predicted"),
+        *("Other GPUs, predicted", "Dollars for a million images, predicted", "Where the numbers are from"),
     ]
+    labels = re.findall(r'<p class="value">.*?</p><p>(.*?)</p>', page)
+    assert len(labels) == 5 and all("predicted" in label for label in labels), "no figure of a tile is measured"
+    given = data["timeline"]["kinds"]
+    always = {"encoders": ("encoders",), "optimizer": ("optimizer states",), "EMA": ("EMA",)}
+    (named,) = re.findall(r'<span class="key" style="--key: var\(--area-1\)">([^<]*allowance) <b>', page)
+    for name, kinds in always.items():
+        assert (name in named) == any(any(given.get(kind, ())) for kind in kinds), "named is what is there"
     assert "assumed, from the data sheet" in page and "<td>price</td><td>given</td>" in page
 
 

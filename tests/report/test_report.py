@@ -184,10 +184,11 @@ def test_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     page = Page(path)
     assert path == tmp_path / "report.html"
     assert not {"script", "link", "iframe"} & set(page.tags)
-    assert page.tags.count("svg") == 5
+    assert page.tags.count("svg") == 2 * 5
     assert all(load.startswith(("data:image/", "#")) for load in page.loads)
     assert not re.search(r"url\((?!#)", page.source)
     assert "Not logged" not in page.text
+    assert "loss of the last step, not smoothed" in page.text and "training, smoothed" in page.text
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -218,7 +219,7 @@ def test_report_says_what_is_missing_instead_of_drawing_it_empty(tmp_path: Path)
     assert "No sample grids were written" in page.text
     assert "The run has no summary." in page.text
     assert "No configuration was recorded." in page.text
-    assert page.tags.count("svg") == 1
+    assert page.tags.count("svg") == 2 * 1
     assert "No metrics were logged in this run." in Page(write_report(tmp_path, {}, {}, "")).text
 
 
@@ -230,7 +231,7 @@ def test_report_counts_values_that_cannot_be_drawn(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path, {"final_loss": math.nan}, metrics, ""))
     assert "2 NaN or infinite values are not drawn." in page.text
     assert "All 1 logged values are NaN or infinite: there is nothing to draw." in page.text
-    assert page.tags.count("svg") == 1
+    assert page.tags.count("svg") == 2 * 1
 
 
 def test_report_survives_a_picture_cut_by_a_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,13 +245,13 @@ def test_report_survives_a_picture_cut_by_a_kill(tmp_path: Path, caplog: pytest.
 def test_what_has_a_single_point_is_no_chart_and_not_missing_either(tmp_path: Path) -> None:
     metrics = {**full_metrics(), "val/prompted_accuracy": [(239, 0.9)], "val/caption_gap": [(239, 0.2)]}
     page = Page(write_report(tmp_path, {"prompted_accuracy": 0.9}, metrics, ""))
-    assert page.tags.count("svg") == 4 and "Not logged" not in page.text
+    assert page.tags.count("svg") == 2 * 4 and "Not logged" not in page.text
     assert "Prompted accuracy" not in page.text and "90.0 % prompted accuracy" in page.text
 
 
 def test_charts_count_steps_as_the_pictures_do(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path, {}, {"train/loss": [(0, 1.0), (1, 0.5)]}, ""))
-    assert re.findall(r">(\d+)</text>", page.source) == ["1", "2"]
+    assert re.findall(r">(\d+)</text>", page.source) == 2 * ["1", "2"], "in the drawings for screens and phones"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,8 @@ def test_report_leads_with_the_key_numbers(tmp_path: Path) -> None:
 def test_charts_take_their_colours_from_the_page_and_share_no_definitions(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path, {}, full_metrics(), ""))
     charts = re.findall(r"<svg.*?</svg>", page.source, flags=re.DOTALL)
-    assert len(charts) == 5
+    assert len(charts) == 2 * 5
+    assert [re.findall('class="(.*?)"', chart)[0] for chart in charts] == 5 * ["at-wide", "at-narrow"]
     defined: set[str] = set()
     for chart in charts:
         assert not re.search(r"#[0-9a-f]{6}\b", chart), "a fixed colour is unreadable on one of the two grounds"

@@ -134,7 +134,7 @@ def _ratio(value: float | None, of_baseline: float | None) -> float | None:
 
 
 def _scaling_record(found: Scaling) -> dict[str, Any]:
-    return {**asdict(found), "lines": found.lines()}
+    return {**asdict(found), "title": found.title, "lines": found.lines()}
 
 
 def title(runs: Sequence[Run]) -> str:

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd_lightning.apps.compared_run import Run
+from sd_lightning.apps.settings_that_differ import differences
 
 _SECTIONS = ("model", "data", "module", "speed", "objective", "optimizer", "lora", "strategy")
 """What decides the time of a step, beside the trainer's precision and accumulation."""
+_MOST_TOLD = 2
+"""Settings that a title names."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,12 @@ class Scaling:
     """What stays as it is: "64 in all" or "32 per device"."""
     points: tuple[Point, ...]
     """From the fewest devices."""
+    apart: str = ""
+    """Settings that tell it from others of the same strategy and batch."""
+
+    @property
+    def title(self) -> str:
+        return ", ".join(filter(None, (self.strategy, self.batch, self.apart)))
 
     def lines(self) -> list[str]:
         """Return it as lines of text."""
@@ -46,7 +55,8 @@ class Scaling:
             f"{each.devices} devices: {each.speedup:.2f} x, {100 * each.efficiency:.0f} % of linear" for each in others
         ]
         against = f"{first.devices} device{'s' * (first.devices > 1)}"
-        return [f"{self.strategy}, against {against}, batch of {self.batch}:", *(f"  {line}" for line in told)]
+        apart = f", {self.apart}" if self.apart else ""
+        return [f"{self.strategy}, against {against}, batch of {self.batch}{apart}:", *(f"  {line}" for line in told)]
 
 
 def scalings(runs: Sequence[Run]) -> list[Scaling]:
@@ -63,8 +73,19 @@ def scalings(runs: Sequence[Run]) -> list[Scaling]:
                 groups[strategy, f"{run.batch_size} in all", _same(run)].append(run)
                 if run.batch_size % run.devices == 0:
                     groups[strategy, f"{run.batch_size // run.devices} per device", _same(run)].append(run)
-    found = [Scaling(strategy, batch, _points(members)) for (strategy, batch, _), members in groups.items()]
-    return [each for each in found if len(each.points) > 1]
+    several = {key: members for key, members in groups.items() if len({run.devices for run in members}) > 1}
+    return [
+        Scaling(key[0], key[1], _points(members), _apart(key, [other for other in several if other[:2] == key[:2]]))
+        for key, members in several.items()
+    ]
+
+
+def _apart(key: tuple[str, str, str], alike: Sequence[tuple[str, str, str]]) -> str:
+    """Return the first settings in which a group differs from others, as text; "" if there are no others."""
+    differing = differences([json.loads(same) for _, _, same in alike]) if len(alike) > 1 else {}
+    found = [f"{name}={values[alike.index(key)]}" for name, values in differing.items()]
+    more = len(found) - _MOST_TOLD
+    return ", ".join(found[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")
 
 
 def _points(runs: Sequence[Run]) -> tuple[Point, ...]:

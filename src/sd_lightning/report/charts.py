@@ -68,7 +68,7 @@ CHARTS = (
         title="Loss",
         note="Weighted training loss, raw and smoothed, and the loss on held-out data.",
         lines=(
-            Line("training", ("train/loss", "train/loss_step", "train_loss", "loss"), smoothed=True),
+            Line("training, smoothed", ("train/loss", "train/loss_step", "train_loss", "loss"), smoothed=True),
             Line("held out", ("val/loss", "val_loss", "val/loss_*")),
         ),
         wide=True,
@@ -187,20 +187,37 @@ def card(
 
 
 def render_svg(label: str, draw: Callable[[Axes], None], *, wide: bool, height: float | None = None) -> str:
-    """Draw a figure and return it as an SVG element.
+    """Draw a figure for pages of both widths and return it as two SVG elements, of which the page shows one.
 
     Args:
         label: Description for screen readers, unique on the page.
-        draw: Fills the axes, in the colours of ``AREAS`` and the lines.
+        draw: Fills the axes, in the colours of ``AREAS`` and the lines; called once for each.
         wide: Whether it spans the page's whole width.
         height: Inches; that of a line chart if not given.
     """
-    size = (10.4, height or 3.4) if wide else (5.1, height or 2.7)
-    with drawn(size=size, inks=INKS, hashsalt=label) as figure:
-        draw(figure.add_subplot())
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _themed(stream.getvalue(), label)
+    sizes = {
+        "at-wide": (10.4, height or 3.4) if wide else (5.1, height or 2.7),
+        "at-narrow": (NARROW, NARROW_BARS * height if height else 2.9),
+    }
+    found = []
+    for kind, size in sizes.items():
+        with drawn(size=size, inks=INKS, hashsalt=f"{label}, {kind}") as figure:
+            draw(figure.add_subplot())
+            stream = io.StringIO()
+            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        found.append(_themed(stream.getvalue(), label, kind))
+    return "".join(found)
+
+
+NARROW = 4.0
+"""Width of a drawing for a phone, inches: its text is then as large as the page's notes."""
+NARROW_BARS = 1.35
+"""How much higher bars are there: names and values stand above them."""
+
+
+def is_narrow(axes: Axes) -> bool:
+    """Return whether a drawing is for a phone."""
+    return bool(axes.figure.bbox.width <= NARROW * axes.figure.dpi)
 
 
 @contextmanager
@@ -254,7 +271,7 @@ def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) 
         ticks = axes.get_yticks()
         axes.set_yticks(ticks[(ticks >= axes.get_ylim()[0]) & (ticks <= axes.get_ylim()[1])])
         axes.set_yticklabels(tick_labels(axes.get_yticks().tolist(), percent=chart.percent))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if chart.wide else 5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if chart.wide and not is_narrow(axes) else 5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel("optimizer step")
     tidy(axes)
@@ -282,7 +299,7 @@ def tidy(axes: Axes) -> None:
     axes.tick_params(left=False, length=3)
 
 
-def _themed(svg: str, label: str) -> str:
+def _themed(svg: str, label: str, kind: str) -> str:
     """Turn matplotlib's SVG document into an element whose size, font and colours the page sets."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -290,7 +307,7 @@ def _themed(svg: str, label: str) -> str:
     svg = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+    svg = svg.replace("<svg", f'<svg class="{kind}" role="img" aria-label="{html.escape(label)}"', 1)
     svg = re.sub(r"font: (\S+px) [^;\"]*", r"font-size: \1", svg)
     for variable, colour in {**INKS, **LINES, **AREAS}.items():
         svg = svg.replace(colour, f"var({variable})")

@@ -207,7 +207,7 @@ def _bars(data: Data, key: str, title: str, unit: str, note: str) -> _Chart | No
 
 
 def _rate_chart(data: Data) -> _Chart | None:
-    note = "On all devices together. The dark line spans the quartiles of the logged values."
+    note = "On all devices together. The thin line spans the quartiles of the logged values."
     return _bars(data, "images_per_second", "Throughput", "images per second", note)
 
 
@@ -235,7 +235,7 @@ def _loss_chart(data: Data) -> _Chart | None:
     note = "Smoothed as in the reports of the runs; the last values are in the key."
     if 1 < sum(bool(run["losses"]) for run in data["runs"]) <= _FEW:
         note += " Where curves coincide, the wider ones lie below."
-    return _curves(data, "losses", "Loss by step", note, value="final_loss")
+    return _curves(data, "losses", "Loss by step, smoothed", note, value="final_loss")
 
 
 def _images_chart(data: Data) -> _Chart | None:
@@ -244,7 +244,9 @@ def _images_chart(data: Data) -> _Chart | None:
         return None
     known = [{**run, "losses": run["losses"] if run["batch_size"] else []} for run in data["runs"]]
     note = "The same by the images that were trained on."
-    return _curves({**data, "runs": known}, "losses", "Loss by images seen", note, value="final_loss", by_images=True)
+    return _curves(
+        {**data, "runs": known}, "losses", "Loss by images seen, smoothed", note, value="final_loss", by_images=True
+    )
 
 
 def _curves(data: Data, key: str, title: str, note: str, *, value: str, by_images: bool = False) -> _Chart | None:
@@ -328,7 +330,7 @@ def _scaling_chart(data: Data) -> _Chart | None:
     for index, group in enumerate(groups):
         last = group["points"][-1]
         told = f"{last['speedup']:.2f} x on {last['devices']} ({100 * last['efficiency']:.0f} %)"
-        keys.append((_ink(index), f"{group['strategy']}, {group['batch']}", told))
+        keys.append((_ink(index), group["title"], told))
     note = "The dashed line is linear scaling, of which the key tells the part that was reached."
     return _Chart(Panel("Scaling", draw, keys), note, wide=True)
 

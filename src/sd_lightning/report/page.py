@@ -94,7 +94,7 @@ def _tiles(summary: Mapping[str, Any]) -> str:
     for key, label, number in (
         ("prompted_accuracy", "prompted accuracy", lambda v: f"{100 * v:.1f} %"),
         ("caption_gap", "caption gap", "{:.3f}".format),
-        ("final_loss", "final loss", "{:.4g}".format),
+        ("final_loss", "loss of the last step, not smoothed", "{:.4g}".format),
         ("images_per_second", "images per second", lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}"),
         ("peak_memory_gib", "GiB peak memory", "{:.2f}".format),
     ):

@@ -28,15 +28,16 @@ _PARTS = {
     "buffers": ("buckets", "new buckets", "swap buffers"),
 }
 """Part of the memory in the charts, in the order of the colours -> kinds of the planner."""
+_ALWAYS = {
+    "weights": ("weights", "master weights"),
+    "optimizer": ("optimizer states",),
+    "EMA": ("EMA",),
+    "encoders": ("encoders",),
+    "allowance": ("allowance",),
+}
+"""What stays during a step, in one colour: name -> kinds of the planner."""
 _HELD = {
-    "weights, optimizer, EMA, encoders": (
-        "weights",
-        "master weights",
-        "optimizer states",
-        "EMA",
-        "encoders",
-        "allowance",
-    ),
+    "": tuple(kind for kinds in _ALWAYS.values() for kind in kinds),
     "gathered weights": ("gathered weights", "blocks in use"),
     "activations: attention": ("activations: attention",),
     "activations: convolution": ("activations: convolution",),
@@ -45,7 +46,7 @@ _HELD = {
     "gradients": ("gradients", "float32 gradients"),
     "buffers": ("buckets", "new buckets", "swap buffers"),
 }
-"""The same for the memory of a step, from the bottom up."""
+"""The same for the memory of a step, from the bottom up; the first is named by what is there of it."""
 _TIMES = {
     "forward": "forward",
     "backward": "backward",
@@ -66,12 +67,12 @@ def write_plan_page(path: Path, data: Data) -> Path:
     body += [f'<p class="note">{html.escape(line)}</p>' for line in data["hints"]]
     if data["plans"]:
         body.append(section(f"The fastest plan: {data['plans'][0]['name']}", _fastest(data)))
-    body.append(section("Memory", charts(_memory_card(data), _timeline_card(data))))
+    body.append(section("Memory, predicted", charts(_memory_card(data), _timeline_card(data))))
     if data["plans"]:
-        body.append(section("Time", charts(_time_card(data), _frontier_card(data))))
-    body.append(section("All strategies", _table(data)))
+        body.append(section("Time, predicted", charts(_time_card(data), _frontier_card(data))))
+    body.append(section("All strategies, predicted", _table(data)))
     if data["gpus"]:
-        body.append(section("Other GPUs", charts(_gpu_card(data)) + _gpu_table(data)))
+        body.append(section("Other GPUs, predicted", charts(_gpu_card(data)) + _gpu_table(data)))
     body.append(section("Where the numbers are from", _provenance(data)))
     return write_document(path, data["title"], "training plan", "\n".join(body))
 
@@ -99,16 +100,17 @@ def _tiles(data: Data) -> str:
         return '<p class="warn">Nothing fits. The memory that each strategy lacks is below.</p>'
     best = data["plans"][0]
     shown = [
-        (number(best["images_per_second"]), "images per second"),
-        (f"{best['device_peak'] / _GB:.1f} GB", f"of {data['memory'] / _GB:.1f} GB that can be used"),
-        (f"{best['host_peak'] / _GB:.1f} GB", "of host memory per GPU"),
+        (number(best["images_per_second"]), "images per second, predicted"),
+        (f"{best['device_peak'] / _GB:.1f} GB", f"predicted, of {data['memory'] / _GB:.1f} GB that can be used"),
+        (f"{best['host_peak'] / _GB:.1f} GB", "of host memory per GPU, predicted"),
     ]
     price, images = best["dollars_per_million"], data["images"]
     if price is not None:
-        shown.append((f"$ {price:,.2f}", "for a million images"))
+        shown.append((f"$ {price:,.2f}", "for a million images, predicted"))
     if images is not None:
         days = f"{images / best['images_per_second'] / 86400:,.1f} days"
-        shown.append((days, f"for {images:,.0f} images" + (f", $ {price * images / 1e6:,.0f}" if price else "")))
+        cost = f", $ {price * images / 1e6:,.0f}" if price else ""
+        shown.append((days, f"for {images:,.0f} images{cost}, predicted"))
     return tiles(shown)
 
 
@@ -137,7 +139,7 @@ def _memory_card(data: Data) -> str:
         note += f" Others need more than the {data['host_memory'] / _GB:.0f} GB of host memory per GPU."
     note += f" {left} more strategies are in the table." if left else ""
     svg = render_svg("Memory by strategy", draw, wide=True, height=bar_height(shown))
-    return card("Memory by strategy", note, keys=keys, picture=svg, wide=True)
+    return card("Memory by strategy, predicted", note, keys=keys, picture=svg, wide=True)
 
 
 def _parts(plan: Data) -> list[float]:
@@ -178,10 +180,11 @@ def _timeline_card(data: Data) -> str:
         tidy(axes)
 
     told = timeline["told"]
-    keys = [(inks[kind], kind, f"{max(curve):.2f}") for kind, curve in layers.items()]
+    always = ", ".join(name for name, kinds in _ALWAYS.items() if any(any(given.get(kind, ())) for kind in kinds))
+    keys = [(inks[kind], kind or always, f"{max(curve):.2f}") for kind, curve in layers.items()]
     note = f"Of the fastest plan; the most GB of each kind in the key. {html.escape(told[:1].upper() + told[1:])}."
     svg = render_svg("Memory of a step", draw, wide=True)
-    return card("Memory of a step", note, keys=keys, picture=svg, wide=True)
+    return card("Memory of a step, predicted", note, keys=keys, picture=svg, wide=True)
 
 
 def _time_card(data: Data) -> str:
@@ -197,7 +200,7 @@ def _time_card(data: Data) -> str:
     keys = [(ink, label, "") for ink, label, is_used in zip(AREAS, _TIMES.values(), used) if is_used]
     svg = render_svg("Time by strategy", draw, wide=True, height=bar_height(shown))
     note = html.escape(f"Seconds are {data['speeds']}.")
-    return card("Time by strategy", note, keys=keys, picture=svg, wide=True)
+    return card("Time by strategy, predicted", note, keys=keys, picture=svg, wide=True)
 
 
 def _frontier_card(data: Data) -> str:
@@ -233,7 +236,7 @@ def _frontier_card(data: Data) -> str:
         "The line is the most images per second for so much memory."
     )
     svg = render_svg("Speed against memory", draw, wide=True)
-    return card("Speed against memory", note, keys=keys, picture=svg, wide=True)
+    return card("Speed against memory, predicted", note, keys=keys, picture=svg, wide=True)
 
 
 def _gpu_card(data: Data) -> str:
@@ -253,7 +256,7 @@ def _gpu_card(data: Data) -> str:
 
     note = "The fastest plan on each." + (" GPUs without a known price are in the table below." if priced else "")
     svg = render_svg("GPUs", draw, wide=True, height=bar_height(ordered))
-    return card(unit.capitalize(), note, picture=svg, wide=True)
+    return card(f"{unit.capitalize()}, predicted", note, picture=svg, wide=True)
 
 
 def _gpu_table(data: Data) -> str:

@@ -66,7 +66,7 @@ GROUPS = [
     ),
     ("train data=imagefolder", "no such option", "write data=images"),
     ("train strategy=deepspeed_stage_2", "no such option", "write strategy=deepspeed_zero2"),
-    ("train --strategy gemini", "unrecognized arguments: --strategy", "write strategy=gemini,"),
+    ("train --strategy auto", "unrecognized arguments: --strategy", "write strategy=auto,"),
     ("train --train_batch_size=4", "unrecognized", "write data.batch_size=4,"),
     ("train --experiment sd21_finetune", "unrecognized", "write experiment=sd21_finetune,"),
     (
@@ -451,7 +451,7 @@ REMEDIES = {
     "train model=stabilityai/stable-diffusion-2-1": SD21,
     "train data=imagefolder": "train data=images data.train_data_dir=few",
     "train strategy=deepspeed_stage_2": "train strategy=deepspeed_zero2",
-    "train --strategy gemini": "train strategy=gemini",
+    "train --strategy auto": "train strategy=auto",
     "train --train_batch_size=4": "train data.batch_size=4",
     "train --experiment sd21_finetune": "train experiment=sd21_finetune data.train_data_dir=few",
     "train experiment=dreambooth_8gb": "dreambooth experiment=dreambooth_8gb instance_data_dir=few",

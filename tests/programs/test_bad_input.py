@@ -397,7 +397,7 @@ FILES = [
     ("train model.pretrained=run/pipeline +model.vae=nowhere", "nowhere", "AutoencoderKL"),
     ("generate run=nowhere prompts=[a]", "run=nowhere", "no such folder", "expected a run"),
     ("generate run=empty prompts=[a]", "run=empty", "neither a finished pipeline", "a folder with model_index.json"),
-    ("generate run=torn prompts=[a]", "torn/unet", "cannot load UNet2DConditionModel", "copy or download"),
+    ("generate run=torn prompts=[a]", "torn/unet", "not a complete safetensors file", "copy or download"),
     ("generate run=run prompts=nofile.txt", "prompts='nofile.txt'", "not a file", "write 'prompts=[nofile.txt]'"),
     ("""generate run=run prompts='"3"'""", "prompts='3'", "not a file", """write 'prompts=["3"]'"""),
     ("generate run=run prompts=latin1.txt", "prompts=latin1.txt", "UTF-8", "save it as UTF-8"),

@@ -1,13 +1,17 @@
 """Train latent-diffusion models (Stable Diffusion 1.x, 2.x, XL) with PyTorch Lightning.
 
-Names are imported on first use, so ``import sd_lightning`` is fast. Our strategies are registered with Lightning on
-import if Lightning is already imported, otherwise when :class:`SDLightningModule` is first used from here.
+Names are imported on first use, so ``import sd_lightning`` is fast. Our strategies are registered with Lightning as
+soon as both packages are imported, in either order.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,5 +60,37 @@ def register_strategies() -> None:
     candidates.register_candidates()
 
 
-if "lightning.pytorch" in sys.modules:
+class _LightningHook(MetaPathFinder):
+    """Registers the names of our strategies at the end of the first ``import lightning.pytorch``.
+
+    Lightning has no entry point for strategies, and importing it here would cost every user seconds.
+    """
+
+    name = "lightning.pytorch"
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)  # the others find it
+        try:
+            spec = find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                # Not the planner's candidates: one of their modules may be what imports Lightning.
+                importlib.import_module("sd_lightning.strategies.registry").register_strategies()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _LightningHook.name in sys.modules:
     register_strategies()
+else:
+    sys.meta_path.insert(0, _LightningHook())

@@ -16,6 +16,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models import assets, families
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
 from sd_lightning.models.adapters.lora import adapted_weights, merged_state_dict
+from sd_lightning.models.adapters.lora_file import check_settings
 from sd_lightning.models.components import (
     defer_network,
     instantiate,
@@ -25,6 +26,7 @@ from sd_lightning.models.components import (
     no_progress_bar,
 )
 from sd_lightning.models.families import Architecture, Component, Family, contradiction, family_of
+from sd_lightning.models.families.sampling import scheduler_names
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.pipeline_folder import (
     check_unused,
@@ -243,13 +245,13 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
     """Build a model from a pipeline folder; ``load`` builds each network from name, record and family."""
     index = read_json(root / "model_index.json")
     family = family_of(str(index.get("_class_name")), who=str(root))
-    scheduler = read_json(root / "scheduler" / "scheduler_config.json")
+    scheduler = read_scheduler(root / "scheduler" / "scheduler_config.json")
     records = {name: read_component(index, name, family, root) for name in family.parts}
     networks: dict[str, nn.Module] = {}
     components: dict[str, Component] = {}
     for name in family.networks:
         networks[name], components[name] = load(name, records[name], family)
-    components["scheduler"] = Component("diffusers", scheduler.pop("_class_name"), scheduler)
+    components["scheduler"] = scheduler
     tokenizers = {name: load_tokenizer(root / name, records[name]) for name in records if name not in networks}
     return LatentDiffusion(
         networks,
@@ -260,15 +262,48 @@ def _from_folder(root: Path, load: Callable[[str, Component, Family], tuple[nn.M
     )
 
 
+def read_scheduler(file: Path) -> Component:
+    """Read a scheduler's record; its class is one of diffusers' schedulers.
+
+    Raises:
+        UsageError: It names another class, a value is of another kind, or the file is missing or damaged.
+    """
+    config = read_json(file)
+    for key, kinds in _OF_SCHEDULER.items():
+        if not isinstance(config.get(key, kinds[0]()), kinds):
+            raise UsageError(
+                f"{file}: {key}={config[key]!r}; expected a value of the kind {kinds[0].__name__}; copy or download "
+                "that file again"
+            )
+    name = config.pop("_class_name", None)
+    if not isinstance(name, str) or name not in scheduler_names():
+        raise UsageError(
+            f"{file}: _class_name is {name!r}; expected a scheduler of diffusers, such as DDIMScheduler; copy or "
+            "download that file again"
+        )
+    return Component("diffusers", name, config)
+
+
+_OF_SCHEDULER: dict[str, tuple[type, ...]] = {
+    "num_train_timesteps": (int,),
+    "beta_start": (float, int),
+    "beta_end": (float, int),
+    "beta_schedule": (str,),
+    "prediction_type": (str,),
+}
+"""Values that we read ourselves."""
+
+
 def _add_adapters(model: LatentDiffusion, folder: Path) -> None:
     """Merge the adapters of ``pytorch_lora_weights.safetensors`` into the weights."""
+    check_settings(folder / LORA_NAME)
     pipeline: Any = model.pipeline()
     try:
         with no_progress_bar():
-            pipeline.load_lora_weights(folder, weight_name=LORA_NAME)
+            pipeline.load_lora_weights(folder, weight_name=LORA_NAME, use_safetensors=True)
             pipeline.fuse_lora()
             pipeline.unload_lora_weights()
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
+    except Exception as error:  # values of unexpected types raise anything
         raise UsageError(
             f"{folder / LORA_NAME}: these adapters do not fit the model beside them ({first_line(error)}); copy the "
             "file again, or delete it to load the model without"

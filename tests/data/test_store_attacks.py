@@ -364,11 +364,28 @@ def test_a_store_of_a_version_without_seals_is_read_kept_and_told_of(
 def test_a_broken_list_of_samples_is_named_with_the_remedy(photos: Path, tmp_path: Path) -> None:
     update(tmp_path / "store", ImageFolder(photos))
     path = next((tmp_path / "store").rglob("generations/*.json"))
-    for text in (path.read_text()[:40], "", "[]", "null", '{"format": 2}', '{"format": 1, "number": "x"}'):
+    broken_lists = ("", "[]", "null", '{"format": 2}', '{"format": 1, "number": "x"}', "[" * 200_000)
+    for text in (path.read_text()[:40], *broken_lists):
         path.write_text(text)
         refusal(lambda: reader(tmp_path / "store"), str(path), "delete the file to go back")
     path.unlink()
     assert update(tmp_path / "store", ImageFolder(photos)).counts.encoded == 0
+
+
+def test_a_list_that_leads_out_of_the_store_is_refused(photos: Path, tmp_path: Path) -> None:
+    """Nothing outside is read, and nothing deleted."""
+    update(tmp_path / "store", ImageFolder(photos))
+    path = next((tmp_path / "store").rglob("generations/*.json"))
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes(next((tmp_path / "store").rglob("samples/*.safetensors")).read_bytes())
+    content = json.loads(path.read_text())
+    content |= {"format": 1}  # which has no seal; whoever alters a list can also seal it
+    del content["seal"]
+    content["splits"]["train"][0] |= {"name": "../../../outside", "size": outside.stat().st_size}
+    path.write_text(json.dumps(content))
+    refusal(lambda: held(reader(tmp_path / "store")), "'../../../outside'", "without folders")
+    refusal(lambda: prune(tmp_path / "store"), "'../../../outside'", "without folders")
+    assert outside.exists()
 
 
 def test_files_of_others_do_not_matter(photos: Path, tmp_path: Path) -> None:

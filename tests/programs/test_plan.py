@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,11 @@ import pytest
 
 from composing import Compose
 from sd_lightning import LatentDiffusion, UsageError
-from sd_lightning.apps import plan
+from sd_lightning.apps import plan, planning, preflight
+from sd_lightning.apps.plan_command import train_command
+from sd_lightning.apps.planning import described
+from sd_lightning.apps.trainer_checks import num_processes
+from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved
 
 TINY = ("model=tiny", "gpu=t4", "optimizer.fused=false")
@@ -37,9 +42,9 @@ def test_a_plan_is_a_table_a_command_and_a_file(
     assert header[0] == "strategy" and header[-3:] == ["$/million", "days", "dollars"]
     written = json.loads(file.read_text(encoding="utf-8"))
     best = written["plans"][0]
-    chosen = next(line for line in lines if line.startswith("fastest: ")).removeprefix("fastest: ")
-    assert shlex.split(chosen) == best["options"] and "data.batch_size=64" in best["options"]
-    compose("train", *best["options"], "model=tiny")  # the command is one that train takes
+    command = next(line for line in lines if line.startswith("fastest: ")).removeprefix("fastest: ")
+    assert command == written["command"] and command.endswith(" ".join(best["options"]))
+    assert "data.batch_size=64" in best["options"]
     assert best["global_batch"] == 64 and best["fits"] and written["speeds"] == "assumed, from the data sheet"
     speed, price = best["images_per_second"], 0.5
     assert best["dollars_per_million"] == pytest.approx(1e6 / speed / 3600 * price * 2)
@@ -59,13 +64,62 @@ def test_one_strategy_and_its_settings_can_be_asked_for(
     options = ("strategy=gemini", "strategy.offload_optim_frac=0.5", f"output={file}")
     monkeypatch.setattr("sys.argv", ["plan", *TINY, *options])
     code, text = planned(compose, capsys, *options)
-    assert code == 0 and "fastest: strategy=gemini strategy.offload_optim_frac=0.5 data.batch_size=" in text
+    assert code == 0 and "strategy=gemini strategy.offload_optim_frac=0.5 data.batch_size=" in text
     assert "ddp" not in text and "zero" not in text
     (only,) = json.loads(file.read_text(encoding="utf-8"))["plans"]
     states = [
         side["optimizer states"] for side in (only["device_bytes"]["a training step"], only["host_bytes"]["training"])
     ]
     assert 0.8 < states[0] / states[1] < 1.2, "half of them"
+
+
+ONE = "strategy=single"
+COMMANDS = [
+    [ONE],
+    [ONE, "trainable=lora", "lora.rank=8", "lora.target_modules=[to_k,to_q]"],
+    ["strategy=fsdp", "gpus=2", "data.batch_size=64", "module.train_text_encoder=true", "ema=false", "seed=7"],
+    ["strategy=gemini", "strategy.offload_optim_frac=0.5", "trainer.precision=32-true", "encoders=text"],
+    [ONE, "data.resolution=64", "speed.gradient_checkpointing=auto", "speed.allow_tf32=false", "optimizer.lr=1e-4"],
+    [ONE, "optimizer=sgd", "module.encoder_dtype=float32", "module.offload_encoders=true", "trainable=full"],
+    [ONE, "speed.gradient_checkpointing=true", "optimizer.betas=[0.8, 0.95]"],
+]
+
+
+@pytest.mark.parametrize("options", [*COMMANDS, pytest.param([], marks=pytest.mark.slow)], ids=" ".join)
+def test_the_printed_command_trains_what_was_planned(
+    options: list[str], compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It passes all checks of `train`, which would make the same plan for it."""
+    file = tmp_path / "plan.json"
+    given = [each for each in TINY if "optimizer=sgd" not in options or "fused" not in each]
+    cfg = compose("plan", *given, *options, f"output={file}")
+    assert plan.run(cfg) == 0
+    wanted = plan.run_of(cfg, described(cfg))
+    written = json.loads(file.read_text(encoding="utf-8"))
+    _, _, program, *words = shlex.split(written["command"])
+    best = written["plans"][0]
+    train = compose("train", *words, "logger=csv")
+    assert program == "sd_lightning.train"
+    _, parts = preflight.preflight(train, Path(train.output_dir))
+    ours = planning.run_of(train, parts, described(train), num_processes(train))
+    assert (ours.batch_size, ours.accumulate, ours.world_size) == (best["micro_batch"], best["accumulate"], cfg.gpus)
+    same = ("resolution", "precision", "train_text_encoder", "lora", "encoder_dtype", "averages")
+    for name in (*same, "offload_encoders", "cache_latents"):
+        assert getattr(ours, name) == getattr(wanted, name), name
+    assert train.optimizer == cfg.optimizer and train.model == cfg.model and train.seed == cfg.seed
+    assert train.speed.allow_tf32 == cfg.speed.allow_tf32
+    assert train.speed.gradient_checkpointing == best["gradient_checkpointing"]
+    assert cfg.get("strategy") is None or train.strategy == cfg.strategy
+
+
+def test_the_command_names_where_pictures_come_from_that_are_no_digits(compose: Compose) -> None:
+    options = ("strategy=single", "data.batch_size=4", "trainer.precision=bf16-mixed")
+    cfg = compose("plan", "model=sd15", "gpu=rtx-3060", "trainable=lora", "encoders=text")
+    command = train_command(cfg, replace(TrainingRun(1, 512), cache_latents=True), options)
+    assert command.startswith("python -m sd_lightning.train model=sd15 trainable=lora data=images data.train_data_dir=")
+    assert "data.cache_latents=true" in command and "data.center_crop=true" in command
+    cfg = compose("plan", "model=sd15", "gpu=rtx-3060", "encoders=none")
+    assert "data=latents data.store=store" in train_command(cfg, TrainingRun(1, 512, averages=True), options)
 
 
 def test_settings_change_the_plan(compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_the_page_shows_every_plan_of_the_file(make: Callable[..., str], tmp_pat
         row = f"<td>{each['name']}</td><td>{each['micro_batch']} x {each['accumulate']}</td>"
         assert row in page and f"<td>{each['device_peak'] / 1e9:.1f}</td>" in page
     best = data["plans"][0]
-    assert f"python -m sd_lightning.train model=tiny {' '.join(best['options'])}" in page
+    assert data["command"] in page and data["command"].endswith(" ".join(best["options"]))
     assert data["timeline"]["told"][1:] in page and f"$ {best['dollars_per_million']:,.2f}" in page
     assert f"{1e9 / best['images_per_second'] / 86400:,.1f} days" in page
     for each in data["gpus"]:

@@ -156,6 +156,10 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy(tmp_path: Path) -> No
         fit(AutoStrategy(gpu(24)), jobs.Boring(), tmp_path)
     with pytest.raises(UsageError, match="nothing fits on 1 x a small GPU; .* lacks .* what may help: "):
         fit(AutoStrategy(gpu(0.5)), Bert(), tmp_path)
+    with pytest.raises(
+        UsageError, match="got run= for Bert; expected it for an SDLightningModule only.*leave run= out"
+    ):
+        fit(AutoStrategy(gpu(24), run=TrainingRun(8, 32)), Bert(), tmp_path)
     with pytest.raises(UsageError, match="got precision=64-true; expected one of 32-true, bf16-mixed"):
         fit(AutoStrategy(gpu(24)), Bert(), tmp_path, precision="64-true")
 

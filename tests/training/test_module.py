@@ -371,12 +371,22 @@ def test_ddp_on_two_processes_learns_what_one_process_learns(
 
 @pytest.mark.parametrize(
     "imports",
-    ["import lightning.pytorch as pl, sd_lightning", "from sd_lightning import SDLightningModule"],
+    [
+        "import lightning.pytorch as pl, sd_lightning",
+        "import sd_lightning, lightning.pytorch as pl",
+        pytest.param(
+            "from sd_lightning import SDLightningModule; import lightning.pytorch as pl", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_our_strategies_have_names_beside_lightnings(imports: str, run_python: Callable[..., Any]) -> None:
-    show = "from lightning.pytorch.strategies import StrategyRegistry as r; print(json.dumps(list(r)))"
-    names = set(json.loads(run_python("-c", f"import json; {imports}; {show}", check=True).stdout.splitlines()[-1]))
-    assert names >= {"ddp", "fsdp", "deepspeed", *registry.STRATEGIES}
+    build = "trainer = pl.Trainer(strategy='gemini', accelerator='cpu', devices=1, logger=False)"
+    show = "from lightning.pytorch.strategies import StrategyRegistry as r"
+    told = "print(json.dumps([type(trainer.strategy).__name__, *r]))"
+    done = run_python("-c", f"import json; {imports}; {build}; {show}; {told}", check=True)
+    chosen, *names = json.loads(done.stdout.splitlines()[-1])
+    assert chosen == "GeminiStrategy"
+    assert set(names) >= {"ddp", "fsdp", "deepspeed", *registry.STRATEGIES}
 
 
 def test_a_name_gives_our_strategy_and_lightnings_own_stay_its() -> None:

@@ -57,7 +57,7 @@ class CommandLine:
         choices = [chosen[0] for chosen in matches if chosen and self.is_group(chosen[1])]
         for overrides in (choices, []) if choices else ([],):
             try:
-                return self._compose(overrides)
+                return self.compose(overrides)
             except Exception:  # only needed for a message about another error
                 continue
         return {}
@@ -97,7 +97,8 @@ class CommandLine:
                 return None
         return node
 
-    def _compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+    def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return the configuration with these overrides, interpolations not resolved."""
         # Not hydra.compose: it finds no primary config in --config-dir, and refuses to work while a job runs.
         from hydra import version
         from hydra._internal.config_loader_impl import ConfigLoaderImpl

@@ -46,7 +46,6 @@ VALUES = {
     "resume": {"latest": "auto", "True": "auto"},
     "data": {"imagefolder": "images", "image_folder": "images", "folder": "images"},
     "strategy": {
-        "auto": "single",
         "zero1": "deepspeed_zero1",
         "deepspeed": "deepspeed_zero2",
         **{f"deepspeed_stage_{stage}": f"deepspeed_zero{stage}" for stage in (1, 2, 3)},

@@ -20,6 +20,7 @@ from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.remedies import remedies
 from sd_lightning.planner.search import Plan, Plans, Search
+from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.run_folder import PLAN
 from sd_lightning.strategies import engine_of
 
@@ -59,7 +60,8 @@ class Chosen:
     def write(self, run_dir: Path) -> None:
         """Write the plans into the run's folder, for its report."""
         data = record(self.plans, title=self.who, settings="of this run, in config.yaml")
-        (run_dir / PLAN).write_text(json.dumps(data, indent=1), encoding="utf-8")
+        with new_file(run_dir / PLAN) as tmp:
+            tmp.write_text(json.dumps(data, indent=1), encoding="utf-8")
 
     def out_of_memory(self) -> UsageError:
         """Return the error of a run that ran out of the device's memory, with a plan that takes less."""

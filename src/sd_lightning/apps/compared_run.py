@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import difflib
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.presets import preset_name
 from sd_lightning.report.metrics import Series, read_metrics, smoothed
 from sd_lightning.storage import run_folder
+from sd_lightning.storage.untrusted import read_json, read_yaml
 
 RATE, PEAK, LOSS = "perf/images_per_second", "perf/peak_memory_gib", "train/loss"
 
@@ -208,8 +206,8 @@ def _config(file: Path) -> dict[str, Any]:
         return {}
     remedy = "copy it from the run again, or delete it: the run is then compared without its settings"
     try:
-        read = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        read = read_yaml(file)
+    except (ValueError, OSError) as error:
         raise UsageError(f"compare cannot read {file}: {error}; expected a run's configuration; {remedy}") from error
     if not isinstance(read, dict):
         raise UsageError(f"compare found no settings in {file}; expected a run's configuration; {remedy}")
@@ -221,7 +219,7 @@ def _json(file: Path) -> dict[str, Any]:
         return {}
     remedy = "copy it from the run again, or delete it: the run is then compared by its logs"
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        read = read_json(file)
     except (ValueError, OSError) as error:
         raise UsageError(f"compare cannot read {file}: {error}; expected what a run writes; {remedy}") from error
     if not isinstance(read, dict):

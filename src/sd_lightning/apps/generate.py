@@ -19,9 +19,10 @@ from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.pictures import mark_of, write_marked, write_png
+from sd_lightning.loading import read_scheduler
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
-from sd_lightning.models.pipeline_folder import find_folder, read_json
+from sd_lightning.models.pipeline_folder import find_folder
 from sd_lightning.planner.inference_memory import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage import runs
@@ -106,7 +107,7 @@ def run(cfg: DictConfig) -> int:
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
     schedule = folder / "scheduler" / "scheduler_config.json"
     if schedule.is_file():  # if it is missing, loading reports it
-        request.check_steps(read_json(schedule))  # before weights are read
+        request.check_steps(read_scheduler(schedule).config)  # before weights are read
     model = _load(request, device)
     request.check(model)
     if save_to is not None:

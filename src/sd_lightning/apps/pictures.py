@@ -10,6 +10,8 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from sd_lightning.storage.untrusted import parse_json
+
 _KEY = "sd_lightning"
 
 
@@ -38,7 +40,7 @@ def mark_of(path: Path) -> str | None:
 def settings_of(path: Path) -> dict[str, Any]:
     """Return the settings in a picture's metadata; an empty dict if it has none or cannot be read."""
     try:
-        settings = json.loads(mark_of(path) or "null")
+        settings = parse_json(mark_of(path) or "null")
     except ValueError:
         return {}
     return settings if isinstance(settings, dict) else {}

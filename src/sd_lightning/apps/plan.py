@@ -13,6 +13,7 @@ import torch
 
 from sd_lightning import _conf
 from sd_lightning._errors import UsageError
+from sd_lightning.apps.plan_command import train_command
 from sd_lightning.apps.plan_record import record, timeline_record
 from sd_lightning.apps.planning import described
 from sd_lightning.apps.text_table import aligned
@@ -66,13 +67,16 @@ def run(cfg: DictConfig) -> int:
         speeds=speeds,
     )
     found = prepared.plans()
-    print(*table(found, title(cfg, training, found.cluster), images=cfg.images, price=price), sep="\n")
+    command = train_command(cfg, training, found.best[0].options()) if found.best else None
+    first = title(cfg, training, found.cluster)
+    print(*table(found, first, images=cfg.images, price=price, command=command), sep="\n")
     if not found.best:
         print(*advice(remedies(prepared, found)), sep="\n")
     hints = told_hints(prepared, found)
     print(*hints, sep="\n")
     if cfg.output is not None:
-        write(cfg, prepared, found, {**record_of(cfg, training, found, price), "hints": hints})
+        data = {**record_of(cfg, training, found, price), "command": command, "hints": hints}
+        write(cfg, prepared, found, data)
         print(f"written to {cfg.output} after {time.perf_counter() - started:.1f} s")
     return 0 if found.best else 1
 
@@ -138,7 +142,6 @@ def record_of(cfg: DictConfig, training: TrainingRun, found: Plans, price: Price
         **found_record,
         "images": cfg.images,
         "price_source": None if price is None else price.source,
-        "command": f"python -m sd_lightning.train {_model(cfg)} ",
     }
 
 
@@ -165,11 +168,6 @@ def write(cfg: DictConfig, prepared: Search, found: Plans, data: dict[str, Any])
         return
     with new_file(Path(cfg.output)) as path:
         path.write_text(json.dumps(data, indent=1), encoding="utf-8")
-
-
-def _model(cfg: DictConfig) -> str:
-    pretrained = cfg.model.get("pretrained")
-    return f"model={cfg.model.architecture}" + (f" model.pretrained={pretrained}" if pretrained is not None else "")
 
 
 def check(cfg: DictConfig) -> None:
@@ -251,7 +249,7 @@ def title(cfg: DictConfig, training: TrainingRun, cluster: Cluster) -> str:
     )
 
 
-def table(found: Plans, first: str, *, images: float | None, price: Price | None) -> list[str]:
+def table(found: Plans, first: str, *, images: float | None, price: Price | None, command: str | None) -> list[str]:
     """Return the plans as lines of text."""
     count, per_hour = found.cluster.count, None if price is None else price.per_hour
     header = ["strategy", "micro-batch", "recompute", "GPU GB", "host GB", "s/step", "img/s"]
@@ -260,8 +258,7 @@ def table(found: Plans, first: str, *, images: float | None, price: Price | None
     rows = [header, *(_row(each, images, per_hour) for each in found.best)]
     lines = [first, "", *aligned(rows)] if found.best else [first, "", "nothing fits"]
     if found.best:
-        fastest = found.best[0]
-        lines += ["", f"fastest: {' '.join(fastest.options())}", *(f"  {line}" for line in fastest.memory.lines())]
+        lines += ["", f"fastest: {command}", *(f"  {line}" for line in found.best[0].memory.lines())]
     if found.too_large:
         lines += ["", "do not fit, with the smallest batch:"]
         lines += aligned([_row_too_large(each) for each in found.too_large])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.apps.trainer_checks import check_trainer, cuda_devices, left_to_planner, num_processes, refuse
-from sd_lightning.storage import checkpoint, run_folder, runs
+from sd_lightning.storage import checkpoint, run_folder, runs, untrusted
 from sd_lightning.storage.new_folder import check_place, unused
 
 if TYPE_CHECKING:
@@ -164,11 +164,8 @@ def adopt_base(cfg: DictConfig) -> bool:
         if cfg.init_from is not None:
             cfg.resume = None
         return False
-    root = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
-    file = next((f for f in (root / "config.yaml", root.parent.parent / "config.yaml") if f.is_file()), None)
-    started: Any = OmegaConf.create() if file is None else OmegaConf.load(file)
+    started, model = _started(cfg)
     is_same = cfg.init_from is not None and cfg.init_from == started.get("init_from")
-    model: Any = OmegaConf.select(started, "model") or {}
     base = model.get("pretrained")
     if is_lightning_checkpoint(cfg.init_from) or base is None:
         return is_same
@@ -185,6 +182,42 @@ def adopt_base(cfg: DictConfig) -> bool:
             OmegaConf.update(cfg.model, key, model[key], force_add=True)
     log.info("resume=%s: the run started from %s", cfg.resume, base)
     return cfg.init_from is not None
+
+
+def _started(cfg: DictConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what a resumed run's ``config.yaml`` says, and of its model what is adopted: plain text only.
+
+    Others may have written it, and what is adopted becomes a part of our configuration, which is instantiated.
+
+    Raises:
+        UsageError: It cannot be read, or has another kind of value there.
+    """
+    root = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
+    file = next((f for f in (root / "config.yaml", root.parent.parent / "config.yaml") if f.is_file()), None)
+    if file is None:
+        return {}, {}
+    try:
+        started = untrusted.read_yaml(file)
+        if started is None:  # left by a kill of an earlier release, which wrote the file in place
+            return {}, {}
+        model = started.get("model") if isinstance(started, dict) else None
+        if not isinstance(model, dict):
+            raise ValueError("expected a run's settings, with those of its model")
+        return started, {key: _plain_text(model, key) for key in ("_target_", *_OF_PRETRAINED)}
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"resume={cfg.resume}: {file}: {error}; copy the file from the run again, or delete it and give model= as "
+            "the run had it"
+        ) from error
+
+
+def _plain_text(model: Mapping[str, Any], key: str) -> str | None:
+    """Return a value that is a text or null; an interpolation of OmegaConf would read this machine's environment."""
+    value = model.get(key)
+    if value is not None and (not isinstance(value, str) or "${" in value):
+        kind = "a text with ${…}" if isinstance(value, str) else f"a {type(value).__name__}"
+        raise ValueError(f"model.{key} is {kind}; expected plain text or null")
+    return value
 
 
 def is_resumed(cfg: DictConfig) -> bool:

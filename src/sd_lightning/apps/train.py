@@ -27,6 +27,7 @@ from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, fin
 from sd_lightning.apps.trainer_checks import check_trainer, left_to_planner
 from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.storage import checkpoint, runs
+from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.run_folder import PLAN
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer, chosen: Chosen
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
     checkpoints_of(trainer).folder.open(overwrite=cfg.overwrite)
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
+        tmp.write_text(OmegaConf.to_yaml(cfg))
     if chosen is not None:
         chosen.write(run_dir)
     else:

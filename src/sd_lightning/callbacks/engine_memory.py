@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import Strategy
 
 from sd_lightning._errors import UsageError
 from sd_lightning.report.memory import TIMELINE_NAME
+from sd_lightning.storage.atomic import new_file
 
 
 class EngineMemory(Callback):
@@ -62,7 +63,8 @@ class EngineMemory(Callback):
             self._note("step", "")
             if trainer.is_global_zero:
                 timeline = {"step": self.trace_step, "rank": trainer.global_rank, "events": self._events}
-                (self.run_dir / TIMELINE_NAME).write_text(json.dumps(timeline), encoding="utf-8")
+                with new_file(self.run_dir / TIMELINE_NAME) as tmp:
+                    tmp.write_text(json.dumps(timeline), encoding="utf-8")
         if trainer.global_step % self.every_n_steps == 0:
             values = {f"gemini/{name}": float(value) for name, value in self._engine.statistics().items()}
             pl_module.log_dict(values, batch_size=1)

@@ -12,6 +12,7 @@ from torch import nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component
+from sd_lightning.models.part_files import check_config, check_part
 from sd_lightning.models.pipeline_folder import QUANTIZATION, class_of, file_keys, first_line, read_json, weights_file
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.storage.safetensors_file import indexed_files
@@ -32,6 +33,7 @@ def load_tokenizer(folder: Path, component: Component) -> Any:
         raise UsageError(
             f"{folder}: neither {' nor '.join(_TOKENIZER_FILES)} in it; copy the tokenizer of the pipeline again"
         )
+    check_part(folder)
     try:
         return class_of(component).from_pretrained(folder)
     except Exception as error:  # the Rust library raises plain Exceptions
@@ -46,23 +48,33 @@ def load_network(component: Component, folder: Path, *, variant: str | None = No
     Raises:
         UsageError: Its files are missing, unreadable, pickled or incomplete.
     """
-    from safetensors import SafetensorError
-
     options: dict[str, Any] = {"torch_dtype": torch.float32, "use_safetensors": True, "variant": variant}
     if component.library == "transformers":  # otherwise its error does not name the tensor of the wrong shape
         options["ignore_mismatched_sizes"] = True
     try:
+        if folder.is_dir():
+            check_part(folder)
+            _check_weights(component, folder, variant)
+        else:  # a repository of the hub
+            check_config(class_of(component).load_config(folder), str(folder))
         with no_progress_bar():
             network, loaded = class_of(component).from_pretrained(folder, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # values of unexpected types raise anything
         raise UsageError(f"{folder}: cannot load {component.class_name}: {first_line(error)}; {_REMEDY}") from error
-    if folder.is_dir() and QUANTIZATION not in read_json(folder / "config.json"):  # else the quantizer checks
-        files = [file for file in indexed_files(folder / weights_file(component), variant=variant) if file.is_file()]
-        refuse_int8(folder, {name: t.dtype for file in files for name, t in tensors_in(file).items()})
     random = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
     if random:  # both libraries would continue with random values
         raise UsageError(_misses(folder, component, random))
     return network, _described(component, network)
+
+
+def _check_weights(component: Component, folder: Path, variant: str | None) -> None:
+    """Check the headers of the weight files, if there are any: the libraries take them as they are."""
+    files = [file for file in indexed_files(folder / weights_file(component), variant=variant) if file.is_file()]
+    dtypes = {name: tensor.dtype for file in files for name, tensor in tensors_in(file).items()}
+    if QUANTIZATION not in read_json(folder / "config.json"):  # else the quantizer checks
+        refuse_int8(folder, dtypes)
 
 
 def refuse_int8(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -147,6 +159,8 @@ def _empty_network(component: Component, folder: Path) -> Any:
 
     cls = class_of(component)
     try:
+        if folder.is_dir():
+            check_part(folder)
         with init_empty_weights(include_buffers=False):
             if component.library != "transformers":
                 config = cls.load_config(folder)
@@ -154,7 +168,9 @@ def _empty_network(component: Component, folder: Path) -> Any:
             config = cls.config_class.from_pretrained(folder)
             vars(config).pop(QUANTIZATION, None)
             return cls(config)
-    except (OSError, ValueError, TypeError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # values of unexpected types raise anything
         raise UsageError(f"{folder}: cannot build {component.class_name}: {first_line(error)}; {_REMEDY}") from error
 
 

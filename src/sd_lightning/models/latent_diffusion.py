@@ -198,7 +198,7 @@ class LatentDiffusion:
         try:
             with said_once():
                 scheduler = getattr(diffusers, class_name).from_config(dict(component.config))
-        except (ImportError, TypeError, ValueError, KeyError) as error:  # e.g. a missing package
+        except Exception as error:  # a missing package, or values of unexpected types
             raise UsageError(f"scheduler={name or class_name}: cannot be built ({error}); choose another") from error
         if not self.family.samples_with(scheduler):
             raise UsageError(

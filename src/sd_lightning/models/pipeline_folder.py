@@ -11,6 +11,7 @@ from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families import Component, Family
+from sd_lightning.storage import untrusted
 
 QUANTIZATION = "quantization_config"
 """Key of ``config.json`` that holds the quantisation settings of a network."""
@@ -117,7 +118,8 @@ def read_component(index: Mapping[str, Any], name: str, family: Family, root: Pa
     Raises:
         UsageError: The part is missing, or its class, which would be imported, is not one of the family's.
     """
-    library, class_name = index.get(name) or (None, None)
+    named = index.get(name)
+    library, class_name = named if isinstance(named, list) and len(named) == 2 else (named, named)
     if class_name is None:
         raise UsageError(f"{root}: the pipeline has no {name}; copy the whole pipeline")
     part = family.parts[name]
@@ -138,7 +140,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UsageError: The file is missing or holds something else.
     """
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(untrusted.read_json(path))
     except FileNotFoundError as error:
         raise UsageError(f"{path}: missing; copy the whole pipeline folder") from error
     except (TypeError, ValueError) as error:

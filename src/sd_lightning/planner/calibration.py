@@ -18,6 +18,7 @@ from sd_lightning.planner.devices import DTYPES, GIB, Device, device_of, host_by
 from sd_lightning.planner.links import measured_links
 from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds
 from sd_lightning.storage.atomic import new_file
+from sd_lightning.storage.untrusted import read_json
 
 FORMAT = 3
 _ALIKE_ON_CPU = ("tf32", "float16")
@@ -98,7 +99,7 @@ def load(file: Path) -> Calibration:
     if not file.is_file():
         raise UsageError(f"gpu={file}: there is no such file; {again}, or write gpu=<name of a table>")
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        read = read_json(file)
         if read["format"] != FORMAT:
             raise UsageError(f"gpu={file}: has format {read['format']}, and {FORMAT} is expected; {again} again")
         given = read["speeds"]
@@ -111,7 +112,9 @@ def load(file: Path) -> Calibration:
         speeds = Speeds(**{**values, "flops": flops, "assumed": tuple(values["assumed"])})
         device = device_of(read["device"], f"gpu={file}")
         return Calibration(device, speeds, read["date"], read["versions"])
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except UsageError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(f"gpu={file}: is no calibration: {type(error).__name__}: {error}; {again} again") from error
 
 

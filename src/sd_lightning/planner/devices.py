@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from sd_lightning._conf.folder import config_dir
 from sd_lightning._errors import UsageError
+from sd_lightning.storage.untrusted import read_yaml
 
 GIB = 2**30
 USABLE = 0.97
@@ -89,9 +89,9 @@ def load_device(name: str) -> Device:
             f"conf/devices/{near[0]}.yaml, change its figures, and write gpu=<that file>"
         )
     try:
-        read = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UsageError(f"gpu={name}: {file} is not YAML: {str(error).splitlines()[0]}; mend the file") from error
+        read = read_yaml(file)
+    except ValueError as error:
+        raise UsageError(f"gpu={name}: {file} is not YAML: {error}; mend the file") from error
     return device_of(read, f"gpu={name}")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning.report.charts import AREAS, card, render_svg, tidy
 from sd_lightning.report.document import section
+from sd_lightning.storage.untrusted import read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,11 +37,15 @@ def memory_section(path: Path) -> str:
     """
     if not path.exists():
         return ""
-    timeline: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    events = timeline["events"]
-    tiers = [tier for tier in ("fast", "slow", "disk") if any(sum(e["bytes"].get(tier, {}).values()) for e in events)]
-    figures = "".join(_figure(tier, events) for tier in tiers)
-    title = f"Memory of step {timeline['step']} on rank {timeline['rank']}"
+    try:
+        timeline = read_json(path)
+        events = timeline["events"]
+        tiers = [t for t in ("fast", "slow", "disk") if any(sum(e["bytes"].get(t, {}).values()) for e in events)]
+        figures = "".join(_figure(tier, events) for tier in tiers)
+        title = f"Memory of step {timeline['step']} on rank {timeline['rank']}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of another run, or damaged
+        told = html.escape(f"{path.name} cannot be read ({error}); delete it.")
+        return section("Memory of a step", f'<p class="absent">{told}</p>')
     return section(title, f'<div class="charts">{figures}</div>')
 
 

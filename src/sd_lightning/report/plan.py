@@ -115,7 +115,7 @@ def _tiles(data: Data) -> str:
 
 
 def _fastest(data: Data) -> str:
-    command = html.escape(data["command"] + " ".join(data["plans"][0]["options"]))
+    command = html.escape(data["command"])
     return f'<div class="card"><pre>{command}</pre></div>'
 
 

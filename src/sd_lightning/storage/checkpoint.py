@@ -14,13 +14,15 @@ import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage import atomic
+from sd_lightning.storage.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ def manifest_digest(path: Path) -> str | None:
     Return None without a manifest of ours. The files are not read; :func:`verify` checks them.
     """
     try:
-        manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+        manifest = read_json(path / MANIFEST_NAME)
     except (OSError, ValueError):
         return None
     is_ours = isinstance(manifest, dict) and manifest.keys() >= {"sha256", "files"}
@@ -120,7 +122,7 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
     """
     root = Path(checkpoint)
     try:
-        manifest = json.loads((root / MANIFEST_NAME).read_text(encoding="utf-8"))
+        manifest = read_json(root / MANIFEST_NAME)
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
         if manifest["sha256"] != _manifest_digest(manifest["files"]):
             raise ValueError("its own checksum differs")
@@ -132,7 +134,9 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
     for name, (size, digest) in files.items():
         try:
             found = (root / name).stat()
-            if found.st_size != size:
+            if not is_inside(name) or not stat.S_ISREG(found.st_mode):
+                problems.append(f"{name} is no file of the checkpoint")
+            elif found.st_size != size:
                 problems.append(f"{name} has {found.st_size} bytes instead of {size}")
             elif (hash_up_to is None or size <= hash_up_to) and _digest(root / name, digests) != digest:
                 problems.append(f"{name} was altered (its SHA-256 differs)")
@@ -141,6 +145,11 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
         except OSError as error:
             problems.append(f"{name} cannot be read ({error})")
     return problems
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a relative path stays in its folder, links aside."""
+    return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
 
 
 def all_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
@@ -264,6 +273,6 @@ def _linked_digests(run_dir: Path) -> dict[_Inode, str]:
     paths = all_checkpoints(run_dir)
     if not paths or verify(paths[-1], hash_up_to=0):
         return {}
-    entries = json.loads((paths[-1] / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
+    entries = read_json(paths[-1] / MANIFEST_NAME)["files"]
     stats = {name: (paths[-1] / name).stat() for name in entries}
     return {(s.st_dev, s.st_ino): entries[name]["sha256"] for name, s in stats.items() if s.st_nlink > 1}

@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from sd_lightning._errors import UsageError
 from sd_lightning.storage import atomic, checkpoint
 from sd_lightning.storage.new_folder import TEMPORARY, unused
+from sd_lightning.storage.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def mark(run_dir: Path) -> None:
 def _mark(folder: Path) -> int | None:
     """Return the format version in a folder's mark; None without a mark."""
     try:
-        return int(json.loads((folder / MARK).read_text(encoding="utf-8"))["format"])
+        return int(read_json(folder / MARK)["format"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -255,8 +256,8 @@ def delete_written(run_dir: Path) -> None:
 def added_to(pipeline: Path) -> list[Path]:
     """Return the foreign files in a pipeline's folder, such as a model card."""
     try:
-        index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        index = dict(read_json(pipeline / "model_index.json"))
+    except (OSError, ValueError, TypeError):
         return []
     ours = {"model_index.json", *index}
     return [path for path in pipeline.iterdir() if path.name not in ours and path.suffix != ".safetensors"]

@@ -9,7 +9,6 @@ memory was traced, ``memory_timeline.json``, and with ``strategy=auto`` ``plan.j
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from sd_lightning._errors import UsageError
 from sd_lightning.storage import atomic, checkpoint, run_folder
 from sd_lightning.storage.new_folder import check_writable, unused
+from sd_lightning.storage.untrusted import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -215,7 +215,7 @@ def is_finished(run_dir: Path, step: int) -> bool:
 def _finished_step(run_dir: Path) -> int:
     """Return the step of a run's results, -1 if ``summary.json`` has none."""
     try:
-        return int(json.loads((run_dir / "summary.json").read_text())["steps"])
+        return int(read_json(run_dir / "summary.json")["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return -1
 

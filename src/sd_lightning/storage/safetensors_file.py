@@ -7,7 +7,6 @@ so loading would appear to need (and under a memory limit would need) as much me
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.storage.untrusted import header_length, parse_json, read_json
 
 SLICE_BYTES = 16 * 2**20
 """Size of the host buffer and of the slices that are hashed and written."""
@@ -106,10 +106,11 @@ def open_safetensors(path: Path) -> OpenFile:
     """
     handle: BinaryIO = open(path, "rb", buffering=0)
     try:
-        length = int.from_bytes(handle.read(8), "little")
-        if length > os.fstat(handle.fileno()).st_size:
-            raise ValueError("its header is truncated")
-        return OpenFile(handle, json.loads(handle.read(length)), 8 + length)
+        length = header_length(handle.read(8), os.fstat(handle.fileno()).st_size)
+        header = parse_json(handle.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        return OpenFile(handle, header, 8 + length)
     except BaseException:
         handle.close()
         raise
@@ -139,8 +140,23 @@ def indexed_files(path: Path, *, variant: str | None = None) -> list[Path]:
     index = path.with_name(".".join([path.name, "index", *([variant] if variant else []), "json"]))
     if file.is_file() or not index.is_file():
         return [file]
+    return [path.with_name(name) for name in shard_names(index)]
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the names of the files that an index lists, sorted.
+
+    Raises:
+        UsageError: The index cannot be read, or names another kind of file or one in another folder.
+    """
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return sorted(path.with_name(Path(name).name) for name in names)
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        wrong = next((name for name in names if Path(name).name != name or not name.endswith(".safetensors")), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index}: cannot be read ({error}); copy or download that folder again") from error
+    if wrong is not None:
+        raise UsageError(
+            f"{index}: weight_map names {wrong}; expected safetensors files beside it; copy or download that folder "
+            "again"
+        )
+    return names

@@ -31,6 +31,7 @@ from sd_lightning.storage.safetensors_file import (
     read_exactly,
 )
 from sd_lightning.storage.streamed_tensor import StreamedTensor, tensors_in, write_file
+from sd_lightning.storage.untrusted import read_json
 
 INDEX_NAME = "index.json"
 
@@ -188,14 +189,18 @@ class ShardedTensors:
 
 def _read_index(index: Path) -> dict[str, _Stored]:
     try:
-        return {
+        stored = {
             key: _Stored(
                 DTYPE_OF_NAME[entry["dtype"]],
                 tuple(entry["shape"]),
                 tuple(sorted((_Piece(**piece) for piece in entry["pieces"]), key=lambda piece: piece.begin)),
             )
-            for key, entry in json.loads(index.read_text(encoding="utf-8")).items()
+            for key, entry in read_json(index).items()
         }
+        wrong = [p.file for each in stored.values() for p in each.pieces if Path(p.file).name != p.file]
+        if wrong:
+            raise ValueError(f"it names {wrong[0]}, which is not beside it")
+        return stored
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"Tensor store {index} cannot be read ({error}); use another checkpoint.") from error
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.storage.untrusted import parse_json
 
 TAG = "$type"
 
@@ -64,7 +65,7 @@ def loads(text: str) -> Any:
         UsageError: The text is not typed JSON (truncated, altered, or from another program).
     """
     try:
-        return _decode(json.loads(text))
+        return _decode(parse_json(text))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise UsageError(f"typed_json cannot read this text ({error}); expected the output of dumps.") from error
 

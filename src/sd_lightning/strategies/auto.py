@@ -52,7 +52,8 @@ class AutoStrategy(DDPStrategy):
             this machine's if not given.
         host_memory: Bytes of host memory per process; by default a process's share of this machine's.
         run: What an ``SDLightningModule`` with data of your own cannot know: batch size and resolution, and all else
-            that memory depends on. Precision, processes, accumulation and the optimizer are the trainer's.
+            that memory depends on. Precision, processes, accumulation and the optimizer are the trainer's. Other
+            modules are traced with their ``example_input_array``, and it is refused.
         candidates: Strategies to compare; all that are registered if not given.
         timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
 

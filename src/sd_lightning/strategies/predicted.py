@@ -45,16 +45,22 @@ def predicted(trainer: pl.Trainer, module: pl.LightningModule, given: TrainingRu
     Args:
         trainer: Whose data and callbacks count.
         module: The module; it is not changed.
-        given: Settings in place of those that a module tells; its batch size and resolution are read of no other.
+        given: Settings in place of those that a module tells; for an ``SDLightningModule`` only.
 
     Raises:
-        UsageError: The module has no example inputs, or cannot be traced with them.
+        UsageError: Settings are given for another module; or it has no example inputs, or cannot be traced with them.
     """
     told = planned(module, trainer, given)
     if told is not None:
         model, run = told
         run = replace(run, optimizer=_optimizer_of(module) or run.optimizer)
         return Predicted(model, _with_callbacks(run, trainer), "", module)
+    if given is not None:
+        raise UsageError(
+            f"AutoStrategy got run= for {type(module).__name__}; expected it for an SDLightningModule only: the batch "
+            "of other modules is that of their example_input_array, and the rest the trainer's and the module's; leave "
+            "run= out"
+        )
     traced = _traced(module)
     checked = _stand_in(module)
     factory = _optimizer_of(checked)

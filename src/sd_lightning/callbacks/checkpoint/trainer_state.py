@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +14,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.scheduler_state import scale_rates, scale_scheduler, scheduler_state
 from sd_lightning.data.contract import ResumableData
 from sd_lightning.data.order import ORDER_VERSION, UNVERSIONED
-from sd_lightning.state.shards import OptimizerGroups
+from sd_lightning.state.shards import OptimizerGroups, SavedParameter
 from sd_lightning.storage import checkpoint, typed_json
 from sd_lightning.strategies import training_state
 
@@ -141,10 +141,39 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
         saved: dict[str, Any] = typed_json.loads((path / "trainer.json").read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a checkpoint that can be resumed ({error}); give runs/<name>") from error
+    if not isinstance(saved, dict):
+        raise UsageError(f"{path / 'trainer.json'}: holds no state of a run; give another checkpoint")
     given = saved.get("format")
     if given not in (1, FORMAT):
         raise UsageError(f"{path}: checkpoint format {given}; expected 1 or {FORMAT}; update sd-lightning")
+    problem = _problem(saved)
+    if problem is not None:
+        raise UsageError(f"{path / 'trainer.json'}: {problem} is not what a run saves there; give another checkpoint")
     return saved
+
+
+def _problem(saved: dict[str, Any]) -> str | None:
+    """Return the first key whose value is not of the kind that a run saves."""
+    kinds: dict[str, Any] = dict.fromkeys(("position", "parameters", "precision", "callbacks"), dict)
+    kinds |= {"optimizer_groups": list, "schedulers": list, "train_seconds": float | int}
+    kinds |= {key: dict for key in ("data", "bad_samples", "trained_parts", "frozen") if saved.get(key) is not None}
+    for key, kind in kinds.items():
+        if not isinstance(saved.get(key), kind):
+            return key
+    known = {each.name for each in fields(RunPosition)}
+    for key, value in saved["position"].items():
+        if key not in known or not isinstance(value, int):
+            return f"position.{key}"
+    for name, entry in saved["parameters"].items():
+        try:
+            if not all(isinstance(side, int) for side in SavedParameter(**entry).shape):
+                return f"parameters.{name}.shape"
+        except TypeError:
+            return f"parameters.{name}"
+    for number, scheduler in enumerate(saved["schedulers"]):
+        if not isinstance(scheduler, dict) or not scheduler.keys() >= {"type", "state", "groups"}:
+            return f"schedulers[{number}]"
+    return None
 
 
 def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...]], path: Path) -> None:

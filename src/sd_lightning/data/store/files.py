@@ -20,6 +20,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.store.key_table import HASH_BYTES
 from sd_lightning.data.store.seal import BLANK, UNREADABLE, is_sealed_file, seal_file
 from sd_lightning.storage.safetensors_file import DTYPE_OF_NAME, NAME_OF_DTYPE
+from sd_lightning.storage.untrusted import header_length, parse_json
 
 ALTERED = "its bytes are not those that were written"
 _ABOUT = "about"
@@ -167,9 +168,9 @@ class StoreFile:
         self.fd = handle.fileno()
         given = os.fstat(self.fd).st_size
         try:
-            length = int.from_bytes(os.pread(self.fd, 8, 0), "little")
-            header = json.loads(os.pread(self.fd, min(length, given), 8))
-            self.metadata: dict[str, Any] = json.loads(header.pop("__metadata__")[_ABOUT])
+            length = header_length(os.pread(self.fd, 8, 0), given)
+            header = parse_json(os.pread(self.fd, length, 8))
+            self.metadata: dict[str, Any] = parse_json(header.pop("__metadata__")[_ABOUT])
             self._columns = {
                 key: Column(DTYPE_OF_NAME[each["dtype"]], tuple(each["shape"]), 8 + length + each["data_offsets"][0])
                 for key, each in header.items()

@@ -18,6 +18,7 @@ import numpy as np
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.seal import BLANK, UNREADABLE, is_sealed_file, seal_file
 from sd_lightning.storage.atomic import no_space
+from sd_lightning.storage.untrusted import header_length, parse_json
 
 HASH_BYTES = 16
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("shard", "<u4"), ("row", "<u4")])
@@ -55,10 +56,10 @@ class KeyTable:
         size = path.stat().st_size
         try:
             with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, size)))
+                length = header_length(file.read(8), size)
+                header = parse_json(file.read(length))
             about = header["__metadata__"]
-            self.shards: list[str] = json.loads(about.pop("shards"))
+            self.shards: list[str] = parse_json(about.pop("shards"))
             self.seal: str | None = about.pop("seal", None)
             """None in tables of older versions."""
             if about:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.shapes import Shape
+from sd_lightning.storage.untrusted import parse_json
 
 CODE_VERSION = 1
 """Version of the code between an image's bytes and its latents; raised when that code changes their values."""
@@ -91,7 +92,7 @@ class Recipe:
             UsageError: It is not one, or a newer version wrote it.
         """
         try:
-            given = json.loads(text)
+            given = parse_json(text)
             return cls(**{**given, "shapes": tuple((height, width) for height, width in given["shapes"])})
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(

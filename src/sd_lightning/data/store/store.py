@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from sd_lightning._errors import UsageError
@@ -19,6 +19,7 @@ from sd_lightning.data.store.files import SampleFile
 from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.data.store.seal import BLANK, UNREADABLE, is_sealed, sealed
 from sd_lightning.storage.location import Location
+from sd_lightning.storage.untrusted import header_length, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Generation:
             UsageError: It is not one, or a newer version wrote it.
         """
         try:
-            given: dict[str, Any] = json.loads(text)
+            given: dict[str, Any] = parse_json(text)
             found = given.pop("format")
             if found not in (1, _FORMAT):
                 raise ValueError(f"its format is not {_FORMAT}")
@@ -178,15 +179,15 @@ class LatentStore:
         """
         with self.readable(path_of(kind, name)) as path:
             header, begin = self._header(path)
-            about = json.loads(header.pop("__metadata__")["about"])
+            about = parse_json(header.pop("__metadata__")["about"])
             if begin + max(each["data_offsets"][1] for each in header.values()) != size:
                 raise ValueError(f"it has {size} bytes")
             return about
 
     def _header(self, path: str) -> tuple[dict[str, Any], int]:
         """Return the header of a safetensors file, and where its columns begin."""
-        length = int.from_bytes(self.folder.read(path, 0, 8), "little")
-        return json.loads(self.folder.read(path, 8, 8 + length)), 8 + length
+        length = header_length(self.folder.read(path, 0, 8))
+        return parse_json(self.folder.read(path, 8, 8 + length)), 8 + length
 
     @contextmanager
     def readable(self, path: str) -> Iterator[str]:
@@ -255,7 +256,7 @@ class LatentStore:
     def _check_dead(self, host: object) -> None:
         """Raise if the job that holds the lock is alive."""
         try:
-            held = json.loads(self.folder.read(_LOCK))
+            held = parse_json(self.folder.read(_LOCK))
             age, pid = time.time() - float(held["time"]), int(held["pid"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return  # it has just ended, or was cut off
@@ -270,7 +271,16 @@ class LatentStore:
 
 
 def path_of(kind: str, name: str) -> str:
-    """Return the path of a file within the folder of its recipe."""
+    """Return the path of a file within the folder of its recipe.
+
+    Raises:
+        UsageError: The name leads out of that folder.
+    """
+    if not isinstance(name, str) or PurePath(name).name != name:
+        raise UsageError(
+            f"the latent store names a file {name!r}; expected a name without folders; somebody has altered its lists: "
+            "encode the store again"
+        )
     return f"{kind}/{name}.safetensors"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,10 +17,42 @@ from sd_lightning.models.families import Component
 from sd_lightning.storage.safetensors_file import open_safetensors
 from sd_lightning.storage.streamed_tensor import StreamedTensor, converted_dtype, file_tensors
 from sd_lightning.storage.tensor_store import ShardedTensors
+from sd_lightning.storage.untrusted import parse_json
 
 _KEY = re.compile(r"(?P<network>\w+)\.(?P<layer>.+)\.lora_[AB]\.weight")
 # Settings of peft that change the merge formula; only plain LoRA is supported here.
 _OTHER_KINDS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias")
+
+
+# Settings of peft that are numbers, flags and names of layers; others name modules to import, or files.
+_PLAIN = {
+    *("r", "lora_alpha", "lora_dropout", "lora_bias", "bias", "target_modules", "exclude_modules", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "use_qalora", "qalora_group_size", "fan_in_fan_out"),
+    *("init_lora_weights", "layers_pattern", "layers_to_transform", "inference_mode", "peft_type", "peft_version"),
+    *("task_type", "base_model_name_or_path", "revision"),
+}
+
+
+def check_settings(path: Path) -> None:
+    """Check the settings of adapters before diffusers gives them to peft, which imports modules that some name.
+
+    Raises:
+        UsageError: The file is damaged, or a setting is none of plain LoRA.
+    """
+    try:
+        settings = parse_json(LoraFile.read(path).metadata.get(METADATA, "{}"))
+        unusual = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in _PLAIN and value}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: its metadata cannot be read ({error}); copy the file again") from error
+    from peft import LoraConfig
+
+    defaults = LoraConfig().to_dict()
+    for key, value in unusual.items():
+        if value != defaults.get(key.rpartition(".")[2]):
+            raise UsageError(
+                f"{path}: its metadata has {key}={str(value)[:80]}, which is no setting of plain LoRA; copy the file "
+                "again, or save the adapters without it"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,7 +118,7 @@ class LoraFile:
 
     def _scale(self, network: str) -> float:
         try:
-            settings = json.loads(self.metadata[METADATA])
+            settings = parse_json(self.metadata[METADATA])
             if any(settings.get(f"{network}.{name}") for name in _OTHER_KINDS):
                 raise ValueError("they are not plain LoRA")
             return float(settings[f"{network}.lora_alpha"] / settings[f"{network}.r"])

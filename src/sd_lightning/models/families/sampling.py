@@ -15,15 +15,20 @@ _said: set[tuple[object, ...]] = set()
 _listening = False
 
 
+def scheduler_names() -> set[str]:
+    """Return the class names of diffusers' schedulers."""
+    import diffusers
+
+    return {name for name in dir(diffusers) if name.endswith("Scheduler") and not name.startswith("Flax")}
+
+
 def scheduler_class(name: str) -> str:
     """Return the diffusers class name of a scheduler, given a class name or short name.
 
     Raises:
         UsageError: diffusers has no such scheduler.
     """
-    import diffusers
-
-    known = {n for n in dir(diffusers) if n.endswith("Scheduler") and not n.startswith("Flax")}
+    known = scheduler_names()
     short = {
         "ddim": "DDIMScheduler",
         "ddpm": "DDPMScheduler",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from sd_lightning._errors import UsageError
+from sd_lightning.storage.untrusted import parse_json
 from sd_lightning.strategies.deepspeed.builds import import_deepspeed
 from sd_lightning.strategies.deepspeed.keys import GONE, KEYS, MOVED, REFUSED, SECTIONS, WITHOUT_EFFECT
 from sd_lightning.strategies.deepspeed.nested import (
@@ -62,7 +62,7 @@ def _read(source: str | Path | Mapping[str, Any], who: str) -> Config:
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     try:
-        config = json.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        config = parse_json(Path(source).read_text(encoding="utf-8"), pairs=_without_duplicates)
     except OSError as error:
         raise UsageError(f"{who}: cannot be read ({error.strerror}); give the path of a DeepSpeed JSON file") from error
     except ValueError as error:

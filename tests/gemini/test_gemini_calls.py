@@ -510,7 +510,9 @@ def test_parameters_of_another_optimizer_or_of_none_are_refused() -> None:
     with pytest.raises(UsageError, match="a second optimizer .SGD. for parameters that another one steps"):
         engine.optimizer(torch.optim.SGD(network.blocks[0].parameters()))
     with pytest.raises(UsageError, match="AdamW got 2 parameters that Gemini does not train"):
-        optimizer.add_param_group({"params": list(network.head.requires_grad_().parameters())})
+        optimizer.add_param_group({"params": list(network.head.parameters())})
+    with pytest.raises(UsageError, match="head.weight.requires_grad = True during the run.*BaseFinetuning"):
+        network.head.requires_grad_()
     assert len(optimizer.param_groups) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from pathlib import Path
@@ -36,19 +37,37 @@ def engine_of(network: nn.Module, **settings: Any) -> GeminiEngine:
     return GeminiEngine({"": network}, GeminiConfig(**settings))
 
 
-def test_a_released_parameter_reads_as_nan_and_keeps_its_shape_and_type() -> None:
-    network = Blocks()
-    expected = network.gain.detach().clone()
-    engine = engine_of(network, **SLOW)
-    assert torch.isnan(network.gain).all() and network.gain.shape == expected.shape
-    assert torch.isnan(network.blocks[0].up.weight.norm())
-    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
-        network.gain.add_(1.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_released_parameter_is_read_and_written_as_whole_float32_weights(dtype: torch.dtype) -> None:
+    network, plain, batch = Blocks(), Blocks(), inputs(0, Job("read"))
+    plain.load_state_dict(network.state_dict())
+    engine = engine_of(network, compute_dtype=dtype, **SLOW)
+    for each in (network, plain):
+        assert float(each.blocks[0].up.weight.norm()) > 0  # in autograd's graph
+        with torch.no_grad():
+            each.gain[:5] += 1.0
+        each.head.weight.data.clamp_(-0.01, 0.01)
+        each.blocks[1].down.weight.data = torch.full_like(each.blocks[1].down.weight, 0.02)
+        each.blocks[2].load_state_dict({name: -value for name, value in each.blocks[2].state_dict().items()})
+    assert type(copy.deepcopy(network.gain)) is nn.Parameter
     with torch.no_grad():
-        loss = loss_of(network, inputs(0, Job("read")), torch.float32)
-    assert torch.isfinite(loss) and torch.equal(network.gain, expected)
+        found, expected = (loss_of(each, batch, dtype) for each in (network, plain.to(dtype)))
+    torch.testing.assert_close(found, expected)
     engine.release()
-    assert torch.isnan(network.gain).all()
+    assert torch.equal(network.gain.to(dtype), plain.gain) and network.gain.grad is None
+    assert float(network.head.weight.detach().abs().max()) == pytest.approx(0.01)
+    engine.close()
+    with pytest.raises(UsageError, match=r"head.weight to read after close\(\)"):
+        network.head.weight.norm()
+
+
+def test_weights_of_other_shapes_are_refused_and_a_weight_that_needs_gradients_is_not_changed_in_place() -> None:
+    network = Blocks()
+    engine_of(network, **SLOW)
+    with pytest.raises(UsageError, match=r"gain.data of shape \(3,\); expected \(24,\)"):
+        network.gain.data = torch.ones(3)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        network.gain.add_(1.0)
 
 
 def test_restored_parameters_are_whole_float32_weights_without_an_engine() -> None:
@@ -88,13 +107,10 @@ def test_arrays_that_share_memory_with_parameters_do_no_harm(settings: dict[str,
     assert losses(with_arrays=True) == losses(with_arrays=False)
 
 
-def test_a_pipeline_is_not_saved_from_released_weights(tmp_path: Path) -> None:
+def test_a_pipeline_is_saved_whole_from_released_weights(tmp_path: Path) -> None:
     model = LatentDiffusion.build("tiny", seed=0)
     expected = {name: p.detach().clone() for name, p in model.denoiser.named_parameters()}
-    engine = GeminiEngine({"unet": model.denoiser}, GeminiConfig(offload_param_frac=1.0))
-    with pytest.raises(UsageError, match=r"unet\.conv_in\.weight is in shards .*engine\.restore\(\)"):
-        model.save_pretrained(tmp_path)
-    engine.restore()
+    GeminiEngine({"unet": model.denoiser}, GeminiConfig(offload_param_frac=1.0))
     model.save_pretrained(tmp_path)
     again = LatentDiffusion.from_pretrained(tmp_path).denoiser
     assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())

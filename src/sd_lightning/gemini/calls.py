@@ -139,7 +139,8 @@ class Calls:
         calls.sort(key=lambda call: -call.key)
         at_nodes = [list(group) for _, group in groupby(calls, key=lambda call: call.key)]
         own = [tuple(call.unit for call in group) for group in at_nodes]
-        reached = [any(map(_is_reached, unit.parameters)) for unit in self._units]
+        with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be gathered
+            reached = [any(map(_is_reached, unit.parameters)) for unit in self._units]
         called = [route.called for route in self.routes]
         if collectives.agree(repr((own, reached, called))):
             for route in self.routes:

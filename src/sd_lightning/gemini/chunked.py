@@ -23,6 +23,7 @@ from sd_lightning.gemini.networks import (
     place_others,
     replace_meta_parameters,
 )
+from sd_lightning.gemini.outside import OutsideAccess
 from sd_lightning.gemini.placement import ChunkPlacement, Plan, plan_static, plan_trace
 from sd_lightning.gemini.runtime import Runtime
 from sd_lightning.gemini.tiers import Ledger
@@ -89,6 +90,7 @@ class ChunkedNetworks:
             budget=self.plan.gathered_budget,
             prefetch=config.prefetch,
         )
+        self.access = self.runtime.access = OutsideAccess(self)
 
     def _create(
         self,
@@ -120,6 +122,7 @@ class ChunkedNetworks:
         """Move chunks to the tiers of a plan, outside of backward passes; no value changes. A collective call."""
         if plan == self.plan:
             return
+        self.access.close()
         self.runtime.gatherer.release()
         pairs = zip(self.chunks, plan.chunks, strict=True)
         moving = [(chunk, placement) for chunk, placement in pairs if placement != chunk.placement]
@@ -132,6 +135,7 @@ class ChunkedNetworks:
 
     def check_can_step(self) -> None:
         """Raise if an optimizer cannot step now."""
+        self.access.close()
         if self.is_swapped:
             raise RuntimeError("an optimizer stepped between swap_in and swap_out")
         if self.runtime.is_in_backward:
@@ -146,25 +150,35 @@ class ChunkedNetworks:
         """Bytes on each tier and bytes moved."""
         return self.memory.ledger
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and copies of whole parameters in host memory, gathered chunk by chunk; a collective call."""
+    def whole_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield parameters, and copies of them in host memory, gathered chunk by chunk; a collective call."""
+        self.access.close()
         for chunk in self.chunks:
             yield from self._whole_parameters(chunk)
 
     @torch.no_grad()
     def full_parameter(self, name: str) -> Tensor:
         """Return a copy of a whole parameter, in the type of the master weights if trained; a collective call."""
+        self.access.close()
         parameter, chunk = next((p, chunk) for p, chunk in self.chunk_of.items() if chunk.slots[p].name == name)
         slot = chunk.slots[parameter]
         return self._whole(chunk)[slot.begin : slot.end].view(parameter.shape).clone()
 
-    def _whole_parameters(self, chunk: Chunk) -> Iterator[tuple[str, Tensor]]:
+    def _whole_parameters(self, chunk: Chunk) -> Iterator[tuple[nn.Parameter, Tensor]]:
         whole = self._whole(chunk).cpu()
         for parameter, slot in chunk.slots.items():
-            yield slot.name, whole[slot.begin : slot.end].view(parameter.shape).clone()
+            yield parameter, whole[slot.begin : slot.end].view(parameter.shape).clone()
+
+    def shown(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """Return a copy of the whole weights that the networks compute with, as trained; a collective call."""
+        if self.is_swapped and chunk.is_trained:
+            return self._gathered(chunk, chunk.weights.shard).to(dtype)
+        return self._whole(chunk).to(dtype)
 
     def _whole(self, chunk: Chunk) -> Tensor:
-        source = chunk.master.tensor if chunk.is_trained else chunk.weights.shard
+        return self._gathered(chunk, chunk.master.tensor if chunk.is_trained else chunk.weights.shard)
+
+    def _gathered(self, chunk: Chunk, source: Tensor) -> Tensor:
         whole = torch.empty(chunk.layout.numel, dtype=source.dtype, device=self.memory.device)
         chunk.weights.wait()
         self.collectives.shard(whole).copy_(source)
@@ -177,15 +191,18 @@ class ChunkedNetworks:
 
         Trained parameters get the type of their master weights, others their compute type. Optimizers become unusable.
         """
+        self.access.close()
+        self.access.end()
         self.abort()
         for chunk in self.chunks:
-            for parameter, (_, weight) in zip(chunk.slots, self._whole_parameters(chunk)):
+            for parameter, weight in self._whole_parameters(chunk):
                 parameter.data = weight
             chunk.discard()
         self.end()
 
     def end(self) -> None:
         """Remove the hooks and forget the chunks."""
+        self.access.end()
         self.close()
         self.chunks.clear()
         self.chunk_of.clear()
@@ -202,6 +219,7 @@ class ChunkedNetworks:
 
     def close(self) -> None:
         """Remove the hooks and free all memory; parameters that are not whole on the fast tier read as NaN."""
+        self.access.close()
         self.is_closed = True
         self.synchronize()
         self.runtime.reducer.drop()

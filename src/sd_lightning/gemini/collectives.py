@@ -12,13 +12,18 @@ type and widened by the receiver; nccl sums in the type that it sends, so gradie
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+
+_MEETINGS = itertools.count(1)
+"""Numbers of meetings: of this process, since engines share their group's store."""
 
 
 class Pending:
@@ -67,7 +72,9 @@ class Collectives:
         self._peers = [] if group is None else dist.get_process_group_ranks(group)
         self._sequence = hashlib.sha256()
         """Digest of all collectives so far, with their order and chunks; the same on every rank."""
-        backend = "" if group is None else str(dist.get_backend_config(group))
+        self.patience_seconds = 300.0
+        """How long ranks wait for each other in hooks."""
+        self._backend = backend = "" if group is None else str(dist.get_backend_config(group))
         self.is_direct = not self.is_alone and exchanges_shards(device, backend)
         """Whether ranks exchange shards point to point: waiting then blocks the host, and not the current stream."""
         # Small all-reduces run on the host if a backend supports it, so that no kernel waits for them.
@@ -153,6 +160,36 @@ class Collectives:
         digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7], "big")
         most, least = self.all_reduce(torch.tensor([digest, -digest]), dist.ReduceOp.MAX).tolist()
         return bool(most == -least)
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have come to the same point of user code, before collectives that hooks begin.
+
+        Raises:
+            UsageError: Another rank has not come within ``patience_seconds``, or to another point.
+        """
+        if self.world_size == 1 or "fake" in self._backend:
+            return
+        assert self.group is not None
+        store = dist.distributed_c10d._get_process_group_store(self.group)
+        number = next(_MEETINGS)
+        keys = [f"gemini/meeting/{number}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], what)
+        try:
+            store.wait(keys, timedelta(seconds=self.patience_seconds))
+        except dist.DistStoreError as error:
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise UsageError(
+                f"Gemini: rank {self.rank} {what} outside of the forward pass, and ranks {absent} did not do so within "
+                f"{self.patience_seconds:.0f} s; expected the same on every rank, as weights are gathered from all: do "
+                "not ask for the rank (is_global_zero) before it, only before writing to logs and files"
+            ) from error
+        others = [store.get(key).decode() for key in keys]
+        if any(other != what for other in others):
+            raise UsageError(
+                f"Gemini: rank {self.rank} {what} outside of the forward pass, while other ranks do something else "
+                f"({', '.join(sorted({*others} - {what}))}); expected the same on every rank"
+            )
+        store.delete_key(f"gemini/meeting/{number - 1}/{self.rank}")  # all ranks have left that one
 
     def require_agreement(self, what: str, description: str) -> None:
         """Check that all ranks made the same decision.

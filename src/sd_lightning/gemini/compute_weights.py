@@ -61,21 +61,24 @@ class ChunkStorage:
         self.slots[parameter] = slot
         view = self.full[slot.begin : slot.end].view(parameter.shape)
         self._faces[parameter] = view, self._nan.expand(parameter.shape)
-        parameter.data = view
+        parameter.data = view  # the parameter is not guarded yet
 
     def show(self) -> None:
         """Make all parameters views of the memory."""
-        for parameter, (view, _) in self._faces.items():
-            parameter.data = view
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, (view, _) in self._faces.items():
+                parameter.data = view
 
     def hide(self) -> None:
         """Make all parameters read as NaN."""
-        for parameter, (_, nan) in self._faces.items():
-            parameter.data = nan
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, (_, nan) in self._faces.items():
+                parameter.data = nan
 
     def hide_one(self, parameter: nn.Parameter) -> None:
         """Make one parameter read as NaN."""
-        parameter.data = self._faces[parameter][1]
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = self._faces[parameter][1]
 
     def resize(self, nbytes: int) -> None:
         """Allocate the memory, or free it with 0 bytes."""
@@ -85,7 +88,7 @@ class ChunkStorage:
                 self.full = torch.empty_like(self.full)
             for parameter, (_, nan) in self._faces.items():
                 slot = self.slots[parameter]
-                self._faces[parameter] = self.full[slot.begin : slot.end].view(parameter.shape), nan
+                self._faces[parameter] = self.full[slot.begin : slot.end].view(nan.shape), nan
         self.full.untyped_storage().resize_(nbytes)
 
     def discard(self) -> None:
@@ -218,7 +221,8 @@ class ComputeWeights:
 
     def note_overwritten(self, parameter: nn.Parameter) -> None:
         """Mark a weight as overwritten by its gradient, so that autograd refuses to read it."""
-        self._versions.setdefault(parameter, parameter._version)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions.setdefault(parameter, parameter._version)
         torch.autograd.graph.increment_version(parameter)
         self.storage.hide_one(parameter)
 

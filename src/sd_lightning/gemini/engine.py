@@ -47,6 +47,7 @@ class GeminiEngine(ChunkedNetworks):
         if config.compute_dtype == torch.float16:
             self.loss_scale = LossScale(self.memory.device)
         self.optimizers: list[GeminiOptimizer] = []
+        self.access.optimizers, self.access.loss_scale = self.optimizers, self.loss_scale
         self.state = EngineState(self, self.optimizers)
         self.auto = AutoPlacement(self) if config.placement == "auto" else None
         self.accumulation = Accumulation(self, self.auto)

@@ -103,6 +103,14 @@ class ChunkGradients:
         self._reduced = None
         self._free_whole()
 
+    def allocate(self) -> None:
+        """Accumulate onto zeros if there are no gradients yet."""
+        weights = self._weights
+        if self.accumulated is None:
+            numel, dtype = weights.bounds.numel, weights.layout.master_dtype
+            tier = weights.placement.step_tier
+            self.accumulated = self._memory.allocate(tier, Kind.ACCUMULATED, numel, dtype, zero=True)
+
     def wait_on_host(self) -> None:
         """Block the host until all gradients are accumulated."""
         self._landed.wait()

@@ -45,10 +45,10 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self.optimizer = inner
         """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
         self._is_built = False
+        self._groups: list[dict[str, Any]] = []
         self.stepper = Stepper(inner, engine)
         inner.state.clear()  # some constructors create states of whole parameters
         super().__init__(inner.param_groups, inner.defaults)
-        self.param_groups = inner.param_groups
         self._engine = engine
         self._accumulation = accumulation
         self._scaler = loss_scale
@@ -56,8 +56,22 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self._clip: Tensor | None = None
         self._found_inf: Tensor | None = None
         self._aborts_before_clip = 0
+        self._stepped_version: int | None = None
+        """The version of the gradients that the last step consumed."""
         self.adopt()
         self._is_built = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the user's optimizer; a callback that resumes may replace them."""
+        return self.inner.param_groups if self._is_built else self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+        if self._is_built:
+            self.inner.param_groups = groups
+            self.adopt()
 
     def adopt(self) -> None:
         """Adopt the parameters and settings of all groups.
@@ -87,6 +101,16 @@ class GeminiOptimizer(torch.optim.Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             self._engine.chunk_of[parameter].gradients.forget(parameter)
             self._engine.runtime.touched.discard(parameter)
+
+    @property
+    def touched(self) -> set[nn.Parameter]:
+        """The parameters of this optimizer that have gradients on any rank; a collective call."""
+        return self._agreement.reach(with_norm=False)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step has consumed the gradients of the last backward pass."""
+        return self._stepped_version == self._engine.runtime.gradients_version
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Return whether this optimizer steps a parameter."""
@@ -122,6 +146,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         if scaler is not None and overflowed is not None:
             scaler.update(overflowed)
         self._forget()
+        self._stepped_version = self._engine.runtime.gradients_version
         return loss
 
     def skip_if(self, found_inf: Tensor) -> bool:
@@ -138,6 +163,8 @@ class GeminiOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters."""
         self._engine.runtime.recover()
+        self._engine.access.close()
+        self._stepped_version = None
         if not all(chunk.gradients.is_empty for chunk in self.stepper.chunks):
             self._forget()
 

@@ -20,9 +20,11 @@ from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.gatherer import Gatherer
 from sd_lightning.gemini.hooks import Monitor, Observer, Undo, wrap_calls
 from sd_lightning.gemini.networks import Unit
+from sd_lightning.gemini.outside import OutsideAccess
 from sd_lightning.gemini.reducer import Reducer
 from sd_lightning.gemini.tracer import Tracer
 
+_GRAD: Any = Tensor.grad
 _OUTSIDE = -1
 """Autograd's number of the current graph task if none runs."""
 
@@ -61,6 +63,8 @@ class Runtime:
         """Changes when a backward pass begins or all gradients are dropped."""
         self.observer: Observer | None = None
         self.monitor: Monitor | None = None
+        self.access: OutsideAccess | None = None
+        """Shows whole values of parameters outside of their units."""
         self._chunks = list(chunks)
         index_of = {parameter: chunk.index for chunk in chunks for parameter in chunk.slots}
         self._chunks_of = [sorted({index_of[p] for p in unit.parameters}) for unit in units]
@@ -148,9 +152,12 @@ class Runtime:
             self.observer(phase, index)
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
+        if module is not self.units[index].module:
+            return  # a deep copy has the hooks of its original
         number = torch._C._current_graph_task_id()
         if number == _OUTSIDE:
             self.recover()
+            self.close_access()
             if not self._pass.running:
                 self._begin_forward(index)
             for skipped in self._calls.skipped_before(index):
@@ -159,6 +166,22 @@ class Runtime:
             self._pass.renew(index, number)  # recomputation of a checkpointed block
         self._pass.running.append(index)
         self._access(index, "forward")
+        if self.access is not None:
+            self.access.begin_forward(index, self.units[index].parameters)
+
+    def close_access(self) -> None:
+        """Write back what user code has written into weights and gradients."""
+        if self.access is not None and self.access.is_open:
+            self.access.close()
+
+    def _guard(self, ended: Iterable[int]) -> None:
+        """Guard the parameters of units, unless units that still run use them."""
+        if self.access is None:
+            return
+        used = {parameter for unit in self._pass.running for parameter in self.units[unit].parameters}
+        for unit in ended:
+            parameters = self.units[unit].parameters
+            self.access.guard([p for p in parameters if p not in used] if used else parameters)
 
     def _begin_forward(self, index: int) -> None:
         self._calls.alive()
@@ -171,8 +194,14 @@ class Runtime:
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         running = self._pass.running
+        if module is not self.units[index].module:
+            return
         if index in running:
+            ended = running[running.index(index) :]
             del running[running.index(index) :]
+            if self.access is not None and output is not None:
+                self.access.end_forward(index, self.units[index].parameters)
+            self._guard(ended)
         if output is None or not torch.is_grad_enabled():
             return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -195,11 +224,11 @@ class Runtime:
     def _begin_route(self, route: Route, module: nn.Module, args: Any) -> None:
         """Track a network in training: other ranks may call blocks that this rank skips."""
         is_shared = any(not chunk.weights.is_resident for chunk in self._chunks)
-        if module.training and is_shared and torch._C._current_graph_task_id() == _OUTSIDE:
+        if module is route.network and module.training and is_shared and torch._C._current_graph_task_id() == _OUTSIDE:
             route.position, route.called = 0, []
 
     def _end_route(self, route: Route, module: nn.Module, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() == _OUTSIDE and output is not None:
+        if module is route.network and torch._C._current_graph_task_id() == _OUTSIDE and output is not None:
             for skipped in route.skipped_before(None):
                 self._access(skipped, "forward")
             route.position = None
@@ -235,6 +264,7 @@ class Runtime:
         if self._pass.has_failed:
             self.abort()
         if not self._pass.tasks:
+            self.close_access()
             self.gradients_version += 1
         # Otherwise a node of an earlier task started this one: a checkpoint with use_reentrant=True, or a user function
         # that calls backward.
@@ -242,8 +272,11 @@ class Runtime:
         return number
 
     def _on_gradient(self, chunk: Chunk, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        assert isinstance(parameter, nn.Parameter)
         self._begin_backward()
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = _GRAD.__get__(parameter)
+            _GRAD.__set__(parameter, None)
         if chunk.index not in self._pass.visited:
             self._note_late(chunk, parameter)
         elif len(self._pass.tasks) > 1 and chunk.gradients.has_overwritten(parameter):
@@ -253,8 +286,7 @@ class Runtime:
                 "which is gathered for one pass only; write use_reentrant=False, or keep the weights whole on the "
                 "accelerator (shard_param_frac=0, offload_param_frac=0)"
             )
-        chunk.gradients.put(parameter, parameter.grad, keep=self.reducer.keeps_gradients)
-        parameter.grad = None
+        chunk.gradients.put(parameter, gradient, keep=self.reducer.keeps_gradients)
         self.touched.add(parameter)
 
     def _note_late(self, chunk: Chunk, parameter: nn.Parameter) -> None:

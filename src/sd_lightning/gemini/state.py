@@ -30,6 +30,7 @@ class EngineState:
 
     def shards(self) -> list[ParameterShard]:
         """Return this rank's shards as live tensors; all ranks together cover everything exactly once."""
+        self._engine.access.close()
         owned = []
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
@@ -118,6 +119,7 @@ class EngineState:
     @torch.no_grad()
     def swap_out(self) -> None:
         """Restore the trained weights, bit for bit."""
+        self._engine.access.close()
         if not self._engine.is_swapped:
             raise RuntimeError("swap_out called without swap_in")
         self._engine.release()
@@ -127,6 +129,7 @@ class EngineState:
         self._engine.is_swapped = False
 
     def _check_not_swapped(self, what: str) -> None:
+        self._engine.access.close()
         if self._engine.is_swapped:
             raise RuntimeError(f"{what} called between swap_in and swap_out")
 

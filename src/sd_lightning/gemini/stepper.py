@@ -88,7 +88,8 @@ class Stepper:
             raise UsageError(
                 f"{type(self._inner).__name__} got {len(foreign)} parameters that Gemini does not train; expected "
                 "parameters of the networks given to the engine that had requires_grad when it was made, taken after "
-                "that; make others trainable before, with a learning rate of 0 for as long as they shall stay"
+                "that; let the callback BaseFinetuning (BackboneFinetuning) unfreeze others, or make them trainable "
+                "before, with a learning rate of 0 for as long as they shall stay"
             )
         self._kinds = [self.update.states(group) for group in groups]
         self.group_of = group_of

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -100,8 +102,18 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
         precision = self._precision
         rest_dtype = precision.compute_dtype if precision.precision == "bf16-true" else None
+        self._known = {name for name, _ in module.named_parameters()}
+        is_taken = self.take(trainer)
+        with _as_trained([] if is_taken else _frozen_at_first(trainer, module)):
+            self._make_engine(module, is_taken=is_taken, rest_dtype=rest_dtype)
+        self.engine.access.dtype = rest_dtype
+        with self.engine.access.hidden():
+            module.to(self.root_device)  # moves what is not trained; chunks are already placed
+        place_rest(module, self.engine.networks, self.root_device, rest_dtype)
+
+    def _make_engine(self, module: pl.LightningModule, *, is_taken: bool, rest_dtype: torch.dtype | None) -> None:
         networks = sharded_networks(module, type(self).__name__)
-        if not self.take(trainer):
+        if not is_taken:
             deferred = {name: weights for name in networks if (weights := take_deferred(module, name)) is not None}
             self._engine = GeminiEngine(
                 networks,
@@ -117,8 +129,6 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
                 for network in networks.values():
                     _convert_buffers(network, rest_dtype)
             self._taken()
-        module.to(self.root_device)  # moves what is not trained; chunks are already placed
-        place_rest(module, networks, self.root_device, rest_dtype)
 
     @property
     def _precision(self) -> GeminiPrecision:
@@ -149,7 +159,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.engine.restore()
         for name, parameter in list(self._module.named_parameters()):
-            yield name, parameter.detach()
+            if name in self._known:  # pruning gives others, which stay what they are
+                yield name, parameter.detach()
 
     @override
     def _end_engine(self) -> None:
@@ -202,10 +213,16 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         """Gather whole weights one at a time; return them on rank 0, nothing on other ranks; a collective call."""
         if self.is_together:
             return super().lightning_module_state_dict()
-        kept = self._module.state_dict() if self.is_global_zero else {}
-        for name, weight in self.engine.whole_weights():
-            if name in kept:
-                kept[name] = weight
+        with self.engine.access.hidden():
+            kept = self._module.state_dict() if self.is_global_zero else {}
+        # Names may have changed since the engine was made: pruning does that.
+        places: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            places.setdefault(parameter, []).append(name)
+        for parameter, weight in self.engine.whole_weights():
+            for name in places.get(parameter, ()):
+                if name in kept:
+                    kept[name] = weight
         return kept
 
     @override
@@ -229,6 +246,27 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if checkpoint["optimizer_states"]:  # empty if PortableCheckpoint restores them
             load_torch_optimizer_states(self.training_state(), checkpoint["optimizer_states"])
+
+
+def _frozen_at_first(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Parameter]:
+    """Return the frozen parameters that Lightning's finetuning may give to an optimizer later."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.state.fn != TrainerFn.FITTING or not any(isinstance(each, BaseFinetuning) for each in callbacks):
+        return []
+    children = (child for network in module.children() for child in network.parameters())
+    return [parameter for parameter in children if not parameter.requires_grad and parameter.is_floating_point()]
+
+
+@contextmanager
+def _as_trained(frozen: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Have an engine that is made in the body train frozen parameters, once they get gradients."""
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _reader(networks: Mapping[str, nn.Module], deferred: Mapping[str, DeferredWeights]) -> Reader:

@@ -1,0 +1,363 @@
+"""Parameters of chunks outside of their blocks' forward: hooks read and write whole weights and gradients there.
+
+A chunk's memory holds its weights only while they are gathered, and never all that the optimizer steps. So user code
+gets whole copies, gathered when it first touches a parameter. What it writes goes back at the next call of the engine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.compute_weights import ChunkState
+from sd_lightning.gemini.guarded import GuardedParameter
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.chunked import ChunkedNetworks
+    from sd_lightning.gemini.loss_scale import LossScale
+    from sd_lightning.gemini.optimizer import GeminiOptimizer
+
+_OUTSIDE = -1
+"""Autograd's number of the current graph task if none runs."""
+_NUM_CHECKED = 16
+"""Writes that are compared between the ranks, at the beginning of a run."""
+_NUM_WATCHED = 2
+"""Forward passes of a unit that are watched for writes, at the beginning of a run."""
+_THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+
+
+_READABLE = {ChunkState.GATHERED, ChunkState.OVERWRITTEN}
+
+
+class _Reading(torch.autograd.Function):
+    """A copy of a weight in autograd's graph: the memory of whole weights is overwritten later."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, whole: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+class OutsideAccess:
+    """Whole weights and gradients for user code, gathered on first touch and written back by :meth:`close`.
+
+    Touching a parameter is collective: all ranks do it in the same order, as they do in hooks that no rank skips.
+
+    Args:
+        engine: The networks and their chunks.
+        dtype: The type in which trained weights are shown; by default that of the master weights.
+    """
+
+    def __init__(self, engine: ChunkedNetworks, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.is_active = True
+        self.optimizers: Sequence[GeminiOptimizer] = ()
+        self.loss_scale: LossScale | None = None
+        """Gradients are shown without it."""
+        self._engine = engine
+        self._weights: dict[int, Tensor] = {}
+        """By chunk: whole weights that user code sees."""
+        self._aliased: set[int] = set()
+        """Chunks whose whole weights user code may have written."""
+        self._gradients: dict[int, Tensor] = {}
+        self._touched: dict[GeminiOptimizer, set[nn.Parameter]] = {}
+        """By optimizer: parameters with gradients on any rank."""
+        self._num_written = 0
+        self._num_watched: Counter[int] = Counter()
+        """By unit: forward passes that were watched for writes."""
+        self._before: dict[int, list[int]] = {}
+        """By unit: digests of its weights when its forward began."""
+        own = weakref.ref(self)
+        for parameter in engine.chunk_of:
+            parameter.chunk_access = own  # type: ignore[attr-defined]
+        self.guard(engine.chunk_of)
+
+    def guard(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Show whole values of parameters from now on."""
+        for parameter in parameters:
+            parameter.__class__ = GuardedParameter
+
+    def expose(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make parameters ordinary ones, whose values are in the chunk's memory."""
+        for parameter in parameters:
+            parameter.__class__ = nn.Parameter
+
+    def begin_forward(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Expose the parameters of a unit that is about to run."""
+        self.expose(parameters)
+        if self._num_watched[index] < _NUM_WATCHED and torch.is_grad_enabled():
+            self._num_watched[index] += 1
+            self._before[index] = [_digest(parameter) for parameter in parameters if not self._is_direct(parameter)]
+
+    def end_forward(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise if a unit has written its own weights while it ran: they are a copy of those that are trained."""
+        before = self._before.pop(index, [])
+        copied = [parameter for parameter in parameters if not self._is_direct(parameter)] if before else []
+        for parameter, digest in zip(copied, before):
+            if _digest(parameter) != digest:
+                raise UsageError(
+                    f"Gemini got {self._name(parameter)} written inside of its network's forward, where it is a "
+                    "gathered copy, so that the change would be lost; write it in a hook (on_train_batch_end), or make "
+                    "it a buffer"
+                )
+
+    def end(self) -> None:
+        """Make all parameters ordinary ones for good."""
+        self.is_active = False
+        self.expose(self._engine.chunk_of)
+        for parameter in self._engine.chunk_of:
+            vars(parameter).pop("chunk_access", None)
+        self._weights.clear()
+        self._gradients.clear()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Show parameters as the chunks have them in the body: it needs their and shapes only."""
+        before, self.is_active = self.is_active, False
+        try:
+            yield
+        finally:
+            self.is_active = before
+
+    @property
+    def is_open(self) -> bool:
+        """Whether user code holds whole weights or gradients."""
+        return bool(self._weights or self._gradients or self._touched)
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of torch with whole weights in place of parameters."""
+        first = args[0] if args else None
+        if func in _THAWS:
+            self._check_thaw(first, *args[1:], **kwargs)
+        name = func.__name__
+        is_in_place = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
+        is_written = is_in_place and isinstance(first, GuardedParameter)
+        is_refused = is_written and torch.is_grad_enabled() and first.requires_grad  # type: ignore[union-attr]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
+        if func in _THAWS or is_refused or all(self._is_direct(parameter) for parameter in given):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)  # torch refuses to write leaves that need gradients
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            return self._replace(*args)
+        is_alias = func in _ALIASES or not torch.is_grad_enabled()
+        shown: dict[nn.Parameter, Tensor] = {}
+        for parameter in given:
+            is_read = not is_alias and parameter.requires_grad
+            whole = self._whole(parameter, is_aliased=not is_read)
+            shown[parameter] = _Reading.apply(parameter, whole) if is_read else whole
+        args, kwargs = tree_map_only(GuardedParameter, shown.__getitem__, (tuple(args), dict(kwargs)))
+        result = func(*args, **kwargs)
+        return first if is_written else result
+
+    def gradient(self, parameter: nn.Parameter, *, is_asked_to_drop: bool = False) -> Tensor | None:
+        """Return the gradient of a parameter, averaged over the ranks and added up since the last step.
+
+        Args:
+            parameter: The parameter.
+            is_asked_to_drop: Only to be set to None, as Lightning does before each validation.
+        """
+        optimizer = self._optimizer_of(parameter)
+        if is_asked_to_drop and optimizer is not None and optimizer.has_stepped:
+            return None
+        if optimizer is None or not self._has_gradient(parameter, optimizer):
+            return None
+        return self._slot_of(parameter, self._whole_gradients(parameter))
+
+    def set_gradient(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        """Replace the gradient of a parameter."""
+        engine, optimizer = self._engine, self._optimizer_of(parameter)
+        if optimizer is None:
+            if value is None:
+                return
+            raise UsageError(
+                f"Gemini got a gradient of {self._name(parameter)} from outside, and no optimizer steps it; expected a "
+                "parameter of an optimizer"
+            )
+        if value is None:
+            if not optimizer.has_stepped and self._has_gradient(parameter, optimizer):
+                self.close()
+                engine.chunk_of[parameter].gradients.forget(parameter)
+                engine.runtime.touched.discard(parameter)
+                engine.runtime.gradients_version += 1
+            return
+        if not self._has_gradient(parameter, optimizer):
+            engine.chunk_of[parameter].gradients.allocate()
+            engine.runtime.touched.add(parameter)
+            self._touched[optimizer].add(parameter)
+        self._slot_of(parameter, self._whole_gradients(parameter)).copy_(value)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def close(self) -> None:
+        """Write back what user code may have written, and let go of its whole weights and gradients."""
+        if not self.is_open:
+            return
+        engine, weights, gradients = self._engine, self._weights, self._gradients
+        self._weights, self._gradients = {}, {}
+        self._touched.clear()
+        aliased, self._aliased = sorted(self._aliased), set()
+        written = [index for index in aliased if self._write_back(engine.chunks[index], weights[index])]
+        self._compare(aliased, weights, written)
+        for index, whole in gradients.items():
+            accumulated = engine.chunks[index].gradients.accumulated
+            if accumulated is not None:
+                accumulated.tensor.copy_(engine.collectives.shard(whole) * self._scale)
+        if gradients:
+            engine.runtime.gradients_version += 1
+
+    def _whole(self, parameter: nn.Parameter, *, is_aliased: bool) -> Tensor:
+        """Return the part of the whole weights that is one parameter; gather them on first touch."""
+        chunk = self._engine.chunk_of[parameter]
+        if self._engine.is_closed and not chunk.weights.is_resident:
+            raise UsageError(
+                f"Gemini got {self._name(parameter)} to read after close(), when nothing gathers it; call restore() "
+                "for whole weights"
+            )
+        if chunk.index not in self._weights or (is_aliased and chunk.index not in self._aliased):
+            self._engine.collectives.meet(f"touches {self._name(parameter)}{' to write' if is_aliased else ''}")
+        if chunk.index not in self._weights:
+            with torch.inference_mode(False), torch.no_grad():
+                self._weights[chunk.index] = self._engine.shown(chunk, self._shown_dtype(chunk))
+        if is_aliased:
+            self._aliased.add(chunk.index)
+        return self._slot_of(parameter, self._weights[chunk.index])
+
+    def _replace(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Do what ``parameter.data = value`` does."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = parameter.shape
+        if value.shape != shape:
+            raise UsageError(
+                f"Gemini got {self._name(parameter)}.data of shape {tuple(value.shape)}; expected {tuple(shape)}: "
+                "parameters in chunks keep their sizes"
+            )
+        with torch.no_grad():
+            self._whole(parameter, is_aliased=True).copy_(value)
+
+    def _shown_dtype(self, chunk: Chunk) -> torch.dtype:
+        if not chunk.is_trained:
+            return chunk.layout.dtype
+        return self.dtype or chunk.layout.master_dtype
+
+    def _is_direct(self, parameter: nn.Parameter) -> bool:
+        """Return whether the parameter's own memory is what is trained, and whole, or what a backward pass reads."""
+        chunk = self._engine.chunk_of[parameter]
+        weights = chunk.weights
+        if torch._C._current_graph_task_id() != _OUTSIDE and weights.state in _READABLE:
+            return not chunk.gradients.has_overwritten(parameter)
+        is_whole = weights.is_resident and self._engine.collectives.world_size == 1
+        return is_whole and (weights.is_master or not weights.layout.is_trained)
+
+    def _write_back(self, chunk: Chunk, whole: Tensor) -> bool:
+        """Take over this rank's part of whole weights; return whether it has changed."""
+        weights, is_swapped = chunk.weights, self._engine.is_swapped
+        target = chunk.master.tensor if chunk.is_trained and not is_swapped else weights.shard
+        new = self._engine.collectives.shard(whole).to(target.device)
+        old = target.to(new.dtype)
+        changed = (new != old) & ~(new.isnan() & old.isnan())
+        has_changed = bool(changed.any())
+        if has_changed:
+            chunk.wait_on_host()
+            weights.settle()
+            target.copy_(torch.where(changed, new.to(target.dtype), target))
+            if target is not weights.shard and not weights.is_master:
+                weights.refresh(target)
+        weights.settle()
+        if weights.state is ChunkState.GATHERED:
+            weights.storage.full.copy_(whole)
+        return has_changed
+
+    def _compare(self, aliased: Sequence[int], weights: Mapping[int, Tensor], written: Sequence[int]) -> None:
+        """Raise if the ranks have written different weights: each keeps the part that it owns."""
+        engine = self._engine
+        if not aliased or engine.collectives.world_size == 1 or self._num_written >= _NUM_CHECKED:
+            return
+        sums = [_digest(weights[index]) for index in aliased]
+        own = [float(index in written) for index in range(len(engine.chunks))]
+        if engine.collectives.agree(repr((list(aliased), sums))):
+            self._num_written += bool(any(own))
+            return
+        names = engine.chunks[(written or aliased)[0]].layout.slots
+        raise UsageError(
+            f"Gemini: the ranks have written different weights in a hook (among {names[0].name} and what shares its "
+            "chunk); expected the same on every rank: write without asking for the rank, with the same random numbers"
+        )
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
+        if torch._C._current_graph_task_id() != _OUTSIDE:
+            raise UsageError(
+                f"Gemini got {self._name(parameter)}.grad inside of a backward pass, where gradients are not summed "
+                "yet; use it in on_after_backward or on_before_optimizer_step"
+            )
+        return next((optimizer for optimizer in self.optimizers if optimizer.owns(parameter)), None)
+
+    def _has_gradient(self, parameter: nn.Parameter, optimizer: GeminiOptimizer) -> bool:
+        """Return whether a parameter has a gradient on any rank; a collective call."""
+        if optimizer.has_stepped:
+            raise UsageError(
+                f"Gemini got {self._name(parameter)}.grad after {type(optimizer.inner).__name__} has stepped, which "
+                "frees the gradients; use it between the backward pass and the step, in on_after_backward or "
+                "on_before_optimizer_step"
+            )
+        if optimizer not in self._touched:
+            self._engine.collectives.meet(f"touches {self._name(parameter)}.grad")
+            self._touched[optimizer] = set(optimizer.touched)
+        return parameter in self._touched[optimizer]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _whole_gradients(self, parameter: nn.Parameter) -> Tensor:
+        engine, chunk = self._engine, self._engine.chunk_of[parameter]
+        if chunk.index not in self._gradients:
+            engine.collectives.meet(f"touches {self._name(parameter)}.grad")
+            chunk.gradients.wait_on_host()
+            accumulated = chunk.gradients.accumulated
+            assert accumulated is not None
+            whole = torch.empty(chunk.layout.numel, dtype=chunk.layout.master_dtype, device=engine.memory.device)
+            engine.collectives.shard(whole).copy_(accumulated.tensor)
+            engine.collectives.all_gather(whole, chunk.index).wait()
+            self._gradients[chunk.index] = whole.div_(self._scale)
+        return self._gradients[chunk.index]
+
+    @property
+    def _scale(self) -> float | Tensor:
+        return 1.0 if self.loss_scale is None else self.loss_scale.used
+
+    def _slot_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        slot = self._engine.chunk_of[parameter].slots[parameter]
+        with torch._C.DisableTorchFunctionSubclass():
+            return whole[slot.begin : slot.end].view(parameter.shape)
+
+    def _check_thaw(self, parameter: Any, value: bool = True, **kwargs: Any) -> None:
+        is_thawed = kwargs.get("requires_grad", value)
+        if is_thawed and not self._engine.chunk_of[parameter].is_trained:
+            raise UsageError(
+                f"Gemini got {self._name(parameter)}.requires_grad = True during the run, a weight that was frozen "
+                "when the run began and is not trained; let the callback BaseFinetuning (BackboneFinetuning) unfreeze "
+                "it, or begin with requires_grad and a learning rate of 0"
+            )
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return self._engine.chunk_of[parameter].slots[parameter].name
+
+
+def _digest(values: Tensor) -> int:
+    return int(values.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+
+
+_ALIASES: set[Any] = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_IN_PLACE.add("__setitem__")

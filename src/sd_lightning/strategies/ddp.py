@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import nn
@@ -48,6 +48,8 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
 
         if bucket_cap_mb < 1:
             raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
+        self._trained: list[bool] = []
+        """Whether each parameter was trained when DDP was built."""
         self._has_views, self._bucket = gradient_as_bucket_view, bucket_cap_mb * 2**20
         hooks = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         if compression not in hooks:
@@ -84,6 +86,22 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         put_together(self.lightning_module)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        trained = [parameter.requires_grad for parameter in self.lightning_module.parameters()]
+        if trained != self._trained:  # DDP reduces the gradients of the parameters that were trained when it was built
+            if self._trained:
+                self.model = self.lightning_module
+                self.configure_ddp()
+            self._trained = trained
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        self._trained = []
+        super().teardown()
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

@@ -50,13 +50,13 @@ class PlainModule:
         self._hooks = {part: _hook_ids(part) for part in module.modules()}
         self._added: dict[nn.Module, set[tuple[str, int]]] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
-        self._like: dict[str, tuple[torch.dtype, bool]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         names: dict[nn.Parameter, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             first = names.setdefault(parameter, name)
             path, _, key = name.rpartition(".")
             self._places.setdefault(first, []).append((module.get_submodule(path), key))
-            self._like[first] = parameter.dtype, parameter.requires_grad
+            self._dtypes[first] = parameter.dtype
         buffers = ((part, key, buffer) for part in module.modules() for key, buffer in part._buffers.items())
         self._buffers = [(part, key, buffer.dtype) for part, key, buffer in buffers if buffer is not None]
         self.nbytes = sum(parameter.numel() * parameter.itemsize for parameter in names)
@@ -75,8 +75,10 @@ class PlainModule:
             weights: Name and whole value of every parameter, one at a time.
         """
         for name, value in weights:
-            dtype, requires_grad = self._like[name]
-            parameter = nn.Parameter(value.to("cpu", dtype), requires_grad=requires_grad)
+            owner, key = self._places[name][0]
+            now: Tensor | None = owner._parameters[key]  # a hook may have frozen or unfrozen it
+            trained = now is not None and now.requires_grad
+            parameter = nn.Parameter(value.to("cpu", self._dtypes[name]), requires_grad=trained)
             for owner, key in self._places[name]:
                 owner._parameters[key] = parameter
         for part, key, dtype in self._buffers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -149,24 +150,29 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
             place_rest(module, networks, self.root_device, None)
         else:
             self.model_to_device()
-        self._hooks = WrappedHooks(trainer, module, self._in_hook)
+        in_hook = partial(self._in_hook, dict(module.named_parameters()))
+        self._hooks = WrappedHooks(trainer, module, in_hook)
         self.barrier()
 
     @contextmanager
-    def _in_hook(self, owner: Any, name: str) -> Iterator[None]:
-        parameters = dict(self._module.named_parameters())
-        trained = {key for key, parameter in parameters.items() if parameter.requires_grad}
+    def _in_hook(self, parameters: Mapping[str, nn.Parameter], owner: Any, name: str) -> Iterator[None]:
+        """Let a hook use and write weights and gradients, and freeze or unfreeze what is sharded.
+
+        Raises:
+            UsageError: The hook unfreezes a network that is not sharded.
+        """
+        before = [parameter.requires_grad for parameter in parameters.values()]
         with WholeWhereNeeded():
             yield
-        unfrozen = [key for key, parameter in parameters.items() if parameter.requires_grad and key not in trained]
-        for key in unfrozen:
-            if not isinstance(parameters[key], DTensor):
+        if before == [parameter.requires_grad for parameter in parameters.values()]:
+            return
+        self._state = None  # it knows what was trained before
+        for (key, parameter), was_trained in zip(parameters.items(), before, strict=True):
+            if parameter.requires_grad and not was_trained and not isinstance(parameter, DTensor):
                 raise UsageError(
                     f"{type(owner).__name__}.{name} unfreezes {key}, and FSDPStrategy has not sharded that network: no "
                     "optimizer had its parameters when the run began; give them to the optimizer, or take strategy=ddp"
                 )
-        if unfrozen:
-            self._state = None  # it knows what was trained before
 
     @override
     def teardown(self) -> None:

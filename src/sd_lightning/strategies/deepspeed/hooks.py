@@ -73,24 +73,23 @@ class TouchedWeights(TorchFunctionMode):
 
 
 @contextmanager
-def whole_in_hook(hook: str, module: nn.Module, adopt: Callable[[set[str]], None]) -> Iterator[None]:
+def whole_in_hook(hook: str, names: Mapping[nn.Parameter, str], adopt: Callable[[set[str]], None]) -> Iterator[None]:
     """Run a hook in which weights are whole, and hand over the names of those that it may have written.
 
     Args:
         hook: "Class.name" of the hook, for messages.
-        module: The module in the engine.
+        names: Names of the engine's parameters.
         adopt: Takes over written weights.
 
     Raises:
         UsageError: The hook uses gradients, or changes what is trained.
     """
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    trained = {parameter for parameter in names if parameter.requires_grad}
+    before = [parameter.requires_grad for parameter in names]
     with ExitStack() as gathered:
         with TouchedWeights(hook, names, gathered) as mode:
             yield
-    for parameter, name in names.items():
-        if parameter.requires_grad != (parameter in trained):
+    for (parameter, name), was_trained in zip(names.items(), before, strict=True):
+        if parameter.requires_grad != was_trained:
             raise UsageError(
                 f"{hook} changed requires_grad of {name}, and DeepSpeed trains what it got at the start; freeze and "
                 "unfreeze before fit, or take strategy=fsdp or ddp"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,12 +160,13 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         if self.zero_stage_3:
             register_external_parameters(self._module)
         if self._fits:
-            self._hooks = WrappedHooks(trainer, self._module, self._in_hook)
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+            self._hooks = WrappedHooks(trainer, self._module, partial(self._in_hook, names))
 
-    def _in_hook(self, owner: Any, name: str) -> AbstractContextManager[None]:
+    def _in_hook(self, names: Mapping[nn.Parameter, str], owner: Any, name: str) -> AbstractContextManager[None]:
         state = self.training_state()
         assert isinstance(state, DeepSpeedState)
-        return whole_in_hook(f"{type(owner).__name__}.{name}", self._module, state.adopt)
+        return whole_in_hook(f"{type(owner).__name__}.{name}", names, state.adopt)
 
     @override
     def _remedy_of(self, error: BaseException) -> str | None:

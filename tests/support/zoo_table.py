@@ -153,7 +153,7 @@ COLUMNS = {"FSDP": "fsdp", "DeepSpeed ZeRO-1, ZeRO-2": "zero2", "ZeRO-3": "zero3
 
 _GRADIENT = "uses the gradient of .*, which DeepSpeed keeps to itself"
 _FROZEN = "changed requires_grad of .*freeze and unfreeze before fit"
-_PARTS = "in parts.*call networks as a whole, and use a weight in the forward of the network"
+_PARTS = "in parts.*call networks as a whole, and use a weight in the forward of its network"
 _SECOND_PASS = "a second manual_backward before optimizer.step"
 _EMPTY = "weights are empty outside.*use a weight in the forward of the network"
 

@@ -86,6 +86,6 @@ def remedy_of(error: BaseException) -> str | None:
         return None
     return (
         f"FSDPStrategy: outside of a network's forward its weights are in parts, and {type(error).__name__} came of "
-        f"them: {lines[0]}; call networks as a whole, and use a weight in the forward of the network that has it (for a "
+        f"them: {lines[0]}; call networks as a whole, and use a weight in the forward of its network (for a "
         "penalty on weights, the optimizer's weight_decay), or take strategy=ddp"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from places import REPO
@@ -81,12 +81,14 @@ class Logging(Callback):
 
 def test_hooks_of_users_are_found_wrapped_and_left_as_they_were() -> None:
     module, logging, inside = WritesAtFitStart(), Logging(), list[str]()
-    callbacks = [logging, EMA(0.5), ModelCheckpoint(), BackboneFinetuning()]
+    given = LambdaCallback(on_train_end=lambda trainer, pl_module: None)
+    callbacks = [logging, given, EMA(0.5), ModelCheckpoint(), BackboneFinetuning()]
     trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu", devices=1, enable_progress_bar=False)
     found = {(type(owner).__name__, name) for owner, name in user_hooks(trainer, module)}
     assert found == {
         ("WritesAtFitStart", "on_fit_start"),
         ("Logging", "on_train_batch_end"),
+        ("LambdaCallback", "on_train_end"),
         *(("BackboneFinetuning", f"on_{each}_start") for each in ("fit", "train_epoch")),
     }
 
@@ -95,12 +97,14 @@ def test_hooks_of_users_are_found_wrapped_and_left_as_they_were() -> None:
         inside.append(f"{type(owner).__name__}.{name}")
         yield
 
+    own = given.on_train_end
     hooks = WrappedHooks(trainer, module, noted)
     module.on_fit_start()
     assert inside == ["WritesAtFitStart.on_fit_start"] and not module.body[0].weight.any()
     assert is_overridden("on_fit_start", module) and not is_overridden("on_train_start", module)
     hooks.release()
     assert "on_fit_start" not in vars(module) and "on_train_batch_end" not in vars(logging)
+    assert given.on_train_end is own
 
 
 def test_the_guides_table_says_what_the_zoo_expects() -> None:

@@ -56,15 +56,19 @@ class WrappedHooks:
         module: pl.LightningModule,
         inside: Callable[[Any, str], AbstractContextManager[Any]],
     ) -> None:
-        self._wrapped = user_hooks(trainer, module)
-        for owner, name in self._wrapped:
+        hooks = user_hooks(trainer, module)
+        self._before = [(owner, name, owner.__dict__.get(name)) for owner, name in hooks]
+        """What each owner itself had by that name, beside its class: a ``LambdaCallback`` has functions."""
+        for owner, name in hooks:
             owner.__dict__[name] = _inside(getattr(owner, name), functools.partial(inside, owner, name))
 
     def release(self) -> None:
         """Make them the owners' own again."""
-        for owner, name in self._wrapped:
+        for owner, name, own in self._before:
             owner.__dict__.pop(name, None)
-        self._wrapped = []
+            if own is not None:
+                owner.__dict__[name] = own
+        self._before = []
 
 
 def _inside(hook: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:

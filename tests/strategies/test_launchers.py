@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 
 from launched_training import BIN, TRAIN, Launched, losses
@@ -30,6 +31,7 @@ from sd_lightning.strategies.processes.rank_health import (
     hung,
     main_thread_position,
     silent,
+    unfinished_collective,
 )
 from sd_lightning.strategies.processes.rank_link import Link
 from sd_lightning.strategies.processes.watchdog import Spoke
@@ -199,6 +201,21 @@ def test_a_collective_that_all_ranks_wait_in_is_named_within_the_watchdogs_time(
     assert cause.text.startswith(told + " (rank 0 in place_0, rank 1 in place_1)")
     health[1].hear(100.0, {"0/cpu": 9}, "place_1", "")
     assert hung(health, 100.0, limit=15.0) is None
+
+
+@pytest.mark.gpu
+def test_nccl_names_a_collective_until_it_is_done() -> None:
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        values = torch.ones(4, device="cuda")
+        torch.cuda._sleep(3_000_000_000)  # seconds, in which the collective waits for its turn
+        dist.all_reduce(values, async_op=True)
+        assert "nccl:all_reduce [[4]] in group" in unfinished_collective()
+        torch.cuda.synchronize()
+        time.sleep(2.0)  # NCCL's own thread looks now and then
+        assert unfinished_collective() == ""
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_of_different_groups_are_not_compared() -> None:

@@ -40,6 +40,7 @@ PARTS = {
     "engines": "every optimizer, model, placement and launcher under every engine",
     "kills": "kills at many points, and ranks that die in every way",
     "exits": "hundreds of pairs of processes that end",
+    "zoo": "modules of other people under every strategy, at one and two processes",
     "quality": "trainings to their full quality, and second seeds",
     "platform": "wheels and editable installs, notebooks, compilers, models of full size",
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 
 from launched_training import BIN, TRAIN, Launched, losses
@@ -22,6 +23,7 @@ from places import SUPPORT
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes, is_first_process
 from sd_lightning.strategies.fsdp import FSDPStrategy
+from sd_lightning.strategies.processes import group
 from sd_lightning.strategies.processes.rank_health import (
     RankHealth,
     behind,
@@ -29,10 +31,11 @@ from sd_lightning.strategies.processes.rank_health import (
     hung,
     main_thread_position,
     silent,
+    unfinished_collective,
 )
 from sd_lightning.strategies.processes.rank_link import Link
 from sd_lightning.strategies.processes.watchdog import Spoke
-from sd_lightning.strategies.processes.watchdog_hub import Hub
+from sd_lightning.strategies.processes.watchdog_hub import Hub, start_watchdog
 from suites import keep, wanted
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK", "GROUP_RANK")
@@ -200,6 +203,21 @@ def test_a_collective_that_all_ranks_wait_in_is_named_within_the_watchdogs_time(
     assert hung(health, 100.0, limit=15.0) is None
 
 
+@pytest.mark.gpu
+def test_nccl_names_a_collective_until_it_is_done() -> None:
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        values = torch.ones(4, device="cuda")
+        torch.cuda._sleep(3_000_000_000)  # seconds, in which the collective waits for its turn
+        dist.all_reduce(values, async_op=True)
+        assert "nccl:all_reduce [[4]] in group" in unfinished_collective()
+        torch.cuda.synchronize()
+        time.sleep(2.0)  # NCCL's own thread looks now and then
+        assert unfinished_collective() == ""
+    finally:
+        dist.destroy_process_group()
+
+
 def test_ranks_of_different_groups_are_not_compared() -> None:
     health = ranks(8, 8)
     health[0].collectives = {"0/cpu": 8, "shard_a/cpu": 40}
@@ -244,6 +262,34 @@ def spoke_of(hub: Hub, token: str) -> Spoke:
     connection = socket.create_connection(("127.0.0.1", hub.port))
     published = {"token": token, "process": "process 0", "place": "", "pid": 0}
     return Spoke(1, timeout_seconds=20.0, connection=connection, hub=published)
+
+
+def test_a_watchdog_that_has_told_of_an_exception_is_followed_by_another(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(group, "start_watchdog", lambda *_, **__: started.append(1) or hub)
+    monkeypatch.setattr(group.distributed_c10d, "_get_default_store", dist.HashStore)
+    hub.start()
+    watch = group.ProcessWatch()
+    monkeypatch.setattr(watch, "_group", object())  # another than the one that is there now
+    for _ in range(2):
+        watch.begin(0, 2, 20.0)
+    assert len(started) == 1
+    hub.failure = failure_of(ValueError("bad data"))  # and the thread still runs
+    hub.stop()
+    watch.begin(0, 2, 20.0)
+    assert len(started) == 2
+
+
+def test_a_rank_that_does_not_come_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    hub = start_watchdog(0, 2, dist.HashStore(), timeout_seconds=0.4)
+    assert hub is not None and "1 ranks are not watched: they cannot reach rank 0 at 127.0.0.1:" in caplog.text
+    hub.stop()
 
 
 def test_only_ranks_that_know_the_token_are_heard(hub: Hub) -> None:

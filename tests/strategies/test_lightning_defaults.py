@@ -60,32 +60,6 @@ def test_averages_of_lightning_are_refused_before_anything_starts(name: str, cal
     assert not torch.distributed.is_initialized()
 
 
-class Direct(jobs.Boring):
-    """A module that trains a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(4))
-
-    def loss(self, batch: Any) -> Any:
-        return super().loss(batch) * self.gain.mean()
-
-
-@pytest.mark.parametrize("name", ["fsdp", "gemini", "zero3"])
-def test_a_parameter_of_the_module_itself_trains_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_steps": 2}
-    trainer, module = jobs.trainer(strategy_of(name), tmp_path, jobs.Losses(), **options), Direct()
-    try:
-        if name.startswith("zero"):
-            trainer.fit(module)
-            assert module.gain.shape == (4,) and not torch.equal(module.gain.detach().float(), torch.ones(4))
-        else:
-            with pytest.raises(UsageError, match="Direct.gain to train, a parameter of no network.*nn.Module"):
-                trainer.fit(module)
-    finally:
-        leave_process_group()
-
-
 ENGINES = ("ddp", "fsdp", "zero2", "zero3", "gemini", "gemini_offload")
 SEQUENCES = ["+".join(ENGINES[(i + step) % 6] for step in (0, 1, 3)) for i in range(6)]
 """Each strategy once first, once second and once third."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -48,6 +49,9 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
 
         if bucket_cap_mb < 1:
             raise UsageError(f"DDPStrategy got bucket_cap_mb={bucket_cap_mb}; expected at least 1")
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+        """Whether each parameter was trained when DDP was built."""
         self._has_views, self._bucket = gradient_as_bucket_view, bucket_cap_mb * 2**20
         hooks = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         if compression not in hooks:
@@ -86,7 +90,22 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
         put_together(self.lightning_module)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        # DDP reduces the gradients of the parameters that were trained when it was built.
+        if self._trained != [parameter.requires_grad for parameter in self._parameters]:
+            self.model = self.lightning_module
+            self.configure_ddp()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        self._parameters, self._trained = [], []
+        super().teardown()
+
+    @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        self._parameters = list(model.parameters())
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
         # Lightning does it on a side stream, and torch then warns that gradients are accumulated on another one.
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 

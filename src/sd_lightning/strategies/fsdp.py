@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,16 +29,20 @@ from sd_lightning.state.host_steps import step_on_host
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.fsdp_footprint import footprint_of
+from sd_lightning.strategies.fsdp_hooks import WholeWhereNeeded, local_rows, remedy_of
 from sd_lightning.strategies.networks import (
     blocks_of,
     configured_optimizers,
     place_rest,
+    refuse_sparse_gradients,
     sharded_networks,
     take_deferred,
+    unfrozen_later,
 )
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
 from sd_lightning.strategies.sharding import CPU_AND_CUDA
+from sd_lightning.strategies.user_hooks import WrappedHooks
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -61,6 +65,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     """
 
     loads_weights = True  # each rank reads its rows
+    _hooks: WrappedHooks | None = None
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         _refuse_shared_weights(sharded_networks(module, type(self).__name__))
+        refuse_sparse_gradients(module, type(self).__name__)
         for optimizer in configured_optimizers(module):
             if is_eight_bit(optimizer):
                 raise UsageError(
@@ -127,8 +133,9 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self.check(trainer, module)
+        later = unfrozen_later(trainer, module) if trainer.state.fn == TrainerFn.FITTING else ()
         self.take(trainer)
-        networks = sharded_networks(module, type(self).__name__)
+        networks = sharded_networks(module, type(self).__name__, later)
         _refuse_shared_weights(networks)
         blocks = blocks_of(module, networks)
         for name, network in networks.items():
@@ -143,7 +150,39 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
             place_rest(module, networks, self.root_device, None)
         else:
             self.model_to_device()
+        in_hook = partial(self._in_hook, dict(module.named_parameters()))
+        self._hooks = WrappedHooks(trainer, module, in_hook)
         self.barrier()
+
+    @contextmanager
+    def _in_hook(self, parameters: Mapping[str, nn.Parameter], owner: Any, name: str) -> Iterator[None]:
+        """Let a hook use and write weights and gradients, and freeze or unfreeze what is sharded.
+
+        Raises:
+            UsageError: The hook unfreezes a network that is not sharded.
+        """
+        before = [parameter.requires_grad for parameter in parameters.values()]
+        with WholeWhereNeeded():
+            yield
+        if before == [parameter.requires_grad for parameter in parameters.values()]:
+            return
+        self._state = None  # it knows what was trained before
+        for (key, parameter), was_trained in zip(parameters.items(), before, strict=True):
+            if parameter.requires_grad and not was_trained and not isinstance(parameter, DTensor):
+                raise UsageError(
+                    f"{type(owner).__name__}.{name} unfreezes {key}, and FSDPStrategy has not sharded that network: no "
+                    "optimizer had its parameters when the run began; give them to the optimizer, or take strategy=ddp"
+                )
+
+    @override
+    def teardown(self) -> None:
+        if self._hooks is not None:
+            self._hooks.release()
+        super().teardown()
+
+    @override
+    def _remedy_of(self, error: BaseException) -> str | None:
+        return remedy_of(error)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -224,14 +263,6 @@ def _refuse_shared_weights(networks: Mapping[str, nn.Module]) -> None:
                     f"FSDPStrategy got {name}.{key}, which {owners[id(parameter)]} has, too, and FSDP2 cannot gather "
                     "one weight for two networks; put both into one nn.Module that is called, or take strategy=gemini"
                 )
-
-
-def local_rows(parameter: DTensor) -> tuple[Tensor, int, int]:
-    """Return this rank's rows of a sharded parameter, and the begin and end of their flat range."""
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    inner = parameter.numel() // max(parameter.shape[0], 1)
-    begin = min(offset[0], parameter.shape[0]) * inner
-    return parameter.to_local().detach(), begin, begin + math.prod(shape)
 
 
 class DTensorState(ReplicatedState):

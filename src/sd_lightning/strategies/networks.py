@@ -6,12 +6,13 @@ defines their defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
@@ -50,27 +51,41 @@ class TrainingProtocol(Protocol):
         ...
 
 
-def trained_networks(module: pl.LightningModule) -> dict[str, nn.Module]:
+def trained_networks(module: pl.LightningModule, later: Collection[Tensor] = ()) -> dict[str, nn.Module]:
     """Return a module's trained networks by prefix of their parameters' names.
 
     Without ``trained_networks()`` they are its children with trainable parameters. ``ModuleList`` and ``ModuleDict``
     are never called themselves, so the modules in them count instead.
+
+    Args:
+        module: The module.
+        later: Frozen parameters that count as trainable.
     """
     named: Callable[[], dict[str, nn.Module]] | None = getattr(module, "trained_networks", None)
-    return dict(_called("", module)) if named is None else named()
+    return dict(_called("", module, later)) if named is None else named()
 
 
-def sharded_networks(module: pl.LightningModule, who: str) -> dict[str, nn.Module]:
+def unfrozen_later(trainer: pl.Trainer, module: pl.LightningModule) -> set[Tensor]:
+    """Return the frozen parameters that a run may train in the end: an optimizer or Lightning's finetuning has them."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
+        return {parameter for parameter in module.parameters() if not parameter.requires_grad}
+    stepped = (p for each in configured_optimizers(module) for group in each.param_groups for p in group["params"])
+    return {parameter for parameter in stepped if not parameter.requires_grad}
+
+
+def sharded_networks(module: pl.LightningModule, who: str, later: Collection[Tensor] = ()) -> dict[str, nn.Module]:
     """Return a module's trained networks for an engine that gathers weights when a network is called.
 
     Args:
         module: The module.
         who: The strategy's name, for the message.
+        later: See :func:`trained_networks`.
 
     Raises:
         UsageError: A trained parameter is in no network, so nothing would gather it; or no parameter is trained.
     """
-    networks = trained_networks(module)
+    networks = trained_networks(module, later)
     inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
     # A module with trained_networks() may have other networks, which no optimizer steps.
     named = module.named_parameters(recurse=not hasattr(module, "trained_networks"))
@@ -84,6 +99,20 @@ def sharded_networks(module: pl.LightningModule, who: str) -> dict[str, nn.Modul
     if not inside:
         raise UsageError(f"{who} got {type(module).__name__}, which has no parameters to train; expected some")
     return networks
+
+
+def refuse_sparse_gradients(module: nn.Module, who: str) -> None:
+    """Raise if a trained embedding makes sparse gradients, which engines cannot divide.
+
+    Raises:
+        UsageError: It does.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise UsageError(
+                f"{who} got {name} with sparse=True, and divides dense gradients only; write sparse=False, or take "
+                "strategy=ddp"
+            )
 
 
 def blocks_of(module: pl.LightningModule, networks: Mapping[str, nn.Module]) -> list[nn.Module]:
@@ -151,16 +180,16 @@ def place_rest(
     module._device = device  # Module.to() would move the networks as well
 
 
-def _called(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _called(prefix: str, module: nn.Module, later: Collection[Tensor]) -> list[tuple[str, nn.Module]]:
     """Return the outermost submodules, by name, that are called and have trainable parameters."""
     found = []
     for name, child in module.named_children():
         # ParameterLists are never called: their parameters are the module's own.
-        is_trained = any(parameter.requires_grad for parameter in child.parameters())
+        is_trained = any(parameter.requires_grad or parameter in later for parameter in child.parameters())
         if not is_trained or isinstance(child, nn.ParameterList | nn.ParameterDict):
             continue
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += _called(f"{prefix}{name}.", child)
+            found += _called(f"{prefix}{name}.", child, later)
         else:
             found.append((prefix + name, child))
     return found

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,6 +18,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies.base import EngineStrategy
+from sd_lightning.strategies.buffers import BufferBroadcast
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
 CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
@@ -27,6 +29,9 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
     """Base class of strategies whose engine, not the module, holds the trained weights during a run."""
 
     _state: TrainingState | None = None
+    _buffers: BufferBroadcast | None = None
+    _has_trained = False
+    """Whether a training step has come since the last broadcast of buffers."""
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -39,6 +44,11 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
                         "module's own parameters, and those are not what this engine trains; take "
                         "sd_lightning.callbacks.EMA in its place, or strategy=ddp"
                     )
+                if isinstance(callback, ModelPruning):
+                    raise UsageError(
+                        f"{type(self).__name__} got the callback {type(callback).__name__}, which replaces weights, "
+                        "and this engine holds them in parts; prune before or after fit, or take strategy=ddp"
+                    )
         super().connect(model)
 
     @override
@@ -50,6 +60,35 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._broadcast_buffers()
+        self._has_trained = True
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._has_trained:  # an evaluation changes none
+            self._broadcast_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def _broadcast_buffers(self) -> None:
+        if self._buffers is None:
+            self._buffers = BufferBroadcast(self._module)
+        self._buffers.from_rank_0()
+        self._has_trained = False
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        remedy = self._remedy_of(exception)
+        if remedy is not None:
+            exception.args = (remedy,)
+        super().on_exception(exception)
+
+    def _remedy_of(self, error: BaseException) -> str | None:
+        """Return what to do about an error of torch that comes of weights in parts; None for other errors."""
+        return None
 
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Give the trained networks to the engine."""
@@ -124,4 +163,4 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        self._state = None
+        self._state = self._buffers = None

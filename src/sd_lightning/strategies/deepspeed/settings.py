@@ -22,7 +22,8 @@ from sd_lightning.strategies.deepspeed.host_checkpointing import checkpointed_bl
 from sd_lightning.strategies.deepspeed.nested import Config, explicit, put, with_defaults
 from sd_lightning.strategies.deepspeed.nvme import check_swap_path
 from sd_lightning.strategies.deepspeed.optimizer import check_cpu_adam, check_elementwise
-from sd_lightning.strategies.networks import configured_optimizers
+from sd_lightning.strategies.networks import configured_optimizers, refuse_sparse_gradients
+from sd_lightning.strategies.user_hooks import user_hooks
 
 log = logging.getLogger(__name__)
 _warn = rank_zero_only(log.warning)
@@ -158,6 +159,12 @@ class DeepSpeedSettings:
                 )
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise UsageError("trainer.gradient_clip_algorithm=value: DeepSpeed clips by norm only; write norm")
+        if (module, "configure_gradient_clipping") in user_hooks(trainer, module):
+            raise UsageError(
+                f"{type(module).__name__}.configure_gradient_clipping has no effect: DeepSpeed clips itself; remove "
+                "it and set trainer.gradient_clip_val, or take strategy=fsdp, gemini or ddp"
+            )
+        refuse_sparse_gradients(module, self.who)
         if self.stage == 1 and self.get("data_types.grad_accum_dtype") in ("fp32", "float32"):
             raise UsageError(f"{self.who}: data_types.grad_accum_dtype=fp32 works at stages 2 and 3 only; remove it")
         for optimizer in configured_optimizers(module):

@@ -143,6 +143,19 @@ class DeepSpeedState(EngineState):
                 weights[fragment.name](exact, fragment.begin, fragment.end)
                 rounded.copy_(torch.where(exact.to(computed).to(rounded.dtype) == rounded, exact, rounded))
 
+    @torch.no_grad()
+    def adopt(self, names: set[str]) -> None:
+        """Take over compute weights of these names that a hook has written: those that are not the masters, rounded."""
+        ours = [fragment for fragment in self.fragments if fragment.name in names]
+        for group in sorted({fragment.group for fragment in ours}):
+            with self._resident(group) as flat:
+                for fragment in ours:
+                    if fragment.group == group:
+                        master = fragment.of(flat.detach())
+                        computed = self._compute(fragment).to(master.device)
+                        is_same = master.to(computed.dtype) == computed
+                        master.copy_(torch.where(is_same, master, computed.to(master.dtype)))
+
     def _flats_to_write(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
         """Yield the flat tensors with their fragments for writing, and then refresh the compute weights."""
         self._begin_refresh()

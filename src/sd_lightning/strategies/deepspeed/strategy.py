@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import build
 from sd_lightning.strategies.deepspeed.footprint import footprint_of
+from sd_lightning.strategies.deepspeed.hooks import remedy_of, whole_in_hook
 from sd_lightning.strategies.deepspeed.host_checkpointing import checkpoint_on_host, checkpointed_blocks
 from sd_lightning.strategies.deepspeed.load import (
     ReadRange,
@@ -45,6 +47,7 @@ from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
 from sd_lightning.strategies.deepspeed.zero12_state import Zero12State
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
+from sd_lightning.strategies.user_hooks import WrappedHooks
 from sd_lightning.strategies.whole_tensors import whole_masters
 
 __all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
@@ -86,6 +89,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         self.loads_weights = self.settings.stage == 3
         self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None
+        self._hooks: WrappedHooks | None = None
         self._skips_update = False
         self._linear = torch.nn.functional.linear
         super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
@@ -155,6 +159,18 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         self._taken()
         if self.zero_stage_3:
             register_external_parameters(self._module)
+        if self._fits:
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+            self._hooks = WrappedHooks(trainer, self._module, partial(self._in_hook, names))
+
+    def _in_hook(self, names: Mapping[nn.Parameter, str], owner: Any, name: str) -> AbstractContextManager[None]:
+        state = self.training_state()
+        assert isinstance(state, DeepSpeedState)
+        return whole_in_hook(f"{type(owner).__name__}.{name}", names, state.adopt)
+
+    @override
+    def _remedy_of(self, error: BaseException) -> str | None:
+        return remedy_of(error) if self.zero_stage_3 else None
 
     @override
     def _format_config(self) -> None:
@@ -230,6 +246,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._hooks is not None:
+            self._hooks.release()
         super().teardown()
         torch.nn.functional.linear = self._linear  # later training in this process would use ZeRO-3's
         if self._swap_folder is not None and self.is_together:

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.processes.watchdog import EXIT_CODE, Watchdog
+from sd_lightning.strategies.processes.watchdog import EXIT_CODE, FAREWELL, Watchdog
 from sd_lightning.strategies.processes.watchdog_hub import start_watchdog
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,14 @@ class ProcessWatch:
 
     def begin(self, rank: int, world_size: int, timeout_seconds: float) -> None:
         """Start the watchdog unless an earlier strategy did; called by all ranks."""
-        is_same = self._group is dist.group.WORLD
-        if is_same and (self._watchdog is None or self._watchdog.is_alive()):
-            if self._watchdog is not None:
-                self._watchdog.set_timeout(timeout_seconds)
+        is_same, current = self._group is dist.group.WORLD, self._watchdog
+        # After an exception on all ranks each watchdog ends in its own time, and the ranks must do the same here.
+        if is_same and (current is None or (current.is_alive() and current.failure is None)):
+            if current is not None:
+                current.set_timeout(timeout_seconds)
             return
+        if current is not None:
+            current.join(FAREWELL)
         if self._group is None:
             atexit.register(self._at_exit)
         self._starts = self._starts + 1 if is_same else 0

@@ -158,10 +158,11 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
     if rank == 0:
         host = rank_link.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         hub = Hub(world_size, timeout_seconds=timeout_seconds, host=host)
-        store.set("address", json.dumps({"host": host, "port": hub.port, "token": hub.token, **identity()}))
+        port = hub.port
+        store.set("address", json.dumps({"host": host, "port": port, "token": hub.token, **identity()}))
         missing = world_size - 1 - hub.gather(min(CONNECT, timeout_seconds / 4))
         if missing:
-            log.warning("%d ranks are not watched: they cannot reach rank 0 at %s:%d", missing, host, hub.port)
+            log.warning("%d ranks are not watched: they cannot reach rank 0 at %s:%d", missing, host, port)
         hub.start()
         return hub
     about = json.loads(store.get("address"))

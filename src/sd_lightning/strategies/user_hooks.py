@@ -29,11 +29,11 @@ def user_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[tuple[An
         trainer: The trainer, whose callbacks count.
         module: The module.
     """
-    found: list[tuple[Any, str]] = []
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for owner in (module, *callbacks):
-        names = (*_WEIGHT_HOOKS, *(GRADIENT_HOOKS if owner is module else GRADIENT_HOOKS[:-1]))
-        found += [(owner, name) for name in names if is_overridden(name, owner)]
+    names = (*_WEIGHT_HOOKS, *GRADIENT_HOOKS)
+    found: list[tuple[Any, str]] = [(module, name) for name in names if is_overridden(name, module, pl.LightningModule)]
+    for callback in callbacks:
+        found += [(callback, name) for name in names[:-1] if is_overridden(name, callback, pl.Callback)]
     return [(owner, name) for owner, name in found if not _knows_engines(getattr(owner, name).__module__)]
 
 

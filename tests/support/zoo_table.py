@@ -172,7 +172,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "parts": {"fsdp": _PARTS},
     "methods": {"fsdp": _PARTS},
     "manual": {"zero1": _SECOND_PASS, "zero2": _SECOND_PASS},
-    "pruning": dict.fromkeys(("fsdp", "zero", "gemini"), "ModelPruning, which replaces weights"),
+    "pruning": dict.fromkeys(("fsdp", "zero"), "ModelPruning, which replaces weights"),
     "own_parameter": {"fsdp": "a parameter of no network", "gemini": "a parameter of no network"},
     "tied_across": {"fsdp": "FSDP2 cannot gather one weight for two networks"},
     "sparse": dict.fromkeys(("fsdp", "zero", "gemini"), "sparse=False"),
@@ -189,7 +189,7 @@ REFUSED: dict[str, dict[str, str]] = {
 _OF_GEMINI = (
     *("writes_at_fit_start", "writes_at_train_start", "loads_at_fit_start", "logs_weights", "clamps", "target"),
     *("loads_target", "edits_gradients", "drops_gradients", "grad_norm", "lightnings_grad_norm", "clips_by_hook"),
-    *("parts", "methods", "sparse", "frozen", "unfreezes", "backbone", "finetuning"),
+    *("parts", "methods", "sparse", "frozen", "unfreezes", "backbone", "finetuning", "pruning"),
 )
 NOT_YET = {(case, strategy) for case in _OF_GEMINI for strategy in ("gemini", "gemini_offload")}
 """Case and strategy that are neither equal nor refused by a message of ours yet."""

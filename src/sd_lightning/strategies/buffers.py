@@ -31,9 +31,9 @@ class BufferBroadcast:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
         for part, name in self._places:
-            buffer = part._buffers[name]
-            assert buffer is not None
-            by_device.setdefault(buffer.device, []).append(buffer)
+            buffer = part._buffers.get(name)
+            if buffer is not None:  # pruning removes some
+                by_device.setdefault(buffer.device, []).append(buffer)
         world = dist.group.WORLD
         assert world is not None
         for buffers in by_device.values():

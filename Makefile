@@ -21,7 +21,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-full test-colossalai test-torchao lint format gpu-check gpu-wheels constraints clean
+.PHONY: help install train test test-slow test-full test-colossalai test-torchao lint format gpu-check gpu-site gpu-wheels constraints clean
 
 help:
 	@echo "make train [ARGS=\"hydra overrides\"]   set up $(VENV) and train the default model"
@@ -29,8 +29,8 @@ help:
 	@echo "make test-slow                         what must pass before a change lands, beside the default tests"
 	@echo "make test-full PART=matrix             a part of the rest; without PART, the names of the parts"
 	@echo "make test-colossalai | test-torchao    install ColossalAI or torchao into $(VENV), and run its tests"
-	@echo "make gpu-check [WHEELS=folder]         everything that needs one CUDA GPU"
-	@echo "make gpu-wheels WHEELS=folder          only unpack those wheels for gpu-check"
+	@echo "make gpu-check PART=smoke              ten minutes of what needs one CUDA GPU; without PART, the names"
+	@echo "make gpu-wheels [WHEELS=folder]        what a GPU machine without a network needs, as wheels"
 	@echo "make constraints                       pin what $(VENV) holds now in constraints.txt"
 	@echo "make lint | format                     ruff and mypy | ruff format"
 	@echo "make install | clean                   only set up $(VENV) | remove what builds and caches left"
@@ -87,29 +87,31 @@ format: $(STAMP)
 	$(RUN) -m ruff format .
 
 # Without WHEELS, the virtual environment. With it, GPU_PYTHON as it is on a machine that has CUDA, torch and lightning
-# but no network; what is missing there comes from that folder of wheels.
-# Everything runs, whatever fails before it. GPU_CASES= leaves the benchmarks out, PYTEST_ARGS chooses among the tests, and
-# GPU_RESULTS=folder takes the figures where they outlive a borrowed machine.
+# but no network; what is missing there comes from that folder of wheels, which `make gpu-wheels` fills.
+# GPU_RESULTS=folder takes the figures where they outlive a borrowed machine; GPU_COMMIT names the commit where there is no
+# git; GPU_SECONDS is when everything is stopped; DRY=1 runs the same on a CPU, tiny; PYTEST_ARGS chooses among the tests.
 GPU_RESULTS ?= benchmarks/results
-GPU_CASES := $(notdir $(basename $(wildcard benchmarks/cases/*_gpu.py)))
+GPU_SECONDS ?= 550
 GPU_PYTHON ?= python3
 ifdef WHEELS
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RUN := PYTHONPATH="$(GPU_SITE):$(CURDIR)/src:$$PYTHONPATH" "$(GPU_PYTHON)"
-gpu-check: gpu-wheels
+gpu-check: gpu-site
 else
 GPU_RUN := $(RUN)
 gpu-check: $(STAMP)
 endif
-	@$(GPU_RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-check: torch sees no CUDA device; run it on a machine with one")'
-	@status=0; \
-	$(GPU_RUN) -m pytest -m gpu $(PYTEST_ARGS) || status=$$?; \
-	$(if $(GPU_CASES),$(GPU_RUN) benchmarks/run.py $(GPU_CASES) --results "$(GPU_RESULTS)" || status=$$?;) exit $$status
+gpu-check: export PYTEST_ARGS := $(PYTEST_ARGS)
+gpu-check:
+	@$(GPU_RUN) benchmarks/gpu_check.py $(PART) --results "$(GPU_RESULTS)" --seconds $(GPU_SECONDS) $(if $(DRY),--dry)
 
-gpu-wheels:
+gpu-site:
 	@echo "==> installing the wheels of $(WHEELS) into $(GPU_SITE)"
 	@rm -rf "$(GPU_SITE)"
 	"$(GPU_PYTHON)" -m pip install -q --no-index --no-deps --no-compile --target "$(GPU_SITE)" "$(WHEELS)"/*.whl
+
+gpu-wheels: $(STAMP)
+	$(RUN) benchmarks/gpu_wheels.py "$(or $(WHEELS),.whl)"
 
 # Pins what $(VENV) holds now; to move to newer versions, upgrade there, run the tests, then this.
 constraints:

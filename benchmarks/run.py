@@ -119,11 +119,18 @@ def main(words: list[str] | None = None) -> int:
     if unknown:
         print(f"benchmarks/run.py: no case {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
+    results = None if options.dry_run else options.results
+    if options.dry:
+        code, environment = 0, dict(os.environ)
+        for name in options.cases:
+            code |= run_case(name, results, {}, dry=True)
+            os.environ.clear()  # what a launcher was told: processes of the next case would wait for others
+            os.environ.update(environment)
+        return code
     if len(options.cases) == 1:
-        results = None if options.dry_run else options.results
-        return run_case(options.cases[0], results, dict(options.arguments), dry=options.dry)
-    if options.arguments or options.dry:
-        print("benchmarks/run.py: --set and --dry are for one case; name one", file=sys.stderr)
+        return run_case(options.cases[0], results, dict(options.arguments))
+    if options.arguments:
+        print("benchmarks/run.py: --set is for one case; name one", file=sys.stderr)
         return 2
     # A process per case: threads, imports and allocators of one do not reach the figures of the next.
     passed_on = ["--results", str(options.results), *(["--dry-run"] if options.dry_run else [])]

@@ -1,6 +1,7 @@
 """What every test shares: an offline, deterministic environment, the `gpu` skip, and the trained base model."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -53,13 +54,17 @@ ORIGIN = pytest.StashKey[Any]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=PARTS, help="run this part of the full suite, and nothing else")
     parser.addoption("--results", type=Path, help="folder that gets a line of benchmarks/run.py's kind about --part")
+    parser.addoption("--gpu-part", help="run the `gpu` tests of this part of benchmarks/gpu_check.py, and no others")
+    parser.addoption("--gpu-log", type=Path, help="file that gets a line for every `gpu` test when it ends")
+    parser.addoption("--gpu-dry", action="store_true", help="on a CPU: the `gpu` tests that take `gpu_accelerator`")
     parser.addoption("--no-skips", action="store_true", help="fail where a test is skipped: all it needs is installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Note, before it runs, which commit a part of the full suite proves."""
-    if config.getoption("--part") is not None:
+    if config.getoption("--part") is not None or config.getoption("--gpu-part") is not None:
         sys.path.insert(0, str(REPO / "benchmarks"))
+    if config.getoption("--part") is not None:
         from lines import Origin
 
         config.stash[ORIGIN] = Origin.now()
@@ -102,9 +107,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the suite; give long tests their time; skip `gpu` tests where there is no CUDA device."""
-    chosen = config.getoption("--part")
+    chosen, gpu_part = config.getoption("--part"), config.getoption("--gpu-part")
     left_out = []
     for item in items:
+        if gpu_part is not None and item.get_closest_marker("gpu"):
+            from gpu_check import is_in
+
+            if not is_in(gpu_part, item.nodeid):
+                left_out.append(item)
+            continue
         full = item.get_closest_marker("full")
         if full is not None and (len(full.args) != 1 or full.args[0] not in PARTS):
             raise pytest.UsageError(f"{item.nodeid} is marked full{full.args}; expected one of {', '.join(PARTS)}")
@@ -117,7 +128,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if any(map(item.get_closest_marker, ("slow", "full"))) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_part is not None:
+        from gpu_check import estimates
+
+        print("", *estimates(gpu_part, [item.nodeid for item in gpu_items]), sep="\n")
     if not gpu_items:
+        return
+    if config.getoption("--gpu-dry"):
+        skip = pytest.mark.skip(reason="dry run: computes on CUDA itself")
+        for item in gpu_items:
+            mark = item.get_closest_marker("gpu")
+            takes_it = "gpu_accelerator" in getattr(item, "fixturenames", ())
+            if not takes_it or mark is None or not mark.kwargs.get("dry", True):
+                item.add_marker(skip)
         return
     import torch
 
@@ -126,6 +149,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip = pytest.mark.skip(reason=f"needs a CUDA GPU; torch {torch.__version__} sees none")
     for item in gpu_items:
         item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Let a `gpu` test leave a line when it ends, or when it is skipped or fails before it begins."""
+    report: pytest.TestReport = yield  # type: ignore[misc,assignment]
+    path = item.config.getoption("--gpu-log")
+    if path is not None and (report.when == "call" or report.outcome != "passed"):
+        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(time.time() - call.start, 2)}
+        if report.outcome != "passed":
+            line["reason"] = str(report.longrepr)[-2000:]
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return report  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="session")
+def gpu_accelerator(request: pytest.FixtureRequest) -> str:
+    """What `gpu` tests train on: "cuda"; in a dry run "cpu"."""
+    return "cpu" if request.config.getoption("--gpu-dry") else "cuda"
 
 
 @pytest.fixture(autouse=True)

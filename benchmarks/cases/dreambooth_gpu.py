@@ -21,7 +21,7 @@ TABLE = {
 }
 
 
-DRY: dict[str, Any] = {"presets": ("8gb-tiny",), "steps": 1, "more": ("resolution=32", "trainer.accelerator=cpu")}
+DRY: dict[str, Any] = {"presets": ("8gb-tiny",), "steps": 2, "more": ("resolution=32", "trainer.accelerator=cpu")}
 
 
 def measure(

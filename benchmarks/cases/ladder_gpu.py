@@ -20,7 +20,7 @@ TABLE = ladder.rows("sd15 on GPUs") | ladder.told("sd15 on GPUs", memory=True)
 
 DRY = {
     "setting": ladder_runs.Setting("tiny", 32, photo_size=48, batch_sizes=(4, 16), steps=3, photos=48),
-    "rungs": ("baseline", "tf32", "adamw"),
+    "rungs": ("baseline", "tf32"),
     "effort": Effort(least=1e-4, sizes=2, stepped=2**20, links=False),
 }
 

@@ -27,21 +27,29 @@ def network_of() -> nn.Module:
 
 
 def train(
-    settings: dict[str, Any] | None, *, steps: int = 8, quantised: bool = False, kind: Any = torch.optim.AdamW
+    settings: dict[str, Any] | None,
+    *,
+    steps: int = 8,
+    quantised: bool = False,
+    kind: Any = torch.optim.AdamW,
+    accelerator: str = "cuda",
 ) -> tuple[list[float], Any, int]:
     """Return the losses, the engine (none: plain torch), and the most memory taken in the second half."""
-    network, engine = network_of().cuda(), None
+    device = torch.device("cpu") if accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    network, engine = network_of().to(device), None
     if settings is not None:
         network = network_of()
         config = GeminiConfig(chunk_numel=WIDTH * WIDTH + 4 * WIDTH, **settings)
-        engine = GeminiEngine({"": network}, config, device=torch.device("cuda", torch.cuda.current_device()))
+        engine = GeminiEngine({"": network}, config, device=device)
     optimizer = _optimizer(network, quantised, kind)
     stepped = optimizer if engine is None else engine.optimizer(optimizer)
     losses = []
     for step in range(steps):
-        if step == steps // 2:
+        if step == steps // 2 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        batch = torch.randn(
+            BATCH if device.type == "cuda" else 8, WIDTH, generator=torch.Generator().manual_seed(step)
+        ).to(device)
         dtype = None if settings is None else settings.get("compute_dtype")
         loss = F.mse_loss(network(batch if dtype is None else batch.to(dtype)).float(), batch.roll(1, 0))
         loss.backward()
@@ -72,22 +80,24 @@ def automatic() -> tuple[dict[str, Any], int]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, OFFLOADED, {"offload_optim_frac": 1.0}, {"offload_param_frac": 1.0}, None],
-    ids=["fast", "offloaded", "optimizer", "weights", "auto"],
+    [{}, OFFLOADED, {"offload_optim_frac": 1.0}, {"offload_param_frac": 1.0}],
+    ids=["fast", "offloaded", "optimizer", "weights"],
 )
-def test_every_placement_trains_as_plain_torch(settings: dict[str, Any] | None) -> None:
-    losses, engine, _ = train(automatic()[0] if settings is None else settings)
-    assert losses == pytest.approx(train(None)[0], rel=1e-4)
+def test_every_placement_trains_as_plain_torch(settings: dict[str, Any], gpu_accelerator: str) -> None:
+    losses, engine, _ = train(settings, accelerator=gpu_accelerator)
+    assert losses == pytest.approx(train(None, accelerator=gpu_accelerator)[0], rel=1e-4)
     assert losses[-1] < losses[0]
     engine.restore()
 
 
 @pytest.mark.parametrize("settings", [{}, OFFLOADED], ids=["fast", "offloaded"])
 @pytest.mark.parametrize("name", ["NAdam", "ASGD", "RMSprop", "Adagrad"])
-def test_the_users_own_class_steps_chunks_on_both_tiers(name: str, settings: dict[str, Any]) -> None:
+def test_the_users_own_class_steps_chunks_on_both_tiers(
+    name: str, settings: dict[str, Any], gpu_accelerator: str
+) -> None:
     kind = getattr(torch.optim, name)
-    losses, _, _ = train(settings, kind=kind)
-    assert losses == pytest.approx(train(None, kind=kind)[0], rel=1e-4)
+    losses, _, _ = train(settings, kind=kind, accelerator=gpu_accelerator)
+    assert losses == pytest.approx(train(None, kind=kind, accelerator=gpu_accelerator)[0], rel=1e-4)
 
 
 def test_offloaded_memory_is_page_locked_until_the_engine_closes() -> None:
@@ -133,7 +143,8 @@ def test_collectives_of_nccl_change_no_bit(settings: dict[str, Any], dtype: torc
 
 def test_an_automatic_placement_stays_under_its_cap() -> None:
     settings, base = automatic()
-    _, engine, peak = train(settings)
+    losses, engine, peak = train(settings)
+    assert losses == pytest.approx(train(None)[0], rel=1e-4)
     assert engine.num_moves >= 1 and 0 < engine.auto.non_model_bytes - base < CAP
     assert peak - base <= CAP
     assert any(place.optim_tier == "slow" for place in engine.plan.chunks), "nothing had to leave"

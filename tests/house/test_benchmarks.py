@@ -68,17 +68,6 @@ def test_peers_of_deepspeed_get_buckets_of_the_size_of_the_model(tools: tuple[Mo
     assert hand_written.zero_optimization(stage=3, offload=True, live=10)["stage3_max_live_parameters"] == 10
 
 
-def test_the_gpu_sweep_of_gemini_runs_on_the_cpu_too(
-    tools: tuple[ModuleType, ...],
-) -> None:
-    case = tools[0].load_case("gemini_gpu")
-    *_, metrics = case.measure(**case.DRY)
-    assert all(metrics[f"tiny_b2_{name}_fits"] == 1 for name in ("autocast", *case.SWEEP))
-    # Half of the gradients go to the host as bfloat16, and half of the weights come back.
-    assert 0 < metrics["tiny_b2_half_optim_fast_to_slow_gib"] < metrics["tiny_b2_optim_fast_to_slow_gib"]
-    assert "tiny_b2_resident_fast_to_slow_gib" not in metrics
-
-
 def test_precompute_and_a_plain_loop_encode_the_same_photos(tools: tuple[ModuleType, ...], tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file

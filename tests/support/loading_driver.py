@@ -289,8 +289,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     lora = Lora(rank=3, target_modules=["to_q", "to_v", "conv1"]) if job.get("lora") else None
     module = SDLightningModule(model, optimizer=adamw, train_text_encoder=True, lora=lora)
     checkpoint = PortableCheckpoint(job["run_dir"], every_n_steps=0)
-    options = {"precision": job.get("precision", "32-true"), "limit_val_batches": 1}
-    trainer = trainer_of(1, checkpoint, strategy=strategy_of(job["strategy"]), devices=2, **options)
+    options: dict[str, Any] = {"precision": job.get("precision", "32-true"), "limit_val_batches": 1}
+    options |= {"accelerator": job.get("accelerator", "cpu"), "devices": job.get("devices", 2)}
+    trainer = trainer_of(1, checkpoint, strategy=strategy_of(job["strategy"]), **options)
     if job["do"] == "validate":
         return {"metrics": trainer.validate(module, data(), verbose=False)[0]}
     trainer.fit(module, data())
@@ -313,10 +314,15 @@ def torchrun(jobs: list[dict[str, Any]], folder: Path, *, timeout: int) -> list[
     return results
 
 
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job; return what this rank found."""
+    return {"measure": measure, "measure_lora": measure_lora}.get(job["do"], train)(job)
+
+
 if __name__ == "__main__":
     results, start = [], time.perf_counter()
     for each in json.loads(Path(sys.argv[1]).read_text()):
-        mine = {"measure": measure, "measure_lora": measure_lora}.get(each["do"], train)(each)
+        mine = run(each)
         everyone: list[Any] = [None, None]
         dist.all_gather_object(everyone, mine)
         results.append(everyone)

@@ -142,7 +142,7 @@ def _end(pids: list[int]) -> None:
 
 def _run_alone(*arguments: str | Path, timeout: float) -> None:
     """Do jobs as the only rank, in a new process: CUDA does not survive a fork."""
-    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"} | _environment(0, 1, _free_port())
+    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"} | _environment(0, 1, free_port())
     command = [sys.executable, "-W", "ignore", __file__, *map(str, arguments)]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, _last_words(done.stdout + done.stderr)
@@ -189,7 +189,7 @@ def serve() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         pids = []
-        port = _free_port()
+        port = free_port()
         for rank in range(order["world_size"]):
             pid = os.fork()
             if pid == 0:
@@ -230,7 +230,8 @@ def _wait(pids: list[int]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     import socket
 
     with socket.socket() as free:

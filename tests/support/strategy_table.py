@@ -33,6 +33,7 @@ SETTINGS: dict[type, dict[str, dict[str, Any]]] = {
         "zero1": {"stage": 1},
         "zero2": {"stage": 2},
         "zero2_offload": {"stage": 2, "offload": Offload("cpu", cpu_adam=False)},
+        "zero2_cpu_adam": {"stage": 2, "offload": Offload("cpu")},
         "zero3": {"stage": 3, "buckets": SHARD_ALL},
         "zero3_default": {"stage": 3},
         "zero3_offload": {"stage": 3, "buckets": SHARD_ALL, "offload": Offload("cpu", "cpu", cpu_adam=False)},

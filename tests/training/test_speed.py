@@ -550,3 +550,18 @@ def test_cuda_8_bit_adamw_takes_a_quarter_of_the_state_and_resumes(tmp_path: Pat
     ours, theirs = small.stored(resumed), small.stored(straight)
     name = "master/unet.up_blocks.0.resnets.0.conv1.weight"
     assert (ours[name] - theirs[name]).norm() < 0.01 * theirs[name].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_cuda_compiled_blocks_train_as_eager_ones() -> None:
+    from torch._dynamo.utils import counters
+
+    losses = {}
+    for compiled in (False, True):
+        module, watch = small.module(), Watch()
+        Speed(compile_blocks=compiled).apply_(module.trained_networks())
+        small.fit(module, small.data(), 4, watch, accelerator="cuda", precision="bf16-mixed")
+        losses[compiled] = watch.losses
+    assert losses[True] == pytest.approx(losses[False], rel=1e-2)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"

@@ -11,7 +11,9 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+import sd_lightning.models.encoder as encoder_module
 import small_training
+from host_waits import DEVICE, HostWaits
 from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.diffusion.randomness import Purpose, normal
@@ -289,18 +291,59 @@ def test_offloaded_encoders_encode_the_same_and_each_caption_once(family: str, m
     assert sum(encoded) == 3, "captions, in both batches together"
 
 
-def test_offloaded_encoders_come_to_the_device_and_leave_it(
+def test_copies_of_offloaded_encoders_come_to_the_device_and_nothing_is_copied_back(
     monkeypatch: pytest.MonkeyPatch, tiny: LatentDiffusion
 ) -> None:
     encoder = LatentEncoder(tiny, offload=True).to(torch.device("cpu"))
-    encoder.device = torch.device("cpu", 0)  # to be told from where they wait
-    moves: list[tuple[str, Any]] = []
-    for name in ("vae", "text_encoder"):
-        network: Any = tiny.networks[name]
-        monkeypatch.setattr(network, "to", lambda device, name=name: moves.append((name, device)))
-    encoder(with_tokens(tiny, digits()), seed=1)
-    work, home = encoder.device, "cpu"
-    assert moves == [("vae", work), ("vae", home), ("text_encoder", work), ("text_encoder", home)]
+    batch = with_tokens(tiny, digits())
+    expected = encoder(batch, seed=1)
+    encoder._captions.clear()
+    encoder.device = DEVICE
+    networks = {name: tiny.networks[name] for name in ("vae", "text_encoder")}
+    home = [tensor.data_ptr() for network in networks.values() for tensor in network.state_dict().values()]
+    seen: dict[str, set[torch.device]] = {}
+    encode, embed = tiny.family.encode, tiny.family.embed
+
+    def note() -> None:
+        for name, network in networks.items():
+            seen.setdefault(name, set()).update(tensor.device for tensor in network.state_dict().values())
+
+    monkeypatch.setattr(tiny.family, "encode", lambda *given: (note(), encode(*given))[1])
+    monkeypatch.setattr(tiny.family, "embed", lambda *given: (note(), embed(*given))[1])
+    waits = HostWaits()
+    with waits.counting(), torch.inference_mode():
+        with waits.paused():
+            there = {k: v.to(DEVICE, copy=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        found = encoder(there, seed=1)
+        assert {tensor.device for n in networks.values() for tensor in n.state_dict().values()} == {torch.device("cpu")}
+    assert all(devices == {DEVICE, torch.device("cpu")} for devices in seen.values()), "one at a time"
+    assert not [place for place in waits.places if "encoder.py" in place.split(" < ")[0]], waits.places
+    assert home == [tensor.data_ptr() for network in networks.values() for tensor in network.state_dict().values()]
+    for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_offloaded_encoders_are_pinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``to`` does for CUDA; pinning itself is pretended."""
+    model = LatentDiffusion.build("tiny")
+    before = {name: value.clone() for name, value in model.vae.state_dict().items()}
+    asked: list[tuple[Any, torch.dtype]] = []
+
+    def pinned(shapes: list[torch.Size], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        asked.extend((shape, dtype) for shape in shapes)
+        return [torch.empty(shape, dtype=dtype) for shape in shapes]
+
+    monkeypatch.setattr(encoder_module, "host_memory", pinned)
+    monkeypatch.setattr(encoder_module, "streams_of", lambda device: torch.cuda)
+    LatentEncoder(model, offload=True).to(torch.device("cpu"))
+    ours = [
+        (t.shape, t.dtype) for n in (model.vae, *model.text_encoders.values()) for t in (*n.parameters(), *n.buffers())
+    ]
+    assert sorted(map(str, asked)) == sorted(map(str, ours))
+    assert all(torch.equal(value, before[name]) for name, value in model.vae.state_dict().items())
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    LatentEncoder(model, offload=True).to(torch.device("cpu"))
+    assert len(asked) == len(ours), "nothing is copied again"
 
 
 @pytest.mark.gpu

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from PIL import Image
 from safetensors.torch import load
+from transformers import CLIPTextModel
 
 from places import SUPPORT
-from sd_lightning import precompute, train
+from sd_lightning import generate, precompute, train
 from sd_lightning.apps.store_upkeep import verify
 from sd_lightning.data.store.recipe import Recipe
 from small_store import write_photos, write_picture
@@ -64,6 +66,44 @@ def test_training_on_a_store_is_training_with_cached_latents(
         assert code == 0, out
     ours, theirs = losses(tmp_path / "runs/stored"), losses(tmp_path / "runs/cached")
     assert len(ours) == 6 and ours == theirs
+
+
+def test_training_precompute_and_generate_compute_frozen_float32_networks_exactly(
+    cli: Any, call_main: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TF32 is allowed around them: by torch in convolutions, and by the run for the denoiser."""
+    seen: list[tuple[str, str, bool]] = []
+
+    def noting(network: Any, method: str) -> None:
+        plain = getattr(network, method)
+
+        def noted(network: Any, *args: Any, **kwargs: Any) -> Any:
+            if not next(network.parameters()).is_meta:  # not a forecast
+                seen.append((method, torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+            return plain(network, *args, **kwargs)
+
+        monkeypatch.setattr(network, method, noted)
+
+    noting(AutoencoderKL, "encode")
+    noting(AutoencoderKL, "decode")
+    noting(CLIPTextModel, "forward")
+    training = [*SMALL, "trainer.max_steps=1", "speed.allow_tf32=true", "module.train_text_encoder=false"]
+    settings = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for program, arguments, methods in (
+            (precompute, of(photos, "store=latents", "workers=1", "text=true"), {"encode", "forward"}),
+            (train, of(photos, *training), {"encode", "forward"}),
+            (generate, ["run=runs/tiny-images", "prompts=[a]", "num_inference_steps=1"], {"forward", "decode"}),
+        ):
+            seen.clear()
+            code, out = call_main(program, *arguments)
+            assert code == 0, out
+            assert {method for method, *_ in seen} >= methods, program
+            assert {(precision, tf32) for _, precision, tf32 in seen} == {("highest", False)}, program
+        assert torch.backends.cudnn.allow_tf32, "the setting of the run is back"
+    finally:
+        torch.set_float32_matmul_precision(settings[0])
+        torch.backends.cudnn.allow_tf32 = settings[1]
 
 
 def test_several_workers_write_the_same_bytes_as_one(cli: Any, photos: Path, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from host_waits import DEVICE, HostWaits
 from sd_lightning.planner.recording import record
-from sd_lightning.state import averaging
-from sd_lightning.state.averaging import Averaging, host_memory, pinned_bytes, room_bytes
+from sd_lightning.state import averaging, pinned
+from sd_lightning.state.averaging import Averaging, room_bytes
+from sd_lightning.state.pinned import host_memory, pinned_bytes
 
 FRACTIONS = (1.0, 0.75, 0.1, 1e-4)
 
@@ -32,7 +33,7 @@ def some_weights(dtype: torch.dtype) -> list[Tensor]:
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(averaging, "GROUP_BYTES", 4 * 96)
-    monkeypatch.setattr(averaging, "BLOCK_BYTES", 4 * 1000)
+    monkeypatch.setattr(pinned, "BLOCK_BYTES", 4 * 1000)
 
 
 def reference(start: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
@@ -122,7 +123,7 @@ def test_pinned_blocks_waste_little() -> None:
     needed = sum(4 * tensor.numel() for tensor in tensors)
     assert sum(asked) == needed
     rounded = sum(1 << (size - 1).bit_length() for size in asked)
-    assert needed <= rounded <= pinned_bytes(needed // 4) < 1.2 * needed
+    assert needed <= rounded <= pinned_bytes(needed) < 1.2 * needed
 
 
 class Stream:
@@ -174,19 +175,20 @@ class Streams(TorchDispatchMode):
 @pytest.mark.usefixtures("small_groups")
 def test_updates_come_after_the_optimizer_and_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, empty = Streams(), torch.empty
-    pinned: list[bool] = []
+    are_pinned: list[bool] = []
 
     def noting(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        pinned.append(pin_memory)
+        are_pinned.append(pin_memory)
         return empty(*args, **options)
 
-    monkeypatch.setattr(averaging, "_module_of", lambda device: streams)
+    for module in (averaging, pinned):
+        monkeypatch.setattr(module, "streams_of", lambda device: streams)
     monkeypatch.setattr(torch, "empty", noting)
     weights = some_weights(torch.bfloat16)
     with HostWaits().counting(), streams:
         weights = [weight.to(DEVICE, copy=True) for weight in weights]
         averages = host_memory([weight.shape for weight in weights], DEVICE)
-        assert pinned and all(pinned)
+        assert are_pinned and all(are_pinned)
         update = Averaging()
         update.follow(averages, weights)
         beside = update._streams

@@ -17,7 +17,8 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.planner.run import TakesMemory, TrainingRun
-from sd_lightning.state.averaging import Averaging, host_memory
+from sd_lightning.state.averaging import Averaging
+from sd_lightning.state.pinned import host_memory
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import ParameterShard, TrainingState, tensor_of
 from sd_lightning.strategies import engine_of, training_state

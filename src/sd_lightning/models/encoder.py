@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from sd_lightning.diffusion.randomness import Purpose, normal
 from sd_lightning.models.families.base import Conditioning, join_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.tf32 import products_of
+from sd_lightning.state.pinned import host_memory, streams_of
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -31,6 +33,19 @@ def _row(values: Tensor, *, number: int) -> Tensor:
     return values[number : number + 1].clone()
 
 
+def _tensors(network: nn.Module) -> list[Tensor]:
+    return [*network.parameters(), *network.buffers()]
+
+
+def _pin_(network: nn.Module, device: torch.device) -> None:
+    """Move weights in host memory to pinned memory, which ``device`` reads without making the host wait."""
+    tensors = [tensor for tensor in _tensors(network) if not tensor.is_pinned()]
+    for dtype in {tensor.dtype for tensor in tensors}:
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        for tensor, memory in zip(alike, host_memory([tensor.shape for tensor in alike], device, dtype)):
+            tensor.data = memory.copy_(tensor.data)
+
+
 class LatentEncoder:
     """VAE and frozen text encoder(s) of a model.
 
@@ -42,8 +57,8 @@ class LatentEncoder:
         train_text_encoder: Whether the trainer has the text encoder(s); batches then keep their token ids.
         dtype: Compute dtype of the encoders. A VAE that overflows in half precision (``force_upcast``) stays in
             float32.
-        offload: Keep the encoders in host memory. Each one is on the device only while it encodes, images one at a
-            time. Encoded captions are cached.
+        offload: Keep the encoders in host memory, pinned for CUDA. A copy of each one is on the device only while it
+            encodes, images one at a time. Encoded captions are cached.
     """
 
     def __init__(
@@ -81,18 +96,23 @@ class LatentEncoder:
             network.to(home)
             if next(network.parameters()).dtype != dtype:  # diffusers warns at every cast
                 network.to(dtype)
+            if self.offload and streams_of(device) is not None:
+                _pin_(network, device)
         return self
 
     @contextmanager
     def _at_work(self, networks: Sequence[nn.Module]) -> Iterator[None]:
-        """Keep offloaded networks on the device while the context lasts."""
-        for network in networks if self.offload else ():
-            network.to(self.device)
+        """Compute in the encoders' dtype; copies of offloaded networks are on the device while the context lasts."""
+        is_away = self.offload and self.device != torch.device("cpu")
+        originals = [(tensor, tensor.data) for network in networks if is_away for tensor in _tensors(network)]
         try:
-            yield
+            for tensor, original in originals:
+                tensor.data = original.to(self.device, non_blocking=True)
+            with torch.autocast(self.device.type, enabled=False), products_of(self.dtype):
+                yield
         finally:
-            for network in networks if self.offload else ():
-                network.to("cpu")
+            for tensor, original in originals:  # nothing is copied back
+                tensor.data = original
 
     @torch.no_grad()
     def encode_moments(self, pixel_values: Tensor) -> Tensor:
@@ -106,7 +126,7 @@ class LatentEncoder:
         """
         vae = self._model.vae
         count = 1 if self.offload else images_per_call(*pixel_values.shape[-2:])
-        with self._at_work([vae]), torch.autocast(self.device.type, enabled=False):
+        with self._at_work([vae]):
             parameter = next(vae.parameters())
             parts = [
                 self._model.family.encode(vae, pixels.to(parameter.device, parameter.dtype)).float()
@@ -155,15 +175,14 @@ class LatentEncoder:
             self._captions.clear()
             unknown = [i for i, key in enumerate(keys) if keys.index(key) == i]
         if unknown:
-            with self._at_work(list(self._model.text_encoders.values())):
-                made = self._encode_captions({name: ids[unknown] for name, ids in input_ids.items()})
+            made = self._encode_captions({name: ids[unknown] for name, ids in input_ids.items()})
             for row, i in enumerate(unknown):
                 self._captions[keys[i]] = map_conditioning(made, partial(_row, number=row))
         return join_conditioning([self._captions[key] for key in keys])
 
     def _encode_captions(self, input_ids: Mapping[str, Tensor]) -> Conditioning:
         model = self._model
-        with torch.autocast(self.device.type, enabled=False):
+        with self._at_work(list(model.text_encoders.values())):
             return map_conditioning(model.family.embed(model.text_encoders, input_ids), lambda t: t.float())
 
     def __call__(self, batch: dict[str, Any], *, seed: int) -> dict[str, Any]:

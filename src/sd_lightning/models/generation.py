@@ -13,6 +13,7 @@ from torch import nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families.sampling import said_once, scheduler_class
 from sd_lightning.models.latent_diffusion import LatentDiffusion
+from sd_lightning.models.tf32 import products_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -145,6 +146,7 @@ def generate(
         said_once(),
         torch.no_grad(),
         _common_dtype(networks, device),
+        products_of(_narrowest(networks)),
         _decoding_as_is(vae, device),
         latent_diffusion.family.decoding_in_tiles(vae, options.vae_tiling),
     ):
@@ -181,6 +183,11 @@ def _decoding_as_is(vae: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         del vae.decode
+
+
+def _narrowest(networks: Sequence[nn.Module]) -> torch.dtype:
+    """Return the dtype of the model: float32 if no network has fewer bits."""
+    return min((next(network.parameters()).dtype for network in networks), key=lambda dtype: dtype.itemsize)
 
 
 def _common_dtype(networks: Sequence[nn.Module], device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -19,7 +19,8 @@ from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved, replayed
 from sd_lightning.planner.subject import DiffusionSubject, Subject
 from sd_lightning.planner.trace import Trace
-from sd_lightning.state.averaging import pinned_bytes, room_bytes
+from sd_lightning.state.averaging import room_bytes
+from sd_lightning.state.pinned import pinned_bytes
 
 GB = 1e9
 DEVICE_ALLOWANCE = int(0.6 * GB)
@@ -201,8 +202,9 @@ class Forecaster:
     def _host_phases(self, footprint: Footprint, waiting: Counter[str]) -> tuple[Phase, ...]:
         run = self.run
         offloaded = _sum(_in(footprint.host, When.ALWAYS, When.AS_READY))
-        kept = offloaded + waiting
-        averages = _FLOAT_BYTES * footprint.averaged_on_host + run.offload_averages * pinned_bytes(footprint.averaged)
+        kept = offloaded + Counter({kind: pinned_bytes(nbytes) for kind, nbytes in waiting.items()})
+        apart = pinned_bytes(_FLOAT_BYTES * footprint.averaged) * run.offload_averages
+        averages = _FLOAT_BYTES * footprint.averaged_on_host + apart
         training = Counter({"EMA": averages * run.averages, "buffers": _SLICE_BYTES})
         if run.sample_batch_size:
             training += _sum(_in(footprint.host, *self._swapped))

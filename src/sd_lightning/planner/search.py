@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
+
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import hardware
@@ -333,7 +335,8 @@ class Search:
         count = 4
         seconds = 0.0
         for recording in encoding_recordings(self._forecaster(self._choices[0]).model, self.run, count):
-            seconds += float(self._speeds.seconds(Trace(recording), 0, tf32=self._tf32).sum())
+            tf32 = self.run.encoder_dtype != torch.float32  # as `models.tf32.products_of` decides
+            seconds += float(self._speeds.seconds(Trace(recording), 0, tf32=tf32).sum())
         return seconds / count
 
     def _fastest(self, plans: Sequence[Plan]) -> Plan:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from sd_lightning.state.host_steps import host_step
+from sd_lightning.state.pinned import streams_of
 from sd_lightning.state.shards import LazyTensor, tensor_of
 
 GROUP_BYTES = 64 * 2**20
 """Float32 values of an average that are cast, or brought to the device, at a time."""
-BLOCK_BYTES = 256 * 2**20
-"""Averages in host memory share blocks of this size: torch rounds pinned memory up to powers of two."""
 _STREAMS = 2
 """While the average of one group leaves the device, that of the next comes."""
 _HOST = torch.device("cpu")
@@ -32,35 +31,6 @@ def room_bytes(numel: int, *, is_apart: bool, is_cast: bool) -> int:
         is_cast: Whether the weights are not float32.
     """
     return min(4 * numel, GROUP_BYTES * (_STREAMS if is_apart else 1)) * (is_apart + is_cast)
-
-
-def pinned_bytes(numel: int) -> int:
-    """Return the host memory that averages with this number of elements take in pinned blocks."""
-    if 4 * numel > BLOCK_BYTES:
-        return -(-4 * numel // BLOCK_BYTES) * BLOCK_BYTES
-    return 1 << (4 * numel - 1).bit_length() if numel else 0
-
-
-def host_memory(shapes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Return float32 tensors in host memory; ``device`` copies from and to them without waiting, if it is CUDA."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    blocks: list[list[int]] = []
-    room: list[int] = []
-    for number in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        fitting = next((i for i, left in enumerate(room) if left >= sizes[number]), None)
-        if fitting is None:
-            fitting = len(blocks)
-            blocks.append([])
-            room.append(max(BLOCK_BYTES // 4, sizes[number]))
-        blocks[fitting].append(number)
-        room[fitting] -= sizes[number]
-    found: dict[int, Tensor] = {}
-    for block in blocks:
-        is_pinned = _module_of(device) is not None
-        memory = torch.empty(sum(sizes[i] for i in block), dtype=torch.float32, pin_memory=is_pinned)
-        for number, part in zip(block, memory.split([sizes[i] for i in block])):
-            found[number] = part.view(tuple(shapes[number]))
-    return [found[i] for i in range(len(sizes))]
 
 
 @dataclass(frozen=True)
@@ -109,7 +79,7 @@ class Averaging:
         self.settle()
         self._groups = _divided(averages, weights)
         for group in self._groups:
-            module = _module_of(group.device)
+            module = streams_of(group.device)
             if module is not None and self._device != group.device:
                 self._module, self._device = module, group.device
                 self._streams = [module.Stream(group.device) for _ in range(_STREAMS)]
@@ -183,11 +153,6 @@ def _like(average: Tensor, flat: Tensor) -> Tensor:
     """View memory as a tensor like an average: with its strides, so that both are updated in one pass."""
     is_dense = 1 + sum((n - 1) * stride for n, stride in zip(average.shape, average.stride())) == flat.numel()
     return flat.as_strided(average.shape, average.stride()) if is_dense else flat.view(average.shape)
-
-
-def _module_of(device: torch.device) -> Any:
-    """Return torch's module of a device with streams; None for others."""
-    return torch.cuda if device.type == "cuda" else None
 
 
 def _divided(averages: Sequence[Tensor], weights: Sequence[LazyTensor]) -> list[_Group]:

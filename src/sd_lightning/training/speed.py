@@ -14,6 +14,7 @@ from torch import nn
 from sd_lightning._errors import UsageError
 from sd_lightning.models.checkpointing import Kept, recompute_
 from sd_lightning.models.families.blocks import enable_gradient_checkpointing, recomputable, repeated_blocks
+from sd_lightning.models.tf32 import allow_tf32
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ class Speed:
     """Kernel of scaled_dot_product_attention, with the math kernel as fallback (the VAE's heads are too wide for
     flash). "auto" leaves the choice to torch."""
     allow_tf32: bool = False
-    """Let CUDA matrix products and convolutions of float32 tensors use TensorFloat-32."""
+    """Let CUDA matrix products and convolutions of float32 tensors use TensorFloat-32; frozen encoders go by their
+    dtype."""
 
     def __post_init__(self) -> None:
         if self.attention not in (kernels := get_args(AttentionKernel)):
@@ -90,8 +92,7 @@ class Speed:
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if self.compile_blocks:
                 _compile_blocks(network, self.inductor_mode)
-        torch.set_float32_matmul_precision("high" if self.allow_tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = self.allow_tf32
+        allow_tf32(self.allow_tf32)
         use_attention_kernel(self.attention)
 
 

@@ -68,6 +68,10 @@ def test_weights_of_other_shapes_are_refused_and_a_weight_that_needs_gradients_i
         network.gain.data = torch.ones(3)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         network.gain.add_(1.0)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        torch._foreach_mul_(list(network.head.parameters()), 2.0)
+    nn.init.constant_(network.gain, 0.5)
+    assert float(network.gain.detach().mean()) == 0.5
 
 
 def test_restored_parameters_are_whole_float32_weights_without_an_engine() -> None:

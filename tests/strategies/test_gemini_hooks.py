@@ -11,7 +11,7 @@ from suites import keep, wanted
 
 EQUAL = (
     *("FitStart", "TrainStart", "Clamped", "Averaged", "Copied", "InOneNetwork"),
-    *("EditedGradients", "Penalised", "Pruned"),
+    *("EditedGradients", "Penalised"),
 )
 KINDS = ("gemini_default", "gemini_kept", "gemini_offload")
 CASES = [f"{module}:{kind}" for module in EQUAL for kind in KINDS]

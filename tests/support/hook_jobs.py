@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelPruning
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -162,10 +162,6 @@ class Penalised(Hooked):
         return super().loss(x, y) + 0.01 * penalty
 
 
-class Pruned(Hooked):
-    callbacks = staticmethod(lambda: [ModelPruning("l1_unstructured", amount=0.4, use_lottery_ticket_hypothesis=False)])
-
-
 class Unfrozen(Hooked):
     """The backbone is frozen at first, and joins the optimizer later."""
 
@@ -212,7 +208,7 @@ class Codebook(nn.Module):
 
 MODULES: dict[str, type[Hooked]] = {
     cls.__name__: cls
-    for cls in (FitStart, TrainStart, Clamped, Averaged, Copied, InOneNetwork, EditedGradients, Penalised, Pruned)
+    for cls in (FitStart, TrainStart, Clamped, Averaged, Copied, InOneNetwork, EditedGradients, Penalised)
 } | {cls.__name__: cls for cls in (Unfrozen, OfItsRank, LateGradients, ThawedByHand, WrittenInForward)}
 
 

@@ -186,14 +186,6 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 """Case -> beginning of a strategy's name -> what the refusal says. All other pairs train as under DDP."""
 
-_OF_GEMINI = (
-    *("writes_at_fit_start", "writes_at_train_start", "loads_at_fit_start", "logs_weights", "clamps", "target"),
-    *("loads_target", "edits_gradients", "drops_gradients", "grad_norm", "lightnings_grad_norm", "clips_by_hook"),
-    *("parts", "methods", "sparse", "frozen", "unfreezes", "backbone", "finetuning", "pruning"),
-)
-NOT_YET = {(case, strategy) for case in _OF_GEMINI for strategy in ("gemini", "gemini_offload")}
-"""Case and strategy that are neither equal nor refused by a message of ours yet."""
-
 
 def refusal(case: str, strategy: str) -> str | None:
     """Return a regular expression for the message by which a strategy refuses a case; None if it trains it."""
@@ -203,8 +195,6 @@ def refusal(case: str, strategy: str) -> str | None:
 
 def answer(case: str, strategy: str) -> str:
     """Return one word of the guide's table."""
-    if (case, strategy) in NOT_YET:
-        return "not yet"
     return "trains" if refusal(case, strategy) is None else "refused"
 
 

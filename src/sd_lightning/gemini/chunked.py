@@ -218,7 +218,7 @@ class ChunkedNetworks:
         self.memory.wait_for_copies()
 
     def close(self) -> None:
-        """Remove the hooks and free all memory; parameters that are not whole on the fast tier read as NaN."""
+        """Remove the hooks and free all memory; reading parameters that are not whole on the fast tier raises."""
         self.access.close()
         self.is_closed = True
         self.synchronize()

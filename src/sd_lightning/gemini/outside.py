@@ -144,15 +144,21 @@ class OutsideAccess:
             self._check_thaw(first, *args[1:], **kwargs)
         name = func.__name__
         is_in_place = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
-        is_written = is_in_place and isinstance(first, GuardedParameter)
-        is_refused = is_written and torch.is_grad_enabled() and first.requires_grad  # type: ignore[union-attr]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
+        written = [leaf for leaf in tree_leaves(first) if isinstance(leaf, GuardedParameter)] if is_in_place else []
+        is_initial = getattr(func, "__module__", "") == nn.init.__name__  # without gradients inside
+        needs_gradients = torch.is_grad_enabled() and not is_initial
+        is_refused = needs_gradients and any(leaf.requires_grad for leaf in written)
         if func in _THAWS or is_refused or all(self._is_direct(parameter) for parameter in given):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)  # torch refuses to write leaves that need gradients
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return self._replace(*args)
-        is_alias = func in _ALIASES or not torch.is_grad_enabled()
+        is_alias = func in _ALIASES or not needs_gradients
+        if not is_alias and all(self._engine.chunk_of[parameter].weights.is_resident for parameter in given):
+            self.close()  # whole weights need no other rank: a rank may use them in a loss of its own
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         shown: dict[nn.Parameter, Tensor] = {}
         for parameter in given:
             is_read = not is_alias and parameter.requires_grad
@@ -160,7 +166,13 @@ class OutsideAccess:
             shown[parameter] = _Reading.apply(parameter, whole) if is_read else whole
         args, kwargs = tree_map_only(GuardedParameter, shown.__getitem__, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
-        return first if is_written else result
+        for parameter, whole in shown.items():
+            if not is_alias and parameter.requires_grad and whole._version:
+                raise UsageError(
+                    f"Gemini got {self._name(parameter)} written by {name} while gradients are recorded, so that the "
+                    "change would be lost; write it under torch.no_grad()"
+                )
+        return first if written and result is shown.get(first) else result
 
     def gradient(self, parameter: nn.Parameter, *, is_asked_to_drop: bool = False) -> Tensor | None:
         """Return the gradient of a parameter, averaged over the ranks and added up since the last step.
@@ -221,7 +233,7 @@ class OutsideAccess:
     def _whole(self, parameter: nn.Parameter, *, is_aliased: bool) -> Tensor:
         """Return the part of the whole weights that is one parameter; gather them on first touch."""
         chunk = self._engine.chunk_of[parameter]
-        if self._engine.is_closed and not chunk.weights.is_resident:
+        if self._engine.is_closed:
             raise UsageError(
                 f"Gemini got {self._name(parameter)} to read after close(), when nothing gathers it; call restore() "
                 "for whole weights"
@@ -258,6 +270,8 @@ class OutsideAccess:
         weights = chunk.weights
         if torch._C._current_graph_task_id() != _OUTSIDE and weights.state in _READABLE:
             return not chunk.gradients.has_overwritten(parameter)
+        if self._engine.is_closed:
+            return weights.is_resident  # the parameters have the memory now
         is_whole = weights.is_resident and self._engine.collectives.world_size == 1
         return is_whole and (weights.is_master or not weights.layout.is_trained)
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,9 +31,11 @@ from sd_lightning.strategies.networks import (
     blocks_of,
     keeps_batches,
     place_rest,
+    refuse_sparse_gradients,
     sharded_networks,
     take_deferred,
     trained_networks,
+    unfrozen_later,
 )
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
@@ -83,6 +84,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super().check(trainer, module)
         sharded_networks(module, type(self).__name__)
+        refuse_sparse_gradients(module, type(self).__name__)
 
     @override
     def footprint(self, workload: Workload) -> Footprint | None:
@@ -250,12 +252,12 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
 
 
 def _frozen_at_first(trainer: pl.Trainer, module: pl.LightningModule) -> list[nn.Parameter]:
-    """Return the frozen parameters that Lightning's finetuning may give to an optimizer later."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    if trainer.state.fn != TrainerFn.FITTING or not any(isinstance(each, BaseFinetuning) for each in callbacks):
+    """Return the networks' frozen parameters that a fit may train later."""
+    if trainer.state.fn != TrainerFn.FITTING:
         return []
-    children = (child for network in module.children() for child in network.parameters())
-    return [parameter for parameter in children if not parameter.requires_grad and parameter.is_floating_point()]
+    later = unfrozen_later(trainer, module)
+    inside = dict.fromkeys(parameter for child in module.children() for parameter in child.parameters())
+    return [parameter for parameter in inside if parameter in later and parameter.is_floating_point()]
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def write_frozen_weights(run_dir: Path, module: SDLightningModule) -> None:
         UsageError: The disk is full.
     """
     for name, network in module.trained_networks().items():
-        frozen = {key: p.detach() for key, p in network.named_parameters() if not p.requires_grad}
+        frozen = {key: p for key, p in network.named_parameters() if not p.requires_grad}
         if not frozen or not all(is_whole(weight) for weight in frozen.values()):
             continue
         deferred = module.latent_diffusion.deferred.get(name)
@@ -40,7 +40,9 @@ def write_frozen_weights(run_dir: Path, module: SDLightningModule) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with atomic.new_file(path) as part:
-                write_streamed(part, {k: _streamed(k, w, deferred) for k, w in frozen.items()}, dtype=torch.float32)
+                write_streamed(
+                    part, {k: _streamed(k, w.detach(), deferred) for k, w in frozen.items()}, dtype=torch.float32
+                )
         except Exception as error:
             raise checkpoint.disk_full(error, run_dir, 0) or error from error
         finally:
@@ -56,13 +58,13 @@ def fingerprints(module: SDLightningModule) -> dict[str, str]:
     model, trained = module.latent_diffusion, module.trained_networks()
     found = {}
     for name, network in model.networks.items():
-        weights = {k: p.detach() for k, p in network.named_parameters() if name not in trained or not p.requires_grad}
+        weights = {k: p for k, p in network.named_parameters() if name not in trained or not p.requires_grad}
         if not weights or not all(is_whole(w) and w.dtype == torch.float32 for w in weights.values()):
             continue
         deferred = model.deferred.get(name)
         digest = hashlib.sha256()
         for key, weight in weights.items():
-            digest.update(bytes_of(_first_values(key, weight, deferred)))
+            digest.update(bytes_of(_first_values(key, weight.detach(), deferred)))
         if deferred is not None:
             deferred.close()
         found[name] = digest.hexdigest()

@@ -84,7 +84,9 @@ class _Weights:
         self._prefix = f"{'ema' if averaged else 'master'}/{name}."
         frozen = frozen_weights_file(run_dir, name)
         self._frozen = load_file(frozen) if frozen.exists() else {}  # memory-mapped
-        self.state: Mapping[str, Tensor] = network.state_dict()
+        self.state: Mapping[str, Tensor] = network.state_dict(
+            keep_vars=True
+        )  # names and shapes of what Gemini has in chunks
 
     def is_trained(self, key: str) -> bool:
         return self._prefix + key in self._store

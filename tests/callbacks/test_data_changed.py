@@ -110,6 +110,25 @@ def test_other_samples_held_out_are_other_samples_to_train_on(tmp_path: Path) ->
     assert _found(before, SourceSubset(source, [1, 0, 2])) == Change("other samples, or another order", True, False)
 
 
+def test_samples_that_change_between_training_and_validation_are_told(tmp_path: Path) -> None:
+    source = ImageFolder(_folder(tmp_path / "photos"))
+
+    def of(held: list[int]) -> dict[str, Any]:
+        train = SourceSubset(source, [i for i in range(NUM) if i not in held])
+        return fingerprint(train, held_out=SourceSubset(source, held))
+
+    found = change(typed_json.loads(typed_json.dumps(of([1, 2, 3]))), of([2, 5]), source)
+    assert found is not None and found.mixes
+    assert (
+        "1 samples that are held out now were trained on, 2 samples that are trained on now were held out" in found.told
+    )
+    before = of([0, 4])
+    del before["held_out"]  # of a version that held out every n-th
+    found = change(before, of([0, 5]), source)
+    assert found is not None and found.mixes and "1 samples that are held out now were trained on" in found.told
+    assert change(of([1]), of([1]), source) is None
+
+
 def test_captions_in_one_file_are_looked_at_too(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "photos", 3)
     lines = [f'{{"file_name": "{n}.bmp", "text": "picture {n}"}}' for n in range(3)]

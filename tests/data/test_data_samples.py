@@ -10,9 +10,10 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data import subset
 from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.samples import CaptionedImages
-from sd_lightning.data.source import as_source
+from sd_lightning.data.source import BadSample, Source, as_source
 from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
 from sd_lightning.data.subset import SourceSubset, hold_out
 from sd_lightning.data.transform import place, to_model_range, to_rgb
@@ -145,7 +146,7 @@ def test_evaluation_prompts_ask_for_every_digit_equally() -> None:
 
 
 @pytest.mark.parametrize(("asked", "held"), [(None, 64), (10, 10), (359, 359)])
-def test_hold_out_splits_evenly_without_overlap(asked: int | None, held: int) -> None:
+def test_hold_out_splits_without_overlap(asked: int | None, held: int) -> None:
     source = SourceSubset(Digits("train"), range(1437)) if asked is None else Digits("val")
     train, val = hold_out(source, asked)
     names = [[part.name(i) for i in range(len(part))] for part in (train, val)]
@@ -187,20 +188,64 @@ def test_hold_out_none_or_too_many() -> None:
         hold_out(source, 360)
 
 
-@pytest.mark.parametrize(("total", "num"), [(2, 1), (10, 3), (10, 9), (97, 4), (360, 64), (1437, 64), (1000, 999)])
-def test_hold_out_takes_every_total_th_of_num_and_trains_on_the_rest(total: int, num: int) -> None:
-    class Numbers:
-        def __len__(self) -> int:
-            return total
+class Numbered(Source):
+    """Images that are numbers, by name."""
 
-    train, val = hold_out(Numbers(), num)  # type: ignore[arg-type]
-    assert isinstance(train, SourceSubset) and isinstance(val, SourceSubset)
-    held_out = [i * total // num for i in range(num)]
-    assert [val.indices[i] for i in range(len(val))] == held_out
-    assert [train.indices[i] for i in range(len(train))] == sorted(set(range(total)) - set(held_out))
+    def __init__(self, images: dict[str, int]) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def image(self, index: int) -> Image.Image:
+        raise BadSample("only its bytes are looked at")
+
+    def captions(self, index: int) -> list[str]:
+        return ["a number"]
+
+    def name(self, index: int) -> str:
+        return list(self.images)[index]
+
+    def content(self, index: int) -> bytes:
+        return b"%d" % self.images[self.name(index)]
 
 
-def test_hold_out_of_two_billion_samples_lists_none() -> None:
+def names_of(part: Source | None) -> list[str]:
+    return [] if part is None else [part.name(i) for i in range(len(part))]
+
+
+def test_what_is_held_out_depends_on_the_images_alone() -> None:
+    images = {f"{i:03}": i for i in range(100)}
+    train, val = hold_out(Numbered(images), 7)
+    other = {f"x{i:03}": i for i in reversed(range(100))}
+    held = {name[-3:] for name in names_of(hold_out(Numbered(other), 7)[1])}
+    assert len(held) == 7 and held == set(names_of(val))
+    assert names_of(train) == sorted(set(images) - held), "in order"
+
+
+def test_copies_of_an_image_are_on_one_side() -> None:
+    images = {f"{i:03}": i // 2 for i in range(100)}
+    train, val = hold_out(Numbered(images), 7)
+    sides = [{images[name] for name in names_of(part)} for part in (train, val)]
+    assert len(names_of(val)) == 6 and not sides[0] & sides[1]
+    assert len(names_of(hold_out(Numbered(images), 1)[1])) == 2
+    assert len(names_of(hold_out(Numbered(dict.fromkeys("abc", 5)), 1)[1])) == 1, "nothing but copies"
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_what_was_held_out_stays_when_data_grow(by_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_key:
+        monkeypatch.setattr(subset, "_BY_CONTENT", 10)
+    images = {f"{i:03}": i for i in range(100)}
+    held = set(names_of(hold_out(Numbered(images), 7)[1]))
+    more = images | {f"new {i}": 1000 + i for i in range(400)}
+    later = set(names_of(hold_out(Numbered(more), 9, was_held=held.__contains__)[1]))
+    assert len(later) == 9 and held < later
+    fewer = set(names_of(hold_out(Numbered(more), 5, was_held=held.__contains__)[1]))
+    assert len(fewer) == 5 and fewer < held
+
+
+def test_hold_out_of_two_billion_samples_reads_none() -> None:
     class Many:
         def __len__(self) -> int:
             return 2 * 10**9

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,10 +26,12 @@ from sd_lightning.data.bad_samples import BadSamples
 from sd_lightning.data.samples import tell_of_long_captions
 from sd_lightning.data.source import Source
 from sd_lightning.data.store.encoding import ShardEncoder
+from sd_lightning.data.store.files import hashes_of
 from sd_lightning.data.store.job import StoreJob, rows_per_file
 from sd_lightning.data.store.recipe import DTYPES, Recipe, network_hash
 from sd_lightning.data.store.store import Generation, LatentStore, recipes
 from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.subset import SourceSubset, hold_out
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.locations import open_location
@@ -72,8 +75,9 @@ def run(cfg: DictConfig) -> int:
     datamodule: SDDataModule = _conf.instantiate(cfg.data)
     sources = sources_of(datamodule)
     model = load_model(cfg, without=("denoiser",) if settings.text else ("denoiser", "text_encoders"))
-    recipe = recipe_of(model, datamodule, settings)
-    return encode(LatentStore(root, recipe), sources, model, datamodule, settings)
+    store = LatentStore(root, recipe_of(model, datamodule, settings))
+    sources = keep_held_out(store, sources)
+    return encode(store, sources, model, datamodule, settings)
 
 
 def sources_of(datamodule: SDDataModule) -> dict[str, Source]:
@@ -94,6 +98,26 @@ def sources_of(datamodule: SDDataModule) -> dict[str, Source]:
         if source.latents is not None:
             raise UsageError("precompute got data=latents, which are encoded already; write data=images")
     return sources
+
+
+def keep_held_out(store: LatentStore, sources: dict[str, Source]) -> dict[str, Source]:
+    """Return the sources such that what the store holds out stays so, if they are two parts of the same data."""
+    train, val = sources["train"], sources.get("val")
+    if not isinstance(train, SourceSubset) or not isinstance(val, SourceSubset) or train.source is not val.source:
+        return sources
+    keys: set[bytes] = set()
+    with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
+        for entry in store.generation().splits.get("val", []):
+            with suppress(FileNotFoundError), store.opened(entry, Path(scratch)) as file:
+                keys |= set(map(bytes, file.read("keys").numpy()))
+    if not keys:
+        return sources
+
+    def was_held(key: str) -> bool:
+        return hashes_of([key.encode(errors="surrogatepass")]).tobytes() in keys
+
+    first, others = hold_out(train.source, len(val), was_held=was_held)
+    return {"train": first} if others is None else {"train": first, "val": others}
 
 
 def recipe_of(model: LatentDiffusion, datamodule: SDDataModule, settings: Settings) -> Recipe:

@@ -32,21 +32,24 @@ _NAMED = 3
 _ASPECTS = ("identities", "images", "captions")
 
 
-def fingerprint(source: Source, *, order: str = "") -> Fingerprint:
+def fingerprint(source: Source, *, order: str = "", held_out: Source | None = None) -> Fingerprint:
     """Return the fingerprint of a source, for a checkpoint.
 
     Args:
         source: The training set.
         order: Settings that the order of the epochs depends on, besides seed and batch size.
+        held_out: The samples that were split off the same data for validation, if any.
 
     Returns:
         ``order``; ``num_samples``; one digest each of all identities, images and captions, in order; ``own``, the
-        source's own fingerprint or None; and ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples.
+        source's own fingerprint or None; ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples; and
+        ``held_out``, the hashes (H,) int64 of the identities held out, None above ``COUNTED`` or without any.
     """
     source = as_source(source)
+    held = None if held_out is None or len(held_out) > COUNTED else _hashes(held_out)[:, 0].clone()
     if source.digests is not None and len(source) > COUNTED:
         own, num = source.fingerprint, len(source)
-        return {"order": order, "num_samples": num, **source.digests, "own": own, "samples": None}
+        return {"order": order, "num_samples": num, **source.digests, "own": own, "samples": None, "held_out": held}
     samples = _hashes(source)
     digests = {
         aspect: blake2b(samples[:, i].contiguous().numpy().tobytes(), digest_size=16).hexdigest()
@@ -54,7 +57,8 @@ def fingerprint(source: Source, *, order: str = "") -> Fingerprint:
     }
     few = len(samples) <= COUNTED
     own, num = source.fingerprint, len(samples)
-    return {"order": order, "num_samples": num, **digests, "own": own, "samples": samples if few else None}
+    kept = samples if few else None
+    return {"order": order, "num_samples": num, **digests, "own": own, "samples": kept, "held_out": held}
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Change:
     """Whether the samples' identities or their order have changed, so that positions in an epoch differ."""
     reorders: bool
     """Whether the order of every epoch has changed, as with another number of samples or other buckets."""
+    mixes: bool = False
+    """Whether samples that were trained on are held out now, or the other way round."""
 
 
 def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Change | None:
@@ -82,7 +88,8 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
     is_comparable = (saved["num_samples"] <= THOROUGH) == (ours["num_samples"] <= THOROUGH)
     others = [aspect for aspect in ("images", "captions") if is_comparable and saved[aspect] != ours[aspect]]
     saved_order, order = saved.get("order", ""), ours["order"]
-    if not moves and not others and saved["own"] == ours["own"] and saved_order == order:
+    mixed = _mixed(saved, ours)
+    if not moves and not others and not mixed and saved["own"] == ours["own"] and saved_order == order:
         return None
     told = []
     if saved["samples"] is not None and ours["samples"] is not None:
@@ -102,7 +109,20 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
     # Another image may be in another bucket, which changes the order of all batches.
     is_sorted_anew = saved_order != order or (order != "" and (moves or "images" in others))
     reorders = is_sorted_anew or saved["num_samples"] != ours["num_samples"]
-    return Change(", ".join(told), moves or is_sorted_anew, reorders)
+    return Change(", ".join([*told, *mixed]), moves or is_sorted_anew, reorders, bool(mixed))
+
+
+def _mixed(saved: Mapping[str, Any], ours: Fingerprint) -> list[str]:
+    """Return what to tell of samples that have changed between training and validation; nothing if none has."""
+    told = []
+    for one, other, text in (
+        (ours, saved, "held out now were trained on"),
+        (saved, ours, "trained on now were held out"),
+    ):
+        if one.get("held_out") is not None and other["samples"] is not None:
+            both = torch.isin(one["held_out"], other["samples"][:, 0])
+            told += [f"{int(both.sum())} samples that are {text}"] if both.any() else []
+    return told
 
 
 def file_evidence(path: str, *, thorough: bool) -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 from typing import Protocol
 
+import numpy as np
 from PIL import Image
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.source import Source, as_source
+from sd_lightning.data.source import BadSample, Source, as_source
+
+_BY_CONTENT = 10_000
+"""Largest number of samples whose images are looked at, three small pieces of each file."""
+_BY_KEY = 1_000_000
+"""Largest number of samples whose keys are hashed at every start: about three seconds."""
 
 
 class Indices(Protocol):
@@ -61,40 +69,38 @@ class SourceSubset(Source):
 
 
 @dataclass(frozen=True)
-class EvenlySpaced:
-    """``num`` indices spread evenly over ``range(total)``."""
-
-    total: int
-    num: int
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, place: int) -> int:
-        return place * self.total // self.num
-
-
-@dataclass(frozen=True)
 class AllBut:
-    """The indices of ``range(total)`` that are not among ``num`` evenly spaced ones."""
+    """The indices of ``range(total)`` that are not among some others."""
 
     total: int
-    num: int
+    others: np.ndarray
+    """(H,) int64, increasing."""
 
     def __len__(self) -> int:
-        return self.total - self.num
+        return self.total - len(self.others)
 
     def __getitem__(self, place: int) -> int:
-        # place * (total - num) // num of these indices are below the evenly spaced one at that place.
-        return place + 1 + ((place + 1) * self.num - 1) // len(self)
+        return place + int(np.searchsorted(self._left_before, place, side="right"))
+
+    @cached_property
+    def _left_before(self) -> np.ndarray:
+        """(H,) int64: how many indices are left before each of the others."""
+        return self.others - np.arange(len(self.others))
 
 
-def hold_out(source: Source, num_val_samples: int | None) -> tuple[Source, Source | None]:
-    """Split off evenly spaced samples for validation.
+def hold_out(
+    source: Source, num_val_samples: int | None, *, was_held: Callable[[str], bool] | None = None
+) -> tuple[Source, Source | None]:
+    """Split off samples for validation, chosen by a hash.
+
+    Up to ``_BY_CONTENT`` samples it is that of the image, so that copies of an image are on the same side. Of more it
+    is that of the key, and above ``_BY_KEY`` samples they are evenly spaced.
 
     Args:
         source: All samples.
-        num_val_samples: How many to hold out; 0: none; ``None``: a twentieth, 64 at most.
+        num_val_samples: How many to hold out; 0: none; ``None``: a twentieth, 64 at most. There may be a few less where
+            images have copies.
+        was_held: Tells of a sample's key whether it was held out before: such samples are chosen first.
 
     Returns:
         The samples to train on, and the held-out ones.
@@ -111,4 +117,44 @@ def hold_out(source: Source, num_val_samples: int | None) -> tuple[Source, Sourc
         )
     if num == 0:
         return source, None
-    return SourceSubset(source, AllBut(total, num)), SourceSubset(source, EvenlySpaced(total, num))
+    if total > _BY_KEY and was_held is None:
+        held = np.arange(num) * total // num
+    else:
+        held = _chosen(as_source(source), num, was_held)
+    return SourceSubset(source, AllBut(total, held)), SourceSubset(source, held.tolist())
+
+
+def _chosen(source: Source, num: int, was_held: Callable[[str], bool] | None) -> np.ndarray:
+    """Return the indices (H,) of the samples to hold out: those with the smallest hashes, whole groups of copies."""
+    total = len(source)
+    hash_of = _content_hash if total <= _BY_CONTENT else lambda source, index: _hash(source.key(index))
+    hashes = np.array([hash_of(source, index) for index in range(total)], np.uint64)
+    if total > 1 and (hashes == hashes[0]).all():  # where all images are the same, copies say nothing
+        hashes = np.array([_hash(source.key(index)) for index in range(total)], np.uint64)
+    values, group, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    first = np.zeros(len(values), bool)
+    if was_held is not None:
+        first[group[[was_held(source.key(index)) for index in range(total)]]] = True
+    taken, left = np.zeros(len(values), bool), num
+    for number in np.lexsort((values, ~first)).tolist():
+        if counts[number] <= left:
+            taken[number] = True
+            left -= int(counts[number])
+        if not left:
+            break
+    if left == num:  # every image has more copies than are to be held out
+        taken[counts.argmin()] = True
+    return np.flatnonzero(taken[group])
+
+
+def _content_hash(source: Source, index: int) -> int:
+    image = source.evidence(index, thorough=True)[1]
+    try:
+        return _hash(image or source.content(index))
+    except BadSample:
+        return _hash(source.key(index))
+
+
+def _hash(text: str | bytes) -> int:
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")

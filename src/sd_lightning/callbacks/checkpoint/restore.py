@@ -102,11 +102,19 @@ def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Chang
         path: The checkpoint.
 
     Raises:
-        UsageError: The checkpoint is in the middle of an epoch whose samples have changed.
+        UsageError: The checkpoint is in the middle of an epoch whose samples have changed, or other samples are held
+            out.
     """
     if saved.get("data") is None or not isinstance(datamodule, ComparableData):
         return None
     change = datamodule.change_since(saved["data"])
+    if change is not None and change.mixes and datamodule.changed != "accept":
+        raise UsageError(
+            f"resume={path}: other samples are held out than in this checkpoint, so that validation would be on "
+            f"samples that the model has seen: {change.told}; bring the data back as they were; start again, with "
+            "data.val_data_dir for a validation that stays; or write data.changed=accept (older versions held out "
+            "every n-th sample)"
+        )
     position = RunPosition(**saved["position"])
     if change is not None and change.moves and position.steps_in_epoch and datamodule.changed != "accept":
         then = f"a new epoch begins, without the rest of epoch {position.epoch}"

@@ -22,6 +22,7 @@ from sd_lightning.data.order import ORDER_VERSION
 from sd_lightning.data.sampler import GlobalBatchSampler
 from sd_lightning.data.samples import CaptionedImages, tell_of_long_captions
 from sd_lightning.data.source import Source, StoredLatents, as_source
+from sd_lightning.data.subset import SourceSubset
 from sd_lightning.data.workers import Loaders, reading_threads
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
@@ -141,7 +142,9 @@ class SDDataModule(LightningDataModule):
         """Return the fingerprint of the training set, computed on the first call; see ``data/fingerprint.py``."""
         if self._fingerprint is None:
             order = self._batching.signature(self.source_train)
-            self._fingerprint = fingerprint(self.source_train, order=order)
+            train, val = self.source_train, self.source_val
+            is_part = isinstance(train, SourceSubset) and isinstance(val, SourceSubset) and train.source is val.source
+            self._fingerprint = fingerprint(train, order=order, held_out=val if is_part else None)
         return self._fingerprint
 
     def change_since(self, saved: Mapping[str, Any]) -> Change | None:

@@ -96,8 +96,11 @@ def write_groups(path: Path, groups: Iterable[Mapping[str, Tensor]], *, rows: in
 
 def row_sums(tensor: Tensor) -> Tensor:
     """Return the sum (N,) int64 of the bytes of each row (N, …), eight at a time; a flipped bit changes it."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8).view(len(tensor), -1)
-    return (flat.view(torch.int64) if flat.shape[1] % 8 == 0 else flat).sum(1, dtype=torch.int64)
+    return _sums(tensor.contiguous().view(-1).view(torch.uint8).view(len(tensor), -1))
+
+
+def _sums(rows: Tensor) -> Tensor:
+    return (rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows).sum(1, dtype=torch.int64)
 
 
 def text_columns(name: str, texts: Sequence[str]) -> dict[str, Tensor]:
@@ -132,7 +135,8 @@ class RowBuffer:
     def __init__(self, num_rows: int, column: Column) -> None:
         """Make room for some rows; of the column only shape, type and bytes per row matter."""
         self.tensor, self.row_bytes = torch.empty(num_rows, *column.shape[1:], dtype=column.dtype), column.row_bytes
-        self._memory = list(self.tensor.view(torch.uint8).flatten(1).numpy())
+        self._bytes = self.tensor.view(torch.uint8).flatten(1)
+        self._memory = list(self._bytes.numpy())
 
     def read(self, rows: np.ndarray, fds: np.ndarray, offsets: np.ndarray) -> bool:
         """Read some rows.
@@ -147,6 +151,10 @@ class RowBuffer:
         """
         memory = [self._memory[row] for row in rows.tolist()] if len(rows) < len(self._memory) else self._memory
         return {self.row_bytes}.issuperset(map(os.preadv, fds.tolist(), zip(memory), offsets.tolist()))
+
+    def sums(self) -> np.ndarray:
+        """Return the :func:`row_sums` (B,) of what was read."""
+        return _sums(self._bytes).numpy()
 
 
 class StoreFile:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from sd_lightning.data.store.files import CHECKS, Column, SampleFile, StoreFile
 
@@ -70,17 +71,16 @@ class OpenFiles:
         self._num_handles = 0
         self._free: list[int] = []
         self._ids = list(ids)
-        place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("sizes", "i4", (variants, 4)), ("id_fd", "i4")]
-        place += [("check", "i8", (variants,)), ("has_check", "?")]
+        place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("about", "i8", (variants, 6)), ("id_fd", "i4")]
         place += [("id_begin", "i8", (len(ids),)), ("first_caption", "i8"), ("num_captions", "i4")]
         self._places = np.zeros(0, place)
 
     def rows(self, numbers: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the places of row ``rows[i]`` of file ``numbers[i]``, in parts of which all files can be open at once.
 
-        A place has the file ``fd`` and ``offset`` of the latents, their ``sizes``, their sums ``check`` if it
-        ``has_check``, and for token ids the file
-        ``id_fd``, ``id_begin`` of each column, ``first_caption`` and ``num_captions``. It holds until the next part.
+        A place has the file ``fd`` and ``offset`` of the latents, ``about`` each variant its four sizes, the sum of
+        its latents and whether that is known, and for token ids the file ``id_fd``, ``id_begin`` of each column,
+        ``first_caption`` and ``num_captions``. It holds until the next part.
 
         Yields:
             Which ``i`` (N,) the part has, and their places (N,).
@@ -152,10 +152,10 @@ class OpenFiles:
         places["offset"] = begins + row * self._variants * samples.latents.row_bytes
         for number, each in enumerate(shards):
             here = shard == number
-            places["sizes"][here] = each.read("sizes").view(-1, self._variants, 4).numpy()[row[here]]
-            places["has_check"][here] = CHECKS in each.columns
-            if CHECKS in each.columns:
-                places["check"][here] = each.read(CHECKS).view(-1, self._variants).numpy()[row[here]]
+            sizes, has_sum = each.read("sizes").long(), CHECKS in each.columns
+            sums = each.read(CHECKS) - sizes.sum(1) if has_sum else torch.zeros(len(sizes), dtype=torch.int64)
+            about = torch.cat([sizes, sums[:, None], torch.full((len(sizes), 1), int(has_sum))], dim=1)
+            places["about"][here] = about.view(-1, self._variants, 6).numpy()[row[here]]
         places["id_fd"] = file.fd
         places["id_begin"] = [file.columns[name].begin for name in self._ids]
         places["first_caption"] = file.first_caption[:-1]

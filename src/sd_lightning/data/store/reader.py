@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.shapes import Shape
-from sd_lightning.data.store.files import Column, RowBuffer, SampleFile, StoreFile, row_sums
+from sd_lightning.data.store.files import Column, RowBuffer, SampleFile, StoreFile
 from sd_lightning.data.store.open_files import OpenFiles, OpenSamples
 from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, path_of
 from sd_lightning.storage.file_cache import FileCache
@@ -82,18 +82,17 @@ class StoreReader:
         shapes = self._shapes[numbers]
         assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
         column = self._files.latents(int(numbers[0]))
-        out, sizes = RowBuffer(len(indices), column), np.empty((len(indices), 4), np.int64)
-        check, has_check = np.zeros(len(indices), np.int64), np.zeros(len(indices), bool)
+        out, about = RowBuffer(len(indices), column), np.empty((len(indices), 6), np.int64)
         variants = np.broadcast_to(variants, len(indices))
         for part, rows in self._rows(indices):
             if not out.read(part, rows["fd"], rows["offset"] + variants[part] * column.row_bytes):
                 raise self.cut_off(LATENTS)
-            here = np.arange(len(rows)), variants[part]
-            sizes[part], check[part], has_check[part] = rows["sizes"][here], rows["check"][here], rows["has_check"]
-        is_altered = has_check & (row_sums(out.tensor).numpy() + sizes.sum(1) != check)
-        if is_altered.any():
+            of_all = rows["about"]  # (N, variants, 6)
+            about[part] = of_all[:, 0] if of_all.shape[1] == 1 else of_all[np.arange(len(rows)), variants[part]]
+        differs = out.sums() != about[:, 4]
+        if differs.any() and (is_altered := differs & (about[:, 5] == 1)).any():
             raise self._altered(int(indices[is_altered.argmax()]))
-        return StoredBatch(out.tensor, torch.from_numpy(sizes))
+        return StoredBatch(out.tensor, torch.from_numpy(about[:, :4]))
 
     def num_captions(self, indices: np.ndarray) -> list[int]:
         """Return the number of captions of each sample."""

@@ -35,8 +35,9 @@ PROGRAM = _conf.Program(
 
 
 def main() -> None:
-    if sys.argv[1:2] and sys.argv[1] in ACTIONS:
-        sys.argv[1] = f"action={sys.argv[1]}"
+    place = next((place for place, given in enumerate(sys.argv) if place and given in ACTIONS), None)
+    if place is not None:  # also behind settings
+        sys.argv[place] = f"action={sys.argv[place]}"
     _conf.main(PROGRAM)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
@@ -19,6 +20,7 @@ from sd_lightning.data.fingerprint import change, fingerprint
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.sources import parquet, parquet_files
 from sd_lightning.data.sources.parquet import ParquetImages
+from sd_lightning.data.sources.parquet_files import read_footer
 from sd_lightning.data.sources.tar_members import expand_braces
 from sd_lightning.data.sources.webdataset import WebDatasetTars
 
@@ -89,6 +91,17 @@ def test_unusable_samples_of_tars_are_named_with_the_reason(tmp_path: Path) -> N
         source.captions(2)
     with pytest.raises(BadSample, match="a.tar/code.txt is not UTF-8 text"):
         source.captions(3)
+
+
+def test_images_with_two_dots_in_their_names_are_named(tmp_path: Path) -> None:
+    files = {**sample("a", 1), "a.mask.png": encoded(2), "1.5_cat.png": encoded(3)}
+    files |= {"1.5_cat.txt": b"a cat", "1.7_dog.png": encoded(4), "1.7_dog.txt": b"a dog"}
+    source = WebDatasetTars(write_tar(tmp_path / "x.tar", files))
+    assert len(source) == 1 and list(source.dropped) == [
+        f"{tmp_path}/x.tar/1.5_cat.png",
+        f"{tmp_path}/x.tar/1.7_dog.png",
+    ]
+    assert "has two dots, and the first one ends a sample's name" in source.dropped[f"{tmp_path}/x.tar/1.5_cat.png"]
 
 
 def test_tars_cut_off_or_damaged_are_named_and_what_is_whole_is_used(tmp_path: Path) -> None:
@@ -410,6 +423,26 @@ def test_another_image_in_parquet_is_another_fingerprint(tmp_path: Path) -> None
     write_parquet(tmp_path / "a.parquet", columns)
     found = change(saved, fingerprint(source := ParquetImages(tmp_path)), source)
     assert found is not None and found.told == "another fingerprint of the data set, whose images may be others"
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_an_image_exchanged_for_one_of_the_same_size_is_another_fingerprint(tmp_path: Path, compression: str) -> None:
+    random = np.random.default_rng(0)
+    images = [encoded(0) + random.bytes(5000 + number) for number in range(40)]  # which ends behind its image
+    options = {"rows_per_group": 7, "compression": compression, "write_statistics": False, "use_dictionary": False}
+    captions = [f"caption {number}" for number in range(40)]
+    for file in "ab":
+        write_parquet(tmp_path / f"{file}.parquet", {"image": images, "text": captions}, **options)
+    saved = fingerprint(ParquetImages(tmp_path))
+    for number in range(40):
+        others = [*images[:number], encoded(0) + random.bytes(5000 + number), *images[number + 1 :]]
+        before = read_footer(f"{tmp_path}/b.parquet")[1]
+        write_parquet(tmp_path / "b.parquet", {"image": others, "text": captions}, **options)
+        assert read_footer(f"{tmp_path}/b.parquet")[1] == before
+        assert fingerprint(ParquetImages(tmp_path))["own"] != saved["own"], number
+        write_parquet(tmp_path / "b.parquet", {"image": images, "text": captions}, **options)
+    source = ParquetImages(tmp_path)
+    assert change(saved, fingerprint(source), source) is None
 
 
 def test_another_file_that_parquet_names_is_a_replaced_image(tmp_path: Path) -> None:

@@ -89,6 +89,93 @@ def test_sidecars_are_found_recursively_in_a_stable_order(tmp_path: Path) -> Non
     assert "it has no caption file lonely.txt" in folder.dropped.values()
 
 
+def test_captions_stand_in_a_csv_file_too(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        paint(tmp_path / f"{name}.png")
+    (tmp_path / "metadata.csv").write_text('file_name,text\na.png,"one, and more"\nb.png,\n', encoding="utf-8-sig")
+    folder = ImageFolder(tmp_path)
+    assert [folder.captions(i) for i in range(len(folder))] == [["one, and more"]]
+    assert folder.dropped == {str(tmp_path / "b.png"): "its caption is empty"}
+    with pytest.raises(UsageError, match="data.caption_column=caption, which is no key of line 2 of .*metadata.csv"):
+        ImageFolder(tmp_path, caption_column="caption")
+    (tmp_path / "metadata.csv").write_bytes(b"file_name,text\na.png,\xff\n")
+    with pytest.raises(UsageError, match="metadata.csv.*UTF-8"):
+        ImageFolder(tmp_path)
+
+
+def test_caption_files_may_have_another_ending(tmp_path: Path) -> None:
+    for number in range(3):
+        paint(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.caption").write_text(f"caption {number}")
+    with pytest.raises(UsageError, match="for 0.caption write data.caption_extension=.caption"):
+        ImageFolder(tmp_path)
+    for extension in (".caption", "caption"):
+        folder = ImageFolder(tmp_path, caption_extension=extension)
+        assert [folder.captions(i) for i in range(len(folder))] == [[f"caption {i}"] for i in range(3)]
+
+
+def test_images_in_folders_with_a_number_count_as_often_if_asked_for(tmp_path: Path) -> None:
+    for name in ("3_sks dog/a", "3_sks dog/b", "2020_holidays/c", "0_left out/d"):
+        paint(tmp_path / f"{name}.png")
+    (tmp_path / "3_sks dog/b.txt").write_text("a dog in the snow")
+    with pytest.raises(UsageError, match="no usable.*data.folder_repeats=true"):
+        ImageFolder(tmp_path / "2020_holidays")
+    (tmp_path / "2020_holidays/c.txt").write_text("a beach")
+    assert len(ImageFolder(tmp_path)) == 2
+    (tmp_path / "2020_holidays").rename(tmp_path / "holidays")
+    folder = ImageFolder(tmp_path, folder_repeats=True)
+    found = [(folder.key(i), folder.captions(i)[0]) for i in range(len(folder))]
+    again = [("a", "sks dog")] * 3 + [("b", "a dog in the snow")] * 3
+    names = [f"3_sks dog/{name}.png{count}" for name in "ab" for count in ("", "#2", "#3")]
+    assert found == [*zip(names, [caption for _, caption in again]), ("holidays/c.png", "a beach")]
+
+
+def test_images_of_other_kinds_with_captions_are_named(tmp_path: Path) -> None:
+    paint(tmp_path / "a.png")
+    (tmp_path / "b.heic").write_bytes(b"photo")
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert ImageFolder(tmp_path).dropped == {
+        str(tmp_path / "b.heic"): "it is of a kind that cannot be read; convert it to JPEG"
+    }
+
+
+def test_a_link_to_a_folder_above_multiplies_nothing(tmp_path: Path) -> None:
+    for name in ("a", "more/b"):
+        paint(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "again").symlink_to(tmp_path / "more")
+    folder = ImageFolder(tmp_path)
+    assert [folder.key(i) for i in range(len(folder))] == ["a.png", "more/b.png"]
+
+
+def test_metadata_may_not_name_images_outside_of_the_folder(tmp_path: Path) -> None:
+    paint(tmp_path / "outside.png")
+    paint(tmp_path / "folder/inside.png")
+    inside = {"file_name": "more/../inside.png", "text": "one"}
+    (tmp_path / "folder/more").mkdir()
+    for name in ("../outside.png", str(tmp_path / "outside.png"), "more/../../outside.png"):
+        metadata(tmp_path / "folder", inside, {"file_name": name, "text": "two"})
+        with pytest.raises(UsageError, match="line 2 of .*outside of the folder.*data.allow_outside=true"):
+            ImageFolder(tmp_path / "folder")
+        assert len(ImageFolder(tmp_path / "folder", allow_outside=True)) == 2
+    metadata(tmp_path / "folder", {"file_name": str(tmp_path / "folder/inside.png"), "text": "two"})
+    assert len(ImageFolder(tmp_path / "folder")) == 1
+
+
+def test_images_that_metadata_does_not_name_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.png", "b.png", "sub/c.avif"):
+        paint(tmp_path / name)
+    metadata(tmp_path, {"file_name": "a.png", "text": "one"})
+    assert len(ImageFolder(tmp_path)) == 1
+    assert f"2 images in {tmp_path} are left out" in caplog.text and f"the first: {tmp_path}/b.png" in caplog.text
+    caplog.clear()
+    metadata(tmp_path, *({"file_name": name, "text": "one"} for name in ("a.png", "b.png", "sub/c.avif")))
+    folder = ImageFolder(tmp_path)
+    assert not caplog.text and folder.image(2).size == (12, 10)
+
+
 def test_broken_images_are_bad_samples_with_a_reason(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for suffix in ("png", "jpg", "webp", "gif", "bmp", "tif"):

@@ -61,6 +61,9 @@ def image_folder_data(
     *,
     num_val_samples: int | None = None,
     caption_column: str = "text",
+    caption_extension: str = ".txt",
+    folder_repeats: bool = False,
+    allow_outside: bool = False,
     batches: Batches,
     images: ImageOptions,
     loader: LoaderOptions,
@@ -68,7 +71,14 @@ def image_folder_data(
     """Build an ``ImageFolder`` datamodule; without ``val_data_dir``, ``hold_out`` splits off ``num_val_samples``."""
 
     def read(folder: str) -> Source:
-        return ImageFolder(folder, caption_column=caption_column, max_image_pixels=images.max_image_pixels)
+        return ImageFolder(
+            folder,
+            caption_column=caption_column,
+            max_image_pixels=images.max_image_pixels,
+            allow_outside=allow_outside,
+            caption_extension=caption_extension,
+            folder_repeats=folder_repeats,
+        )
 
     train, val = _train_and_val(read, train_data_dir, val_data_dir, num_val_samples)
     return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
@@ -122,6 +132,7 @@ def parquet_data(
     val_data_dir: str | None = None,
     *,
     num_val_samples: int | None = None,
+    allow_outside: bool = False,
     columns: ColumnsAndSizes,
     batches: Batches,
     images: ImageOptions,
@@ -130,7 +141,8 @@ def parquet_data(
     """Build the datamodule of ``ParquetImages``; ``num_val_samples`` as in :func:`image_folder_data`."""
 
     def read(folder: str) -> Source:
-        return ParquetImages(folder, max_image_pixels=images.max_image_pixels, **vars(columns))
+        pixels = images.max_image_pixels
+        return ParquetImages(folder, max_image_pixels=pixels, allow_outside=allow_outside, **vars(columns))
 
     train, val = _train_and_val(read, train_data_dir, val_data_dir, num_val_samples)
     return SDDataModule(train, val, images=images, loader=loader, **vars(batches))

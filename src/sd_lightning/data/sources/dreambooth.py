@@ -19,16 +19,18 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.sources.encoded import EncodedImages, repeats
-from sd_lightning.data.sources.image_files import SUFFIXES, decode, open_file, read_captions
+from sd_lightning.data.sources.image_files import (
+    KOHYA_FOLDER,
+    OTHER_SUFFIXES,
+    SUFFIXES,
+    decode,
+    open_file,
+    read_captions,
+)
 from sd_lightning.data.subset import SourceSubset
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, resized
 
-_KOHYA = re.compile(r"(\d+)_(.+)")
 _LEAST_PHOTOS = 2
-_OTHER_IMAGES = frozenset(
-    {".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".rw2", ".orf", ".psd"}
-)
-"""Image file endings of cameras and phones that cannot be decoded here."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Pictures(EncodedImages):
         """Identify a picture by its file name, and by its kohya folder if it has one."""
         picture, name = self.pictures[index], self._in_folder(index)
         folder, _, file = name.rpartition("/")
-        identity = name if _KOHYA.fullmatch(folder) else file
+        identity = name if KOHYA_FOLDER.fullmatch(folder) else file
         return identity, file_evidence(picture.path, thorough=thorough), picture.caption
 
     def _in_folder(self, index: int) -> str:
@@ -150,7 +152,7 @@ def find_photos(folder: str | Path, prompt: str | None) -> list[Picture]:
         )
     photos = [Picture(str(path), _caption(path, prompt, None)) for path in images_in(root)]
     for part in sorted(path for path in root.iterdir() if path.is_dir()):
-        kohya = _KOHYA.fullmatch(part.name)
+        kohya = KOHYA_FOLDER.fullmatch(part.name)
         if kohya and int(kohya[1]) > 0:
             pictures = [Picture(str(path), _caption(path, prompt, kohya[2].strip())) for path in images_in(part)]
             photos += pictures * int(kohya[1])
@@ -178,11 +180,11 @@ def ignored_photos(folder: str | Path) -> str | None:
     """
     root = Path(folder)
     parts = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    numbers = {part: _KOHYA.fullmatch(part.name) for part in parts}
+    numbers = {part: KOHYA_FOLDER.fullmatch(part.name) for part in parts}
     used = [root, *(part for part, kohya in numbers.items() if kohya and int(kohya[1]))]
-    unknown = [path for part in used for path in _files(part, _OTHER_IMAGES)]
+    unknown = [path for part in used for path in _files(part, OTHER_SUFFIXES)]
     unnumbered = [part for part, kohya in numbers.items() if not kohya]
-    misplaced = [path for part in unnumbered for path in [*images_in(part), *_files(part, _OTHER_IMAGES)]]
+    misplaced = [path for part in unnumbered for path in [*images_in(part), *_files(part, OTHER_SUFFIXES)]]
     reasons = []
     if unknown:
         reasons.append(f"{_named(unknown)} of a kind that cannot be read: convert to JPEG")

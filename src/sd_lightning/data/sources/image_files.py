@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import stat
@@ -19,10 +20,18 @@ from PIL.TiffImagePlugin import TiffImageFile
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size, to_rgb
 
+log = logging.getLogger(__name__)
+
 _SIDEWAYS = frozenset({5, 6, 7, 8})
 """EXIF orientations that exchange width and height."""
 _PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"})
+OTHER_SUFFIXES = frozenset(
+    {".heic", ".heif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".rw2", ".orf", ".psd"}
+)
+"""Image file endings of cameras and phones that cannot be decoded here."""
+KOHYA_FOLDER = re.compile(r"(\d+)_(.+)")
+"""Name of a folder of images for kohya's scripts: repeats and caption."""
 MAX_CAPTION_BYTES = 2**20
 """Largest caption file, or line of ``metadata.jsonl``; captions are only some words."""
 
@@ -135,6 +144,29 @@ def _has_late_metadata(file: BinaryIO) -> bool:
 def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
     file.seek(position)
     return file.read(count)
+
+
+def walk(root: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield (folder, subfolders, names of files) of a folder and all below it, in order.
+
+    Links are followed, but each folder is visited once: a link to a folder above it would have no end.
+    """
+    seen: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            log.warning("data: %s is a link to a folder that is read anyway, and left out", folder)
+            subfolders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        subfolders.sort(key=lambda name: (os.path.islink(os.path.join(folder, name)), name))
+        yield folder, subfolders, sorted(names)
+
+
+def is_outside(path: str, root: str | Path) -> bool:
+    """Return whether a path, absolute or relative to a folder, names a place outside of it; links do not count."""
+    top = os.path.abspath(root)
+    return not os.path.normpath(os.path.join(top, path)).startswith(top.rstrip(os.sep) + os.sep)
 
 
 def open_file(path: str | Path) -> BinaryIO:

@@ -6,6 +6,7 @@ images are found when they are decoded.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import logging
@@ -19,36 +20,49 @@ from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.sources.encoded import EncodedImages, repeats
 from sd_lightning.data.sources.image_files import (
+    KOHYA_FOLDER,
     MAX_CAPTION_BYTES,
+    OTHER_SUFFIXES,
     SUFFIXES,
     caption_problem,
     clean_captions,
     file_problem,
+    is_outside,
     open_file,
     read_captions,
     utf8,
+    walk,
 )
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 from sd_lightning.storage.run_folder import is_run
 
 log = logging.getLogger(__name__)
 
-METADATA = "metadata.jsonl"
+METADATA = ("metadata.jsonl", "metadata.csv")
+"""Files with a line for each image; the first one that is there counts."""
 
 
 class ImageFolder(EncodedImages):
     """Images in a folder, captioned by ``metadata.jsonl`` or by a ``.txt`` file beside each image.
 
     Every line of ``metadata.jsonl`` is an object with ``file_name`` (relative to the folder) and the
-    caption, a string or a list of strings. Without that file, all images below the folder are used (run folders are
-    skipped), each with the ``.txt`` file of the same name, which has one caption per line.
+    caption, a string or a list of strings; ``metadata.csv`` has columns of these names. Without them, all images
+    below the folder are used (run folders are skipped), each with the ``.txt`` file of the same name, which has one
+    caption per line.
 
     Attributes:
         dropped: Name -> reason of unusable entries.
     """
 
     def __init__(
-        self, root: str | Path, *, caption_column: str = "text", max_image_pixels: int = MAX_IMAGE_PIXELS
+        self,
+        root: str | Path,
+        *,
+        caption_column: str = "text",
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
+        allow_outside: bool = False,
+        caption_extension: str = ".txt",
+        folder_repeats: bool = False,
     ) -> None:
         """Find the images and check that files and captions exist.
 
@@ -56,13 +70,23 @@ class ImageFolder(EncodedImages):
             root: The folder.
             caption_column: Key of the caption in ``metadata.jsonl``.
             max_image_pixels: Limit on an image's pixels.
+            allow_outside: Whether ``metadata.jsonl`` may name images outside of the folder.
+            caption_extension: Ending of the caption files beside the images.
+            folder_repeats: Whether the images of a subfolder ``10_sks dog`` count ten times and have the caption "sks
+                dog" unless a caption file is beside them, as for kohya's scripts.
 
         Raises:
-            UsageError: There is no such folder or column, no usable image, or ``metadata.jsonl`` is not UTF-8.
+            UsageError: There is no such folder or column, no usable image, or ``metadata.jsonl`` is not UTF-8 or names
+                images outside of the folder.
         """
         self.root = Path(root)
         self.max_image_pixels = max_image_pixels
         self.caption_column = caption_column
+        self.allow_outside = allow_outside
+        self._extension = f".{caption_extension.removeprefix('.')}"
+        self._folder_repeats = folder_repeats
+        self._of_folder: dict[str, str] = {}
+        """Path -> caption of the images whose folder gives it."""
         self.dropped: dict[str, str] = {}
         self._paths: list[str] = []
         self._captions: list[list[str]] | None = None
@@ -71,17 +95,19 @@ class ImageFolder(EncodedImages):
                 f"ImageFolder: there is no folder {str(self.root)!r}; expected a folder of images. "
                 "Write data.train_data_dir=<folder>"
             )
-        if (self.root / METADATA).is_file():
+        self._metadata = next((path for path in map(self.root.joinpath, METADATA) if path.is_file()), None)
+        if self._metadata is not None:
             self._captions = self._read_metadata()
         else:
             self._find_sidecars()
-        self._repeats = {} if self._captions is None else repeats(self._paths)
+        self._repeats = {} if self._captions is None and not folder_repeats else repeats(self._paths)
         if not self._paths:
             name, reason = next(iter(self.dropped.items()), ("", ""))
             why = f"{len(self.dropped)} unusable, the first is {name}: {reason}" if self.dropped else "it is empty"
             raise UsageError(
                 f"ImageFolder: {str(self.root)!r} holds no usable captioned image ({why}); give a "
-                f"folder of images ({', '.join(sorted(SUFFIXES))}) with {METADATA} or a .txt caption beside each"
+                f"folder of images ({', '.join(sorted(SUFFIXES))}) with {METADATA[0]} or a {self._extension} caption "
+                "beside each"
             )
 
     def __len__(self) -> int:
@@ -93,7 +119,9 @@ class ImageFolder(EncodedImages):
     def captions(self, index: int) -> list[str]:
         if self._captions is not None:
             return self._captions[index]
-        path = _sidecar(self._paths[index])
+        if self._paths[index] in self._of_folder:
+            return [self._of_folder[self._paths[index]]]
+        path = self._sidecar(self._paths[index])
         captions = read_captions(path)
         if not captions:
             raise BadSample(f"the caption file {path} is empty")
@@ -109,7 +137,7 @@ class ImageFolder(EncodedImages):
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
         path = self._paths[index]
         if self._captions is None and not thorough:
-            captions = file_evidence(_sidecar(path), thorough=False)
+            captions = file_evidence(self._sidecar(path), thorough=False)
         else:
             captions = self.caption_evidence(index)
         return self._relative(index), file_evidence(path, thorough=thorough), captions
@@ -123,10 +151,16 @@ class ImageFolder(EncodedImages):
         for number, row in self._rows():
             file_name = row.get("file_name")
             if not isinstance(file_name, str) or not file_name:
-                self.dropped[f"{self.root / METADATA}:{number}"] = "no file_name"
+                self.dropped[f"{self._metadata}:{number}"] = "no file_name"
                 continue
             if not self._paths:
                 self._check_column(number, row)
+            if not self.allow_outside and is_outside(file_name, self.root):
+                raise UsageError(
+                    f"ImageFolder: line {number} of {self._metadata} names {file_name}, which is outside of the "
+                    "folder; expected paths within it; move the images, or write data.allow_outside=true if you trust "
+                    "who wrote the file"
+                )
             path = str(self.root / file_name)
             captions = clean_captions(row.get(self.caption_column))
             problem = file_problem(path) if captions else caption_problem(row.get(self.caption_column))
@@ -135,7 +169,21 @@ class ImageFolder(EncodedImages):
             else:
                 self._paths.append(path)
                 found.append(captions)
+        self._tell_unnamed()
         return found
+
+    def _tell_unnamed(self) -> None:
+        """Log how many images of the folder the metadata file does not name."""
+        named = {os.path.normpath(path) for path in (*self._paths, *self.dropped)}
+        images = (
+            os.path.join(folder, name) for folder, _, names in walk(self.root) for name in names if _is_image(name)
+        )
+        unnamed = [path for path in images if os.path.normpath(path) not in named]
+        if unnamed:
+            log.warning(
+                "data: %d images in %s are left out, because %s does not name them (the first: %s)",
+                *(len(unnamed), self.root, os.path.basename(str(self._metadata)), unnamed[0]),
+            )
 
     def _check_column(self, number: int, row: dict[str, object]) -> None:
         """Raise if a line has no caption column, or if that column names the image."""
@@ -146,14 +194,20 @@ class ImageFolder(EncodedImages):
         wrong = "names the image" if self.caption_column == "file_name" else f"is no key of line {number}"
         has = f"which has {', '.join(row)}" if others else "which has no other key than file_name"
         raise UsageError(
-            f"ImageFolder got data.caption_column={self.caption_column}, which {wrong} of {self.root / METADATA}, "
+            f"ImageFolder got data.caption_column={self.caption_column}, which {wrong} of {self._metadata}, "
             f"{has}; {'' if others else 'add captions to it, and '}write data.caption_column={column}"
         )
 
     def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
         """Yield (line number, object) of each metadata line; drop lines that are too long or hold no object."""
-        path = self.root / METADATA
+        path = self._metadata
+        assert path is not None
         try:
+            if path.suffix == ".csv":
+                with open(path, newline="", encoding="utf-8-sig") as table:
+                    rows = csv.DictReader(table)
+                    yield from ((rows.line_num, {name: row[name] for name in row if name}) for row in rows)
+                return
             with open(path, "rb") as file:  # binary: lines end with "\n" only, a caption may contain U+2028
                 for number in itertools.count(1):
                     line = file.readline(MAX_CAPTION_BYTES + 1)
@@ -171,6 +225,8 @@ class ImageFolder(EncodedImages):
                             self.dropped[f"{path}:{number}"] = f"not a JSON object: {text.strip()[:60]!r}"
         except OSError as error:
             raise UsageError(f"ImageFolder cannot read {path} ({error.strerror}); mend that, or remove it") from error
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UsageError(f"ImageFolder cannot read {path} ({error}); save it as CSV in UTF-8") from error
         except BadSample as reason:
             raise UsageError(f"ImageFolder got data.train_data_dir={self.root}: {reason}") from reason
 
@@ -179,30 +235,48 @@ class ImageFolder(EncodedImages):
 
         Run folders are skipped: a run would train on pictures that it generated itself.
         """
-        for folder, subfolders, names in os.walk(self.root, followlinks=True):
+        for folder, subfolders, names in walk(self.root):
             if Path(folder) != self.root and is_run(Path(folder)):
                 log.info("data: %s is the folder of a run, and left out", folder)
                 subfolders.clear()
                 continue
-            subfolders.sort()
-            present = set(names)
-            for name in sorted(names):
-                if os.path.splitext(name)[1].lower() not in SUFFIXES:
+            kohya = KOHYA_FOLDER.fullmatch(os.path.basename(folder)) if self._folder_repeats else None
+            present, count = set(names), int(kohya[1]) if kohya else 1
+            for name in names:
+                path, caption = os.path.join(folder, name), self._sidecar(name)
+                if os.path.splitext(name)[1].lower() in OTHER_SUFFIXES and caption in present:
+                    self.dropped[path] = "it is of a kind that cannot be read; convert it to JPEG"
+                if not _is_image(name):
                     continue
-                path, caption = os.path.join(folder, name), _sidecar(name)
-                if caption not in present:
-                    problem: str | None = f"it has no caption file {caption}"
+                problem = file_problem(path)
+                if caption in present:
+                    problem = problem or file_problem(self._sidecar(path), max_bytes=MAX_CAPTION_BYTES)
+                elif kohya is not None:
+                    self._of_folder[path] = kohya[2].strip()
                 else:
-                    problem = file_problem(path) or file_problem(_sidecar(path), max_bytes=MAX_CAPTION_BYTES)
+                    problem = self._without_caption(folder, name, present)
                 if problem:
                     self.dropped[path] = problem
                 else:
-                    self._paths.append(path)
+                    self._paths += [path] * count
+
+    def _without_caption(self, folder: str, name: str, present: set[str]) -> str:
+        """Return what is wrong with an image without a caption file, and the setting that finds another one."""
+        problem, stem = f"it has no caption file {self._sidecar(name)}", os.path.splitext(name)[0]
+        for other in (".txt", ".caption"):
+            if stem + other in present:
+                return f"{problem}; for {stem}{other} write data.caption_extension={other}"
+        if KOHYA_FOLDER.fullmatch(os.path.basename(folder)):
+            return f"{problem}; if its folder names repeats and caption, write data.folder_repeats=true"
+        return problem
+
+    def _sidecar(self, path: str) -> str:
+        """Return the caption file of an image."""
+        return os.path.splitext(path)[0] + self._extension
 
 
-def _sidecar(path: str) -> str:
-    """Return the caption file of an image."""
-    return os.path.splitext(path)[0] + ".txt"
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def _parsed(text: str) -> object:

@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.fingerprint import file_evidence
+from sd_lightning.data.fingerprint import THOROUGH, file_evidence
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.sources.columns import check_column, choose
 from sd_lightning.data.sources.encoded import EncodedImages
-from sd_lightning.data.sources.image_files import caption_problem, clean_captions, open_file, read_size
+from sd_lightning.data.sources.image_files import (
+    caption_problem,
+    clean_captions,
+    is_outside,
+    open_file,
+    read_size,
+    walk,
+)
 from sd_lightning.data.sources.parquet_files import (
     RowGroups,
     first_rows,
@@ -24,9 +31,11 @@ from sd_lightning.data.sources.parquet_files import (
     holds_integers,
     holds_strings,
     holds_texts,
+    image_chunks,
     num_bytes,
     pyarrow_parquet,
     read_footer,
+    sampled_hash,
 )
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size
 
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
 MAX_GROUP_GIB = 1.0
 """Largest row group of images: reading one of them decodes all."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PIECES = 4
 _LOOKED_AT = 20
 """Number of rows checked to decide whether a column holds images."""
 
@@ -56,6 +66,7 @@ class ParquetImages(EncodedImages):
         width_column: str | None = None,
         height_column: str | None = None,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
+        allow_outside: bool = False,
     ) -> None:
         """Read the footers of all files, and check the columns.
 
@@ -67,6 +78,7 @@ class ParquetImages(EncodedImages):
             width_column: Column of the widths of the upright images in pixels; None to read the images' headers.
             height_column: Column of their heights.
             max_image_pixels: Limit on an image's pixels.
+            allow_outside: Whether paths may name images outside of the folder.
 
         Raises:
             UsageError: ``pyarrow`` is not installed; there are no such files or columns, or a column holds something
@@ -78,7 +90,7 @@ class ParquetImages(EncodedImages):
                 f"ParquetImages got data.width_column={width_column} and data.height_column={height_column}; expected "
                 "both or none; write both"
             )
-        self.max_image_pixels = max_image_pixels
+        self.max_image_pixels, self._allow_outside = max_image_pixels, allow_outside
         self._image, self._caption, self._width, self._height = (
             image_column,
             caption_column,
@@ -131,7 +143,7 @@ class ParquetImages(EncodedImages):
         return f"{self._keys[file]}/{begin + row}"
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        """Leave out images in the Parquet files: their footers (``fingerprint``) stand for them."""
+        """Leave out images in the Parquet files: footers and pieces (``fingerprint``) stand for them."""
         image = ""
         if self._names_files:
             path = self._value(index, self._image)
@@ -139,7 +151,12 @@ class ParquetImages(EncodedImages):
         return self.key(index), image, self.caption_evidence(index) if thorough else ""
 
     def _read_footers(self) -> tuple[np.ndarray, str]:
-        """Check all files; return the table of row groups, and a hash of the footers: another image changes one."""
+        """Check all files; return the table of row groups, and a hash of the footers and of pieces of the images.
+
+        Another image of the same size leaves the footer as it is. It is noticed where a piece is in it: there are
+        ``_PIECES`` for each image, up to ``THOROUGH`` images.
+        """
+        chunks: list[tuple[str, int, int]] = []
         table: list[tuple[int, int, int, int]] = []
         found = blake2b(digest_size=16)
         for file, path in enumerate(self._paths):
@@ -152,6 +169,9 @@ class ParquetImages(EncodedImages):
                 count = metadata.row_group(group).num_rows
                 table.append((file, group, row, count))
                 row += count
+            chunks += [(path, begin, size) for begin, size in image_chunks(metadata, self._image)]
+        if not self._names_files:  # files are looked at one by one
+            found.update(sampled_hash(chunks, _PIECES * min(sum(count for *_, count in table), THOROUGH)).encode())
         return np.array(table, dtype=np.int64).reshape(-1, 4), found.hexdigest()
 
     def _place(self, index: int) -> tuple[int, int, int, int]:
@@ -173,6 +193,11 @@ class ParquetImages(EncodedImages):
             raise BadSample("it has no image")
         if _URL.match(path):
             raise BadSample(f"its image is at {path}; download the images, and write their paths into the column")
+        if not self._allow_outside and is_outside(path, self._folder or "."):
+            raise BadSample(
+                f"its image {path} is outside of {self._folder or '.'}; move it there, or write "
+                "data.allow_outside=true if you trust who wrote the file"
+            )
         return open_file(os.path.join(self._folder, path))
 
     def _check_file(self, path: str, metadata: FileMetaData) -> None:
@@ -235,7 +260,7 @@ def _find_files(root: Path) -> list[str]:
         return [str(root)]
     found = [
         os.path.join(folder, name)
-        for folder, _, names in os.walk(root, followlinks=True)
+        for folder, _, names in walk(root)
         for name in names
         if name.endswith(".parquet") and not name.startswith(".")
     ]

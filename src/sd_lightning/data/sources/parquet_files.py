@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning._errors import UsageError
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 2**29
 """Decoded row groups that a process keeps; the one read last is kept even if it is larger."""
+_PIECE = 64
 _UNREADABLE = (OSError, ValueError, LookupError, NotImplementedError)
 """What pyarrow raises for damaged or changed files."""
 
@@ -74,6 +79,41 @@ def read_footer(path: str) -> tuple[FileMetaData, bytes]:
             return metadata, file.read(length)
     except _UNREADABLE as error:
         raise UsageError(f"ParquetImages cannot read {path} ({error}); mend or remove it") from error
+
+
+def image_chunks(metadata: FileMetaData, column: str) -> list[tuple[int, int]]:
+    """Return where a column lies in a file: first byte and bytes, compressed, of each part."""
+    found = []
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if f"{chunk.path_in_schema}.".startswith(f"{column}."):
+                begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+                found.append((begin, chunk.total_compressed_size))
+    return found
+
+
+def sampled_hash(chunks: Sequence[tuple[str, int, int]], num_pieces: int) -> str:
+    """Return a hash of small pieces of files, at even distances.
+
+    Args:
+        chunks: Path, first byte and bytes of each part of a file.
+        num_pieces: How many pieces to read in all; their cost does not grow with the files.
+
+    Raises:
+        UsageError: A file cannot be read.
+    """
+    step = max(sum(size for *_, size in chunks) // max(num_pieces, 1), 1)
+    found, at = blake2b(digest_size=16), 0  # `at`: distance of the next piece from the begin of a part
+    for path, parts in groupby(chunks, key=itemgetter(0)):
+        try:
+            with open(path, "rb", buffering=0) as file:
+                for _, begin, size in parts:
+                    for offset in range(at, size, step):
+                        found.update(os.pread(file.fileno(), min(_PIECE, size - offset), begin + offset))
+                    at = (at - size) % step if at < size else at - size
+        except OSError as error:
+            raise UsageError(f"ParquetImages cannot read {path} ({error}); mend or remove it") from error
+    return found.hexdigest()
 
 
 def first_rows(path: str, columns: list[str], count: int) -> list[list[Any]]:

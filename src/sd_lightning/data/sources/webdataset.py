@@ -10,7 +10,7 @@ import tarfile
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,7 @@ from sd_lightning.data.sources.image_files import (
     clean_captions,
     too_long,
     utf8,
+    walk,
 )
 from sd_lightning.data.sources.tar_members import TarMember, expand_braces, read_headers, refuse_compressed
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
@@ -40,6 +41,8 @@ class _Files:
 
     image: tarfile.TarInfo | None = None
     caption: tarfile.TarInfo | None = None
+    dotted: list[str] = field(default_factory=list)
+    """Images with another dot in their names, such as ``00017.mask.png``, which are not read."""
     other: tarfile.TarInfo | None = None
     """A ``.json`` file that is not read."""
     problem: str | None = None
@@ -151,6 +154,10 @@ class WebDatasetTars(EncodedImages):
         before, samples = len(self), _grouped(members, self._caption_suffix)
         for stem, files in samples.items():
             image, caption = files.image, files.caption
+            if files.image is None and files.dotted:
+                why = "its name has two dots, and the first one ends a sample's name; rename it"
+                self.dropped |= {f"{path}/{name}": why for name in files.dotted}
+                continue
             problem = self._problem(files, stem, num_bytes)
             if problem or image is None or caption is None:
                 self.dropped[f"{path}/{stem}"] = str(problem)
@@ -213,15 +220,19 @@ def _grouped(members: Iterable[tarfile.TarInfo], caption_suffix: str) -> dict[st
         stem = _stem(_clean(member.name))
         suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
         role = "image" if f".{suffix}" in SUFFIXES else {"json": "other", caption_suffix: "caption"}.get(suffix)
-        if role is None or not stem or stem.endswith("/"):  # a hidden file
+        is_dotted = role is None and f".{suffix.rpartition('.')[2]}" in SUFFIXES
+        if (role is None and not is_dotted) or not stem or stem.endswith("/"):  # a hidden file
             continue
         files = samples.setdefault(stem, _Files())
+        if role is None:
+            files.dotted.append(_clean(member.name))
+            continue
         known = getattr(files, role)
         if known is None:
             setattr(files, role, member)
         elif known.name == member.name:
             files.problem = f"the tar has two files {member.name}"
-    return {stem: files for stem, files in samples.items() if files.image or files.caption}
+    return {stem: files for stem, files in samples.items() if files.image or files.caption or files.dotted}
 
 
 def _clean(name: str) -> str:
@@ -276,7 +287,7 @@ def _find_tars(root: str) -> tuple[str, list[str]]:
 
 def _below(root: str) -> Iterator[str]:
     """Yield all tars below a folder, also compressed ones."""
-    for folder, _, names in os.walk(root, followlinks=True):
+    for folder, _, names in walk(root):
         for name in names:
             is_packed = any(
                 name.lower().endswith(end) for end in (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")

@@ -154,6 +154,12 @@ def test_fused_adamw_clips_after_a_scaler_has_unscaled() -> None:
     [
         (["speed.attention=flash"], "speed.attention=flash computes in 16 bits, but trainer.precision=32-true"),
         (["speed.channels_last=true", "optimizer=adamw8bit"], "bitsandbytes.* contiguous weights only; write speed"),
+        (
+            ["speed.channels_last=true", "strategy=fsdp_offload"],
+            "FSDPStrategy keeps weights row by row, .*; write speed",
+        ),
+        (["speed.channels_last=true", "strategy=gemini"], "gemini keeps weights row by row, .*channels_last=false or"),
+        (["speed.channels_last=true", "strategy=deepspeed_zero3"], "deepspeed keeps weights row by row"),
     ],
 )
 def test_switches_that_cannot_work_together_are_refused_before_anything_is_built(
@@ -352,6 +358,14 @@ def test_channels_last_lasts_through_training_average_checkpoint_and_resume(tmp_
     small.fit(small.module(), small.data(), 4, plain)
     assert plain.activations == {(torch.float32, False)}
     assert watch.losses == pytest.approx(plain.losses, rel=1e-3)
+
+
+def test_fsdp_refuses_channels_last_by_the_name_of_the_weight_before_torch_does() -> None:
+    module = small.module()
+    FSDPStrategy().check(small.trainer_of(1), module)
+    Speed(channels_last=True).apply_(module.trained_networks())
+    with pytest.raises(UsageError, match=r"got unet\.conv_in\.weight.*channels_last=false"):
+        FSDPStrategy().check(small.trainer_of(1), module)
 
 
 def test_tf32_is_allowed_when_asked_for_and_not_otherwise() -> None:

@@ -106,6 +106,12 @@ def _check_speed(cfg: DictConfig, precision: str, *, on_cuda: bool) -> None:
             f"speed.channels_last=true: {cfg.optimizer['_target_']} works on contiguous weights only; write "
             "speed.channels_last=false or optimizer=adamw"
         )
+    strategy = str(cfg.strategy["_target_"]).rpartition(".")[2]
+    if cfg.speed.channels_last and strategy in ("FSDPStrategy", "gemini", "deepspeed", "colossalai"):
+        raise UsageError(
+            f"speed.channels_last=true: {strategy} keeps weights row by row, in flat tensors or shards; write "
+            "speed.channels_last=false or strategy=ddp"
+        )
 
 
 def cuda_devices(cfg: DictConfig) -> int:

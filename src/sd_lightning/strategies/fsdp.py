@@ -93,7 +93,9 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        _refuse_shared_weights(sharded_networks(module, type(self).__name__))
+        networks = sharded_networks(module, type(self).__name__)
+        _refuse_shared_weights(networks)
+        _refuse_other_formats(networks)
         refuse_sparse_gradients(module, type(self).__name__)
         for optimizer in configured_optimizers(module):
             if is_eight_bit(optimizer):
@@ -252,6 +254,18 @@ def _shares_weights(block: nn.Module, network: nn.Module) -> bool:
     parts, parameters = set(block.modules()), {id(parameter) for parameter in block.parameters()}
     others = (part for part in network.modules() if part not in parts)
     return any(id(parameter) in parameters for part in others for parameter in part._parameters.values())
+
+
+def _refuse_other_formats(networks: Mapping[str, nn.Module]) -> None:
+    """Refuse weights that do not lie row by row, before torch does with a ``NotImplementedError``."""
+    for name, network in networks.items():
+        for parameter_name, parameter in network.named_parameters():
+            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                raise UsageError(
+                    f"FSDPStrategy got {name}.{parameter_name}, whose values do not lie row by row, as in the "
+                    "channels_last format, and FSDP2 shards rows; leave it out (speed.channels_last=false), or choose "
+                    "strategy=ddp"
+                )
 
 
 def _refuse_shared_weights(networks: Mapping[str, nn.Module]) -> None:

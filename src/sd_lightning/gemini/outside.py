@@ -30,7 +30,7 @@ _OUTSIDE = -1
 """Autograd's number of the current graph task if none runs."""
 _NUM_CHECKED = 16
 """Writes that are compared between the ranks, at the beginning of a run."""
-_NUM_WATCHED = 2
+_NUM_WATCHED = 1
 """Forward passes of a unit that are watched for writes, at the beginning of a run."""
 _THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
 
@@ -166,13 +166,13 @@ class OutsideAccess:
             shown[parameter] = _Reading.apply(parameter, whole) if is_read else whole
         args, kwargs = tree_map_only(GuardedParameter, shown.__getitem__, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
-        for parameter, whole in shown.items():
-            if not is_alias and parameter.requires_grad and whole._version:
+        for each, whole in shown.items():
+            if not is_alias and each.requires_grad and whole._version:
                 raise UsageError(
-                    f"Gemini got {self._name(parameter)} written by {name} while gradients are recorded, so that the "
+                    f"Gemini got {self._name(each)} written by {name} while gradients are recorded, so that the "
                     "change would be lost; write it under torch.no_grad()"
                 )
-        return first if written and result is shown.get(first) else result
+        return first if isinstance(first, GuardedParameter) and written and result is shown[first] else result
 
     def gradient(self, parameter: nn.Parameter, *, is_asked_to_drop: bool = False) -> Tensor | None:
         """Return the gradient of a parameter, averaged over the ranks and added up since the last step.

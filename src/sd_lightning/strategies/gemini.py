@@ -84,7 +84,6 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super().check(trainer, module)
         sharded_networks(module, type(self).__name__)
-        refuse_sparse_gradients(module, type(self).__name__)
 
     @override
     def footprint(self, workload: Workload) -> Footprint | None:
@@ -103,6 +102,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
+        refuse_sparse_gradients(module, type(self).__name__)
         precision = self._precision
         rest_dtype = precision.compute_dtype if precision.precision == "bf16-true" else None
         self._known = {name for name, _ in module.named_parameters()}

@@ -49,7 +49,7 @@ def _restore(training: Training) -> None:
     training.engine.restore()
     assert not any(training.engine.ledger.current.values())
     for name, parameter in training.network.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
+        assert torch.equal(parameter, expected[parameter]), name
 
 
 def _restore_after_an_exception(training: Training) -> None:

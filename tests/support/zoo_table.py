@@ -154,6 +154,7 @@ COLUMNS = {"FSDP": "fsdp", "DeepSpeed ZeRO-1, ZeRO-2": "zero2", "ZeRO-3": "zero3
 _GRADIENT = "uses the gradient of .*, which DeepSpeed keeps to itself"
 _FROZEN = "changed requires_grad of .*freeze and unfreeze before fit"
 _PARTS = "in parts.*call networks as a whole, and use a weight in the forward of its network"
+_UNTRAINED = "parameters that Gemini does not train"
 _SECOND_PASS = "a second manual_backward before optimizer.step"
 _EMPTY = "weights are empty outside.*use a weight in the forward of the network"
 
@@ -176,7 +177,10 @@ REFUSED: dict[str, dict[str, str]] = {
     "own_parameter": {"fsdp": "a parameter of no network", "gemini": "a parameter of no network"},
     "tied_across": {"fsdp": "FSDP2 cannot gather one weight for two networks"},
     "sparse": dict.fromkeys(("fsdp", "zero", "gemini"), "sparse=False"),
-    "unfreezes": {"zero": _FROZEN},
+    "target": {"gemini": _UNTRAINED},
+    "loads_target": {"gemini": _UNTRAINED},
+    "frozen": {"gemini": _UNTRAINED},
+    "unfreezes": {"zero": _FROZEN, "gemini": _UNTRAINED},
     "freezes": {"zero": _FROZEN},
     "backbone": {"zero": "Finetuning callback does not support"},
     "finetuning": {"zero": "Finetuning callback does not support"},
@@ -186,11 +190,7 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 """Case -> beginning of a strategy's name -> what the refusal says. All other pairs train as under DDP."""
 
-_OF_GEMINI = (
-    *("writes_at_fit_start", "writes_at_train_start", "loads_at_fit_start", "logs_weights", "clamps", "target"),
-    *("loads_target", "edits_gradients", "drops_gradients", "grad_norm", "lightnings_grad_norm", "clips_by_hook"),
-    *("parts", "methods", "sparse", "frozen", "unfreezes", "backbone", "finetuning", "pruning"),
-)
+_OF_GEMINI = ("pruning",)
 NOT_YET = {(case, strategy) for case in _OF_GEMINI for strategy in ("gemini", "gemini_offload")}
 """Case and strategy that are neither equal nor refused by a message of ours yet."""
 

@@ -152,7 +152,8 @@ class OutsideAccess:
                 return func(*args, **kwargs)  # torch refuses to write leaves that need gradients
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return self._replace(*args)
-        is_alias = func in _ALIASES or not torch.is_grad_enabled()
+        is_init = getattr(func, "__module__", None) == _INIT  # which writes without gradients, and names its tensor
+        is_alias = func in _ALIASES or not torch.is_grad_enabled() or is_init
         shown: dict[nn.Parameter, Tensor] = {}
         for parameter in given:
             is_read = not is_alias and parameter.requires_grad
@@ -160,6 +161,8 @@ class OutsideAccess:
             shown[parameter] = _Reading.apply(parameter, whole) if is_read else whole
         args, kwargs = tree_map_only(GuardedParameter, shown.__getitem__, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
+        if is_init:
+            return given[0]
         return first if is_written else result
 
     def gradient(self, parameter: nn.Parameter, *, is_asked_to_drop: bool = False) -> Tensor | None:
@@ -361,3 +364,4 @@ def _digest(values: Tensor) -> int:
 _ALIASES: set[Any] = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _IN_PLACE.add("__setitem__")
+_INIT = nn.init.__name__

@@ -32,6 +32,7 @@ from sd_lightning.strategies.networks import (
     blocks_of,
     keeps_batches,
     place_rest,
+    refuse_sparse_gradients,
     sharded_networks,
     take_deferred,
     trained_networks,
@@ -82,6 +83,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super().check(trainer, module)
+        refuse_sparse_gradients(module, type(self).__name__)
         sharded_networks(module, type(self).__name__)
 
     @override
@@ -113,6 +115,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         place_rest(module, self.engine.networks, self.root_device, rest_dtype)
 
     def _make_engine(self, module: pl.LightningModule, *, is_taken: bool, rest_dtype: torch.dtype | None) -> None:
+        if self._fits:
+            refuse_sparse_gradients(module, type(self).__name__)
         networks = sharded_networks(module, type(self).__name__)
         if not is_taken:
             deferred = {name: weights for name in networks if (weights := take_deferred(module, name)) is not None}

@@ -172,7 +172,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "parts": {"fsdp": _PARTS},
     "methods": {"fsdp": _PARTS},
     "manual": {"zero1": _SECOND_PASS, "zero2": _SECOND_PASS},
-    "pruning": dict.fromkeys(("fsdp", "zero"), "ModelPruning, which replaces weights"),
+    "pruning": dict.fromkeys(("fsdp", "zero", "gemini"), "ModelPruning, which replaces weights"),
     "own_parameter": {"fsdp": "a parameter of no network", "gemini": "a parameter of no network"},
     "tied_across": {"fsdp": "FSDP2 cannot gather one weight for two networks"},
     "sparse": dict.fromkeys(("fsdp", "zero", "gemini"), "sparse=False"),

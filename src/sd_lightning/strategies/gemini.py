@@ -59,7 +59,6 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     """
 
     owns_precision = True
-    prunes = True
     loads_weights = True  # each rank reads its shards of the chunks
 
     def __init__(self, config: GeminiConfig | None = None, *, timeout_seconds: float = 1800.0, **settings: Any) -> None:
@@ -83,6 +82,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super().check(trainer, module)
+        refuse_sparse_gradients(module, type(self).__name__)
         sharded_networks(module, type(self).__name__)
 
     @override
@@ -102,7 +102,6 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def _set_up_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Put the trained networks into chunks, or continue with the chunks of an earlier run."""
-        refuse_sparse_gradients(module, type(self).__name__)
         precision = self._precision
         rest_dtype = precision.compute_dtype if precision.precision == "bf16-true" else None
         self._known = {name for name, _ in module.named_parameters()}
@@ -115,6 +114,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         place_rest(module, self.engine.networks, self.root_device, rest_dtype)
 
     def _make_engine(self, module: pl.LightningModule, *, is_taken: bool, rest_dtype: torch.dtype | None) -> None:
+        if self._fits:
+            refuse_sparse_gradients(module, type(self).__name__)
         networks = sharded_networks(module, type(self).__name__)
         if not is_taken:
             deferred = {name: weights for name in networks if (weights := take_deferred(module, name)) is not None}

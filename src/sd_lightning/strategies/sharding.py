@@ -28,8 +28,6 @@ CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
 class ShardingStrategy(EngineStrategy, WatchedProcesses):
     """Base class of strategies whose engine, not the module, holds the trained weights during a run."""
 
-    prunes = False
-    """Whether hooks may replace weights, as ``ModelPruning`` does."""
     _state: TrainingState | None = None
     _buffers: BufferBroadcast | None = None
     _has_trained = False
@@ -46,7 +44,7 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
                         "module's own parameters, and those are not what this engine trains; take "
                         "sd_lightning.callbacks.EMA in its place, or strategy=ddp"
                     )
-                if isinstance(callback, ModelPruning) and not self.prunes:
+                if isinstance(callback, ModelPruning):
                     raise UsageError(
                         f"{type(self).__name__} got the callback {type(callback).__name__}, which replaces weights, "
                         "and this engine holds them in parts; prune before or after fit, or take strategy=ddp"

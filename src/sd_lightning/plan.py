@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from typing import Literal
 
@@ -38,8 +39,14 @@ PROGRAM = _conf.Program(
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["calibrate"]:
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first == "calibrate":
         sys.argv[1] = "action=calibrate"
+    elif first.isalpha() and difflib.get_close_matches(first, ["calibrate"]):
+        sys.stderr.write(
+            f"error: plan got {first!r}; expected calibrate, or settings as key=value; write plan calibrate\n"
+        )
+        sys.exit(2)
     _conf.main(PROGRAM)
 
 

@@ -516,6 +516,22 @@ def test_parameters_of_another_optimizer_or_of_none_are_refused() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_frozen_parameters_of_an_optimizer_are_nothing_to_train_until_they_are_made_trainable() -> None:
+    network = fresh()
+    network.head.requires_grad_(False)
+    engine = GeminiEngine({"": network}, GeminiConfig(**LARGE))
+    outside = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = engine.optimizer(torch.optim.SGD([*network.parameters(), outside], lr=0.1))
+    assert set(optimizer.param_groups[0]["params"]) == set(network.parameters()) - set(network.head.parameters())
+    before = engine.full_parameter("inp.weight").clone()
+    network(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(engine.full_parameter("inp.weight"), before)
+    outside.requires_grad_()
+    with pytest.raises(UsageError, match="SGD got 1 parameters that Gemini does not train"):
+        optimizer.step()
+
+
 def test_hyper_parameters_are_loaded_in_place() -> None:
     network = fresh()
     engine = GeminiEngine({"": network}, GeminiConfig(**LARGE))

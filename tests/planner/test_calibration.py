@@ -77,6 +77,11 @@ def test_a_stopwatch_returns_the_seconds_of_one_call(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
     assert Stopwatch(torch.device("cpu"), Effort(least=0.02)).seconds(run) == pytest.approx(0.004)
     assert len(calls) == 1 + 1 + 3 * 5
+    lasting = iter((0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.1, 0.0, 1.3))
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(lasting))
+    watch = Stopwatch(torch.device("cpu"), Effort(longest=2.0))
+    assert watch.seconds(lambda: None) == pytest.approx(1.1) and watch.spread == pytest.approx(0.3 / 1.1)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
     calls.clear()
     watch = Stopwatch(torch.device("cpu"), Effort(least=0.02, longest=0.05))
     assert watch.seconds(run) == pytest.approx(0.004), "what only the first call takes does not count"

@@ -12,6 +12,7 @@ import pytest
 
 from composing import Compose
 from sd_lightning import LatentDiffusion, UsageError
+from sd_lightning import plan as program
 from sd_lightning.apps import plan, planning, preflight
 from sd_lightning.apps.plan_command import train_command
 from sd_lightning.apps.planning import described
@@ -181,6 +182,14 @@ def test_what_does_not_fit_is_told_with_what_would(
         (["output=plan.txt"], "plan got output=plan.txt; expected a file that ends with .html or .json"),
         (["gpus=0"], "plan got gpus=0; expected at least 1"),
         (["data.batch_size=3", "gpus=2"], r"plan got data.batch_size=3 for 2 GPU\(s\); expected a multiple of 2"),
+        (
+            ["strategy=single", "gpus=2"],
+            "plan got strategy=single and gpus=2; at most 1 is expected; write strategy=ddp",
+        ),
+        (
+            ["strategy=gemini_auto"],
+            "nothing can be predicted: gemini_auto chooses what it offloads by measuring a step",
+        ),
         (["gpu=null"], "plan got no gpu, and this machine has none; write gpu=<name>, one of a100-40gb"),
     ],
 )
@@ -190,6 +199,13 @@ def test_bad_input_names_what_was_given_and_the_remedy(compose: Compose, options
         told = "gpu=none: no such GPU"
     with pytest.raises(UsageError, match=told):
         plan.run(compose("plan", *TINY, *options))
+
+
+def test_a_misspelt_calibrate_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["plan", "calibrat"])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert "error: plan got 'calibrat'; expected calibrate, " in capsys.readouterr().err
 
 
 def test_a_gpu_of_this_machine_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from sd_lightning.strategies.candidates import register_candidates
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.strategies.gemini import GeminiStrategy
-from sd_lightning.strategies.predicted import _traced
+from sd_lightning.strategies.predicted import _batch_size, _traced
 from sd_lightning.strategies.processes.group import leave_process_group
 
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "max_steps": 4}
@@ -188,7 +188,7 @@ def test_a_strategy_that_cannot_train_the_module_is_passed_over(
             return super().loss(batch) * self.gain.mean()
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1e-2 / self.trainer.max_steps)
+            return torch.optim.SGD(self.parameters(), lr=1e-2 / self.trainer.estimated_stepping_batches)
 
     register_candidates()
     chosen = {name: [each for each in CANDIDATES if each.strategy == name] for name in ("fsdp", "gemini", "single")}
@@ -199,6 +199,73 @@ def test_a_strategy_that_cannot_train_the_module_is_passed_over(
     leave_process_group()
     with pytest.raises(UsageError, match="all strategies that fit refuse the run: .*Own.gain to train, a parameter of"):
         fit(AutoStrategy(gpu(24), candidates=chosen["gemini"]), Own(), tmp_path)
+
+
+def test_an_optimizer_that_needs_the_trainer_is_checked_before_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Settings(Bert):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-2 / self.trainer.max_steps)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    register_candidates()
+    names = ("deepspeed_zero1_offload", "single")  # its CPU Adam steps no SGD
+    candidates = [each for name in names for each in CANDIDATES if each.strategy == name]
+    with caplog.at_level(logging.INFO):
+        trainer, losses = fit(AutoStrategy(gpu(24), candidates=candidates), Settings(), tmp_path)
+    assert type(trainer.strategy).__name__ == "SingleDeviceStrategy" and len(losses) == 4
+    assert not any("AdamW assumed" in record.message for record in caplog.records)
+
+
+def test_a_frozen_block_in_the_optimizer_is_nothing_to_train_under_gemini(tmp_path: Path) -> None:
+    class Frozen(jobs.Boring):
+        def __init__(self) -> None:
+            super().__init__("tuple")
+            self.example_input_array = torch.zeros(2, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.heads["main"](self.layers[0](self.inner(self.frozen(x))))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    register_candidates()
+    gemini = [each for each in CANDIDATES if each.strategy == "gemini" and not each.settings]
+    same_order = {"use_distributed_sampler": False}  # Lightning's shuffles
+    trainer, losses = fit(AutoStrategy(gpu(24), candidates=gemini), Frozen(), tmp_path, **same_order)
+    assert isinstance(trainer.strategy, GeminiStrategy)
+    leave_process_group()
+    assert losses == pytest.approx(fit("auto", Frozen(), tmp_path, **same_order)[1], abs=1e-6)
+
+
+def test_modules_that_cannot_be_predicted_are_told_why(tmp_path: Path) -> None:
+    class Later(Bert):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.model
+
+        def configure_model(self) -> None:
+            self.model = torch.nn.Linear(2, 2)
+
+    with pytest.raises(UsageError, match="Later, whose layers are made in configure_model.*make them in __init__"):
+        fit(AutoStrategy(gpu(24)), Later(), tmp_path)
+
+    class Closure(Bert):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(UsageError, match="got LBFGS, which computes the loss several times.*write a strategy yourself"):
+        fit(AutoStrategy(gpu(24)), Closure(), tmp_path)
+
+
+def test_a_nested_example_is_searched_for_its_batch() -> None:
+    class Nested(Bert):
+        pass
+
+    module = Nested()
+    module.example_input_array = {"inputs": {"tokens": torch.zeros(3, 6)}}  # type: ignore[assignment]
+    assert _batch_size(module) == 3
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -20,7 +20,7 @@ from sd_lightning.apps.text_table import aligned
 from sd_lightning.apps.trainer_checks import AUTO
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
-from sd_lightning.planner.candidates import Candidate
+from sd_lightning.planner.candidates import CANDIDATES, Candidate
 from sd_lightning.planner.comparison import on_other_gpus, smallest, speedup_of_memory
 from sd_lightning.planner.devices import Device, tables
 from sd_lightning.planner.forecast import GB
@@ -33,6 +33,7 @@ from sd_lightning.planner.segments import EXPANDABLE
 from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
+from sd_lightning.strategies.candidates import register_candidates
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -67,6 +68,8 @@ def run(cfg: DictConfig) -> int:
         speeds=speeds,
     )
     found = prepared.plans()
+    if not found.best and not found.too_large:
+        raise UsageError(f"plan: nothing can be predicted: {'; '.join(found.missing)}")
     command = train_command(cfg, training, found.best[0].options()) if found.best else None
     first = title(cfg, training, found.cluster)
     print(*table(found, first, images=cfg.images, price=price, command=command), sep="\n")
@@ -224,9 +227,20 @@ def run_of(cfg: DictConfig, model: LatentDiffusion) -> TrainingRun:
 
 
 def chosen(cfg: DictConfig) -> Candidate:
-    """Return the strategy of the command line."""
+    """Return the strategy of the command line.
+
+    Raises:
+        UsageError: It is not for so many GPUs.
+    """
     from omegaconf import OmegaConf
 
+    register_candidates()
+    known = next((each for each in CANDIDATES if each.strategy == cfg.strategy_name), None)
+    if known is not None and not known.suits(max(cfg.gpus, known.processes[0])):
+        raise UsageError(
+            f"plan got strategy={cfg.strategy_name} and gpus={cfg.gpus}; at most {known.processes[1]} is expected; "
+            "write strategy=ddp, or leave gpus out"
+        )
     own = sorted(key for key in _conf.overridden_keys() if key.startswith("strategy."))
     settings = {key.removeprefix("strategy."): OmegaConf.select(cfg, key) for key in own}
     return Candidate(cfg.strategy_name, lambda **_: engine_of(_conf.instantiate(cfg.strategy)), settings)

@@ -134,6 +134,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made with it
         self._engine.check_can_step()
+        self.stepper.check_frozen()
         scaler = self._scaler
         touched = self._agreement.reach(with_norm=scaler is not None)
         self._accumulation.end_step()

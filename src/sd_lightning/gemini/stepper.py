@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,11 @@ class Stepper:
         self._latest: tuple[Tensor, Arrival, dict[nn.Parameter, Progress | None]] | None = None
         """Whether the latest step was skipped, when the host may read that, and the progress before it."""
         self.group_of: dict[nn.Parameter, int] = {}
+        trained, self._frozen = set(engine.trained.values()), list[nn.Parameter]()
+        """Parameters that the optimizer was given without a gradient to step them by."""
+        for group in inner.param_groups:  # torch skips them, too
+            self._frozen += [p for p in group["params"] if not p.requires_grad and p not in trained]
+            group["params"] = [p for p in group["params"] if p.requires_grad or p in trained]
         self.chunks: list[Chunk] = []
         self._inner = inner
         self._engine = engine
@@ -84,13 +89,7 @@ class Stepper:
         """
         engine, groups = self._engine, self._inner.param_groups
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        if foreign := group_of.keys() - engine.trained.values():
-            raise UsageError(
-                f"{type(self._inner).__name__} got {len(foreign)} parameters that Gemini does not train; expected "
-                "parameters of the networks given to the engine that had requires_grad when it was made, taken after "
-                "that; let the callback BaseFinetuning (BackboneFinetuning) unfreeze others, or make them trainable "
-                "before, with a learning rate of 0 for as long as they shall stay"
-            )
+        self._check_trained(group_of.keys() - engine.trained.values())
         self._kinds = [self.update.states(group) for group in groups]
         self.group_of = group_of
         self.chunks = sorted({engine.chunk_of[p] for p in group_of}, key=lambda chunk: chunk.index)
@@ -101,6 +100,24 @@ class Stepper:
                     numel, dtype = self.update.size(chunk.bounds)
                     tier = chunk.placement.optim_tier
                     chunk.states[name] = chunk.memory.allocate(tier, Kind.OPTIMIZER, numel, dtype, zero=True)
+
+    def check_frozen(self) -> None:
+        """Raise if a parameter got trainable that was frozen when the engine was made.
+
+        Raises:
+            UsageError: One did; the engine would never step it.
+        """
+        if unfrozen := {p for p in self._frozen if p.requires_grad}:
+            self._check_trained(unfrozen - set(self._engine.trained.values()))
+
+    def _check_trained(self, foreign: Set[nn.Parameter]) -> None:
+        if foreign:
+            raise UsageError(
+                f"{type(self._inner).__name__} got {len(foreign)} parameters that Gemini does not train; expected "
+                "parameters of the networks given to the engine that had requires_grad when it was made, taken after "
+                "that; let the callback BaseFinetuning (BackboneFinetuning) unfreeze others, or make them trainable "
+                "before, with a learning rate of 0 for as long as they shall stay"
+            )
 
     def state_kinds(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Return the names of the states kept for a parameter."""

@@ -160,6 +160,7 @@ def calibrate(date: str, effort: measuring.Effort | None = None) -> Calibration:
         ("link",) * (links is None) + ("hooks", "what threads hide") * (not on_cuda),
         fresh=measuring.fresh(watch),
         overlaps=on_cuda,
+        spread=watch.spread,
     )
     versions = {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
     versions |= {"cuda": str(torch.version.cuda), "driver": _driver()} if on_cuda else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from sd_lightning._errors import UsageError
 from sd_lightning.models.checkpointing import Kept
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -83,6 +85,13 @@ class Workload:
         if key not in self._stepped:
             parameter = nn.Parameter(torch.zeros(64 if is_small else 2 * _SMALL, dtype=dtype))
             optimizer = self.optimizer([parameter])
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is closure.empty:
+                raise UsageError(
+                    f"the planner got {type(optimizer).__name__}, which computes the loss several times in a step, so "
+                    "its time and memory cannot be predicted; expected an optimizer whose step needs no closure, such "
+                    "as torch.optim.AdamW; write a strategy yourself to train with this one"
+                )
             parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             tensors = (t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.numel() > 1)

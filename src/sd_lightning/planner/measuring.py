@@ -64,6 +64,12 @@ class Stopwatch:
     def __init__(self, device: torch.device, effort: Effort) -> None:
         self.device = device
         self.effort = effort
+        self._spreads: list[float] = []
+
+    @property
+    def spread(self) -> float:
+        """By how much rounds of the same computation differed, as a part of their median; the median of all."""
+        return statistics.median(self._spreads) if self._spreads else 0.0
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the seconds of one call, in the median of a few rounds of calls."""
@@ -72,7 +78,10 @@ class Stopwatch:
         if once > self.effort.longest:
             return once
         count = max(math.ceil(self.effort.least / max(once, 1e-9)), 1)
-        return statistics.median(self._round(run, count) / count for _ in range(_ROUNDS))
+        rounds = [self._round(run, count) / count for _ in range(_ROUNDS)]
+        middle = statistics.median(rounds)
+        self._spreads.append((max(rounds) - min(rounds)) / max(middle, 1e-9))
+        return middle
 
     def _round(self, run: Callable[[], object], count: int) -> float:
         self._wait()

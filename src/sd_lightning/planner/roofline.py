@@ -27,21 +27,26 @@ _ASSUMED_LAUNCH = 6e-6
 _ASSUMED_COLLECTIVE = 3e-5
 """Seconds of a collective of next to nothing; assumed."""
 _ASSUMED_HOOK = 1e-4
-"""Seconds of an engine's hook in Python; assumed. A GPU's work hides them."""
+"""Seconds of an engine's hook in Python on a CPU; assumed."""
+_LAUNCHES_PER_HOOK = 5
+"""The same beside a GPU, in launches of operations; assumed. Its work hides them where it is slower than the host."""
 _ASSUMED_PROGRAM = 8e-3
 """Seconds of a pass outside of the networks: Lightning, noise, loss; as `vs_diffusers` measured. A GPU hides them."""
 _ASSUMED_THREADED = 0.5
 """Part of the time of collectives in threads that the computation on the same cores does not hide; assumed."""
+_ASSUMED_SPREAD = 0.05
+"""Part by which two speeds that are predicted from a data sheet must differ to be told apart; assumed."""
 _ASSUMED_HOST_UPDATES = 1e9
 """Elements per second that Adam updates in host memory; assumed."""
 BYTES_PER_UPDATE = 32
 """Adam reads a weight, a gradient and two moments, and writes three of them and the weights to compute with."""
 _BYTES_PER_AVERAGE = 12
 """The EMA reads a weight and an average, and writes it."""
-_AVERAGES_PER_HOST_UPDATE = 28 / _BYTES_PER_AVERAGE
-"""In host memory Adam writes no weights to compute with: 7 float32 values per element."""
 BYTES_PER_CLIP = 12
 """Clipping reads gradients for the norm, and reads and writes them to scale."""
+_BYTES_PER_HOST_UPDATE = 28
+"""In host memory Adam writes no weights to compute with."""
+_CLIPPED_HOST_UPDATE = 1 + BYTES_PER_CLIP / _BYTES_PER_HOST_UPDATE
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,8 @@ class Speeds:
     step; None if it is kept."""
     overlaps: bool = True
     """Whether collectives and copies run beside the computation; on a CPU they take its cores."""
+    spread: float = _ASSUMED_SPREAD
+    """Part by which measurements of the same differed: of plans whose speeds differ by less, the simpler is better."""
 
     @classmethod
     def of(cls, device: Device) -> Speeds:
@@ -157,17 +164,22 @@ class Speeds:
             tf32: Products of float32 matrices use TensorFloat-32.
         """
         flops, moved = trace.flops.at(batch_size), trace.moved.at(batch_size)
-        busy = moved / self.bandwidth.at(moved)
-        host = np.full(len(moved), self.launch)
+        busy, host = moved / self.bandwidth.at(moved), self.launching(trace, batch_size)
         for (kind, dtype), found in trace.alike.items():
-            host[found] += self.latency.get(kind, 0.0)
             if kind == "function":
                 busy[found] = moved[found] / self.functions.at(moved[found])
             elif kind != "elementwise":
                 rates = self._rate(kind, dtype, tf32).at(flops[found] / np.maximum(moved[found], 1))
                 busy[found] = np.maximum(busy[found], flops[found] / rates)
-        # Views move nothing, and take no time of their own.
         return np.where(moved > 0, np.maximum(busy, host) if self.overlaps else busy + host, 0.0)
+
+    def launching(self, trace: Trace, batch_size: int) -> np.ndarray:
+        """Return the seconds that the host needs to start each operation of a trace."""
+        host = np.full(len(trace.operations), self.launch)
+        for (kind, _), found in trace.alike.items():
+            host[found] += self.latency.get(kind, 0.0)
+        # Views move nothing, and take no time of their own.
+        return np.where(trace.moved.at(batch_size) > 0, host, 0.0)
 
     def _rate(self, kind: str, computed_in: torch.dtype, tf32: bool) -> Curve:
         dtype = _DTYPES.get(computed_in, "float32")
@@ -188,7 +200,7 @@ class StepTime:
     backward: float
     encoding: float
     waiting: float
-    """For collectives, copies and data that take longer than what hides them; on a CPU also for hooks."""
+    """For collectives, copies, hooks and data that take longer than what hides them; on a CPU nothing does."""
     update: float
     """Clipping, the optimizer's step, EMA, and copying updated weights."""
 
@@ -245,22 +257,26 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     passing = others * (traffic.gathered / gather + traffic.reduced / reduce)
     if work.world_size > 1:
         passing += traffic.collectives * speeds.collective
-        size = np.array([traffic.copied / max(traffic.collectives, 1)])
-        backward += 2 * traffic.copied / float(speeds.bandwidth.at(size)[0])
+    size = np.array([traffic.copied / max(traffic.collectives, 1)])
+    backward += 2 * traffic.copied / float(speeds.bandwidth.at(size)[0])
     copying = max(traffic.to_device / speeds.to_device, traffic.to_host / speeds.to_host)
     reducing = others * 2 * traffic.all_reduced / all_reduce
     if speeds.overlaps:
         waiting = work.accumulate * max(passing - forward - backward, copying - forward - backward, 0.0)
         waiting += max(reducing - backward, 0.0)
+        hidden = float((seconds - speeds.launching(trace, batch_size)).sum())
+        waiting += work.accumulate * max(_LAUNCHES_PER_HOOK * speeds.launch * traffic.hooks - hidden, 0.0)
     else:
         shown = _ASSUMED_THREADED if traffic.threaded else 1.0
         hooks = _ASSUMED_HOOK * traffic.hooks + _ASSUMED_PROGRAM
         waiting = work.accumulate * (shown * passing + copying + hooks) + shown * reducing
     waiting += others * traffic.exposed / gather
     update = traffic.stepped * (BYTES_PER_UPDATE + BYTES_PER_CLIP) / speeds.update_bandwidth
-    update += traffic.stepped_on_host / speeds.host_updates + traffic.refreshed / speeds.to_device
+    update += _CLIPPED_HOST_UPDATE * traffic.stepped_on_host / speeds.host_updates
+    update += traffic.refreshed / speeds.to_device
     update += work.averaged * _BYTES_PER_AVERAGE / speeds.update_bandwidth
-    update += work.averaged_on_host / (_AVERAGES_PER_HOST_UPDATE * speeds.host_updates) + work.fetched / speeds.to_host
+    update += _BYTES_PER_AVERAGE / _BYTES_PER_HOST_UPDATE * work.averaged_on_host / speeds.host_updates
+    update += work.fetched / speeds.to_host
     passes = work.accumulate
     found = StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)
     return replace(found, waiting=waiting + max(passes * work.loading - found.total, 0.0))

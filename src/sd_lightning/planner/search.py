@@ -31,7 +31,7 @@ _SIMULATED = 0.99
 """Part of the usable memory that a simulated peak may take; it differs by less from a traced one."""
 _FLOAT_BYTES = 4
 _EQUAL = 0.01
-"""Two plans whose speeds differ by less are equally fast."""
+"""Two plans whose speeds differ by less are equally fast, however well speeds are known."""
 
 
 Recompute = bool | Literal["auto"]
@@ -196,6 +196,11 @@ class Search:
             except UsageError as error:  # a package is missing, or the engine cannot train this
                 missing[str(error)] = None
                 continue
+            if not made:
+                missing[
+                    f"{candidate.name} chooses what it offloads by measuring a step in the run, so it cannot be "
+                    "predicted; write strategy=gemini with fractions to plan with it, or train with it as it is"
+                ] = None
             fitting = [plan for plan in made if plan.fits]
             considered += fitting
             if fitting:
@@ -203,7 +208,7 @@ class Search:
             elif made:
                 large.append(min(made, key=self._excess))
         too_large = tuple(sorted(large, key=self._excess))
-        best = _fastest_first(found)
+        best = _fastest_first(found, max(_EQUAL, self._speeds.spread))
         return Plans(best, too_large, tuple(missing), self._speeds, self._cluster, tuple(considered))
 
     def timeline(self, plan: Plan) -> Timeline:
@@ -373,12 +378,12 @@ def _count_that_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _fastest_first(plans: list[Plan]) -> tuple[Plan, ...]:
-    """Sort by speed; among those that are equally fast, the simpler strategy is first."""
+def _fastest_first(plans: list[Plan], spread: float) -> tuple[Plan, ...]:
+    """Sort by speed; of those whose speeds differ by less than a part of it, the simpler strategy is first."""
     left, found = list(plans), []
     while left:
         fastest = max(plan.images_per_second for plan in left)
-        chosen = next(plan for plan in left if plan.images_per_second >= (1 - _EQUAL) * fastest)
+        chosen = next(plan for plan in left if plan.images_per_second >= (1 - spread) * fastest)
         found.append(chosen)
         left.remove(chosen)
     return tuple(found)

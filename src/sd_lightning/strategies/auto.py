@@ -42,7 +42,7 @@ class AutoStrategy(DDPStrategy):
     Usage: ``Trainer(strategy=AutoStrategy())`` or ``Trainer(strategy="sd_auto")``. At the first ``fit`` it puts the
     chosen strategy into its place in the trainer, and from there on all is as if that one had been given to the
     trainer. Before that, ``validate``, ``test`` and ``predict`` run under DDP. Of two strategies whose times differ by
-    less than 1 % it takes the simpler. Batch, precision and accumulation are the user's.
+    less than can be told it takes the simpler. Batch, precision and accumulation are the user's.
 
     It trains ``SDLightningModule``, and any LightningModule with an ``example_input_array`` whose first dimension is
     the batch of one process; :mod:`sd_lightning.strategies.predicted` says how that is traced.

@@ -63,7 +63,7 @@ def footprint_of(strategy: FSDPStrategy, workload: Workload) -> Footprint:
         reduced=sum(sent.values()),
         collectives=(passes + 1) * len(size),
         hooks=2 * passes * len(workload.weights),
-        copied=passes * sum(size.values()) + sum(sent.values()),
+        copied=(passes * sum(size.values()) + sum(sent.values())) * (parts > 1),
         to_device=passes * shards if strategy.cpu_offload else 0,
         to_host=gradients if strategy.cpu_offload else 0,
         stepped=0 if strategy.cpu_offload else numel,

@@ -134,7 +134,7 @@ def _traffic(
         collectives=count,
         hooks=2 * sum(len(layout.slots) for layout in layouts),
         threaded=True,
-        copied=reduced,
+        copied=reduced * (world_size > 1),
         stepped=stepped,
         stepped_on_host=on_host,
     )

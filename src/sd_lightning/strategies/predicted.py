@@ -4,7 +4,7 @@ Any other module needs an ``example_input_array``, whose first dimension is the 
 on the meta device, where tensors have shapes but no values, in two ways: ``training_step`` with the example as the
 batch, and ``forward`` with the sum of its outputs as the loss. Of those that work, the one with more arithmetic counts.
 The optimizer is what ``configure_optimizers`` builds for a stand-in of the module, whose weights have one element each
-and which has no trainer; it is AdamW if that fails, or if there are several.
+but the module's trainer; it is AdamW if that fails, or if there are several.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -88,19 +90,22 @@ def _traced(module: pl.LightningModule) -> ModuleSubject:
         )
     networks = trained_networks(module)
     steps = {"training_step": _training_step, "forward": _forward}
+    if not networks and is_overridden("configure_model", module):
+        raise UsageError(
+            f"AutoStrategy got {type(module).__name__}, whose layers are made in configure_model, after a strategy is "
+            "chosen; expected layers to trace a step with; make them in __init__, or choose a strategy yourself"
+        )
     return ModuleSubject(module, module.example_input_array, list(networks), blocks_of(module, networks), steps)
 
 
 def _batch_size(module: pl.LightningModule) -> int:
     """Return the first dimension of the example inputs."""
-    inputs: Any = module.example_input_array
-    tensors = (
-        list(inputs.values()) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else [inputs]
-    )
-    sizes = [len(each) for each in tensors if isinstance(each, Tensor) and each.dim()]
+    leaves = tree_leaves(module.example_input_array)
+    sizes = [len(each) for each in leaves if isinstance(each, Tensor) and each.dim()]
     if not sizes:
         raise UsageError(
-            f"AutoStrategy got {type(module).__name__}.example_input_array={type(inputs).__name__} without a tensor "
+            f"AutoStrategy got {type(module).__name__}.example_input_array="
+            f"{type(module.example_input_array).__name__} without a tensor "
             "that has a batch; expected the arguments of forward"
         )
     return sizes[0]
@@ -125,11 +130,24 @@ def _nothing(*_: Any, **__: Any) -> None:
 def _stand_in(module: pl.LightningModule) -> pl.LightningModule:
     """Return a copy with weights of one element; it configures no optimizer if the module cannot before the run."""
     made: Any = stand_in(module, lambda tensor: torch.zeros([1] * tensor.dim(), dtype=tensor.dtype))
+    made._trainer = _BeforeData(module.trainer)
     try:
         configured_optimizers(made)
     except Exception:  # of the user's code, which may need the trainer; the log tells that AdamW is assumed
         made.configure_optimizers = _nothing
     return made
+
+
+class _BeforeData:
+    """A trainer whose data are not set up for a number of steps: Lightning would lose the state of a loader then."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "estimated_stepping_batches":
+            raise ValueError("estimated_stepping_batches is known when the run begins")
+        return getattr(self._trainer, name)
 
 
 def _optimizer_of(module: pl.LightningModule) -> OptimizerFactory | None:

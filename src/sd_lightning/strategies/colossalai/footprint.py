@@ -47,7 +47,7 @@ def footprint_of(config: ColossalAIConfig, workload: Workload) -> Footprint | No
             gathered=2 * size * padded if is_sharded else 0,
             reduced=size * padded,
             collectives=(2 * is_sharded + 1) * -(-padded // chunk),
-            copied=size * padded,
+            copied=size * padded * (workload.world_size > 1),
             to_device=2 * int(size * part * config.offload_param_frac),
             to_host=moved,
             refreshed=moved,

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from places import SUPPORT
 from sd_lightning import LatentDiffusion, UsageError
@@ -21,7 +23,7 @@ from sd_lightning.loading import load_model
 from sd_lightning.models.families.autoencoder import decoding_in_tiles
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.planner.inference_memory import inference_bytes, weight_bytes
-from sd_lightning.quantization import Int8, dequantize_, quantize_, replace_module
+from sd_lightning.quantization import Int8, dequantize_, linear, quantize_, replace_module
 from sd_lightning.quantization import config as defaults
 from sd_lightning.quantization.layers import Int8Conv2d, Int8Embedding, Int8Linear, int8_layers, quantize_rows
 from sd_lightning.quantization.model import int8_config
@@ -164,6 +166,24 @@ def test_blocks_of_rows_are_as_near_to_the_product_as_bitsandbytes_is(dtype: tor
     assert error(ours.float(), exact) <= 1.1 * error(theirs, exact)
     if dtype == torch.float32 and not outliers:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)  # one of 127 steps, where halves are rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_multiplies_activations_beyond_float16_without_waiting(dtype: torch.dtype) -> None:
+    """With the columns that it takes as outliers: a fixed number of the largest."""
+    layer = quantize_(nn.Sequential(nn.Linear(640, 48)).requires_grad_(False), LLM_INT8)[0]
+    x = torch.randn(300, 640, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[7, :3] = 60_000.0 if dtype == torch.float16 else 1e6
+    operands = layer.weight, layer.weight_scale, layer.bias
+    ours = linear._in_blocks(x, *operands, linear._largest, 128)
+    exact = nn.functional.linear(x.float(), layer.dequantized(torch.float32), layer.bias)
+    rows = [row for row in range(300) if row != 7]
+    assert ours.dtype == dtype and error(ours[rows].float(), exact[rows]) < 1e-2 and error(ours.float(), exact) < 1e-2
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(each) for each in (x, *operands)]
+        assert linear._in_blocks(*fake, linear._largest, 128).shape == (300, 48)
+        with pytest.raises(DynamicOutputShapeException):  # the host would wait for the number of outliers
+            linear._in_blocks(*fake, partial(linear._outliers, threshold=6.0), 128)
 
 
 def test_projections_around_attention_keep_their_activations() -> None:

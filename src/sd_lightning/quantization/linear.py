@@ -6,6 +6,7 @@ All kernels read the same int8 weight and scales, so a saved model does not depe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +27,17 @@ def multiply(
         weight: (O, I), int8.
         scale: (O,), float32.
         bias: (O,).
-        threshold: Columns with activations of at least this magnitude are multiplied unquantised; 0 for none.
+        threshold: Columns with activations of at least this magnitude are multiplied unquantised; 0 for none. On a GPU
+            the largest columns are, whatever their magnitude.
 
     Returns:
         (…, O).
     """
     shape = (*x.shape[:-1], len(weight))
-    if x.is_meta:  # a memory trace: allocate what is live in a kernel: int8 input, int32 products and output
-        _quantized, _products = x.to(torch.int8), x.new_empty(shape, dtype=torch.int32)
+    if x.is_meta:  # a memory trace: allocate what is live in a kernel on a GPU
+        num_rows = min(x.numel() // x.shape[-1], _BLOCK_ROWS_ON_GPU)
+        _inputs = [x.new_empty(num_rows, x.shape[-1], dtype=each) for each in (torch.float32, torch.float32, torch.int8)]
+        _products = [x.new_empty(num_rows, len(weight), dtype=each) for each in (torch.int32, torch.float32)]
         return x.new_empty(shape)
     rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()  # the CUDA kernels ignore strides
     return KERNELS[kernel](rows, weight, scale, bias, threshold).view(shape)
@@ -56,40 +60,57 @@ def torchao(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, th
 @torch.library.custom_op("sd_lightning::llm_int8", mutates_args=())
 def _llm_int8(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
     if rows.is_cpu:
-        return _llm_int8_on_cpu(rows, weight, scale, bias, threshold)
-    dtype, rows = rows.dtype, rows.to(torch.float16)  # the CUDA kernel takes float16 only
-    quantized, row_scale, outliers = torch.ops.bitsandbytes.int8_vectorwise_quant.default(rows, threshold)
-    largest = scale * 127  # bitsandbytes takes the largest magnitudes as scales
-    bias = None if bias is None else bias.to(rows.dtype)
-    out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default(
-        rows, quantized, weight, row_scale, largest, outliers, bias
-    )
-    return out.to(dtype)
+        return _in_blocks(rows, weight, scale, bias, partial(_outliers, threshold=threshold), _BLOCK_ROWS)
+    return _in_blocks(rows, weight, scale, bias, _largest if threshold else _no_columns, _BLOCK_ROWS_ON_GPU)
 
 
 _BLOCK_ROWS = 256
 """Rows that are quantised, multiplied and scaled at a time on a CPU, so that they stay in its cache."""
+_BLOCK_ROWS_ON_GPU = 4096
+"""The same on a GPU, to bound the memory of float32 activations and int32 products."""
+_LARGEST = 32
+"""On a GPU, one of so many columns is multiplied unquantised, but at least eight."""
+
+Columns = Callable[[Tensor], Tensor]
+"""Magnitudes of activations (N, I) -> columns (K,) to multiply unquantised."""
 
 
-def _llm_int8_on_cpu(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
-    """Compute LLM.int8() block by block; bitsandbytes runs torch operations over the whole input.
+def _outliers(sizes: Tensor, *, threshold: float) -> Tensor:
+    """Return the columns that reach the threshold; the host waits for their number."""
+    return (sizes.amax(0) >= threshold).nonzero().view(-1) if threshold else _no_columns(sizes)
 
-    This takes at most half the time: the int8 product is fast, and the other operations are memory-bound. Outlier
-    columns are found per block and excluded from its row scales.
+
+def _largest(sizes: Tensor) -> Tensor:
+    """Return the largest columns, whether or not they reach a threshold: a fixed number, so that the host waits not."""
+    return sizes.amax(0).topk(min(max(sizes.shape[1] // _LARGEST, 8), sizes.shape[1]), sorted=False).indices
+
+
+def _no_columns(sizes: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=sizes.device)
+
+
+def _in_blocks(
+    rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, columns: Columns, block_rows: int
+) -> Tensor:
+    """Compute LLM.int8() block by block in float32, of which only the products are int8.
+
+    Of bitsandbytes only the product is used. On a CPU its other operations run over the whole input, which takes twice
+    the time. On CUDA they take float16 only, in which activations beyond 65504 are infinite, and wait for the number of
+    outliers. Outlier columns are found per block and excluded from its row scales.
     """
     out = rows.new_empty(len(rows), len(weight))
-    for begin in range(0, len(rows), _BLOCK_ROWS):
-        x, y = rows[begin : begin + _BLOCK_ROWS].float(), out[begin : begin + _BLOCK_ROWS]
+    for begin in range(0, len(rows), block_rows):
+        x, y = rows[begin : begin + block_rows].float(), out[begin : begin + block_rows]
         sizes = x.abs()
-        outliers = (sizes.amax(0) >= threshold).nonzero().view(-1) if threshold else torch.empty(0, dtype=torch.int64)
-        kept = x[:, outliers]
-        if len(outliers):
-            x, sizes = x.index_fill(1, outliers, 0), sizes.index_fill_(1, outliers, 0)
+        apart = columns(sizes)
+        kept = x[:, apart]
+        if len(apart):
+            x, sizes = x.index_fill(1, apart, 0), sizes.index_fill_(1, apart, 0)
         row_scale = sizes.amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
         quantized = torch.div(x, row_scale, out=sizes).round_().to(torch.int8)
         product = torch.ops.bitsandbytes.int8_linear_matmul.default(quantized, weight) * row_scale
         product = product.mul_(scale) if bias is None else torch.addcmul(bias.float(), product, scale)
-        y.copy_(product.addmm_(kept, (weight[:, outliers] * scale[:, None]).t()) if len(outliers) else product)
+        y.copy_(product.addmm_(kept, (weight[:, apart] * scale[:, None]).t()) if len(apart) else product)
     return out
 
 

@@ -65,10 +65,10 @@ def test_counters_are_logged_at_their_interval(traced: Path) -> None:
 
 def test_the_report_draws_a_figure_for_each_tier_in_use(traced: Path) -> None:
     section = memory_section(traced / TIMELINE_NAME)
-    assert section.count("<figure") == 2 and section.count("<svg") == 2
+    assert section.count("<figure") == 2 and section.count("<svg") == 4, "two charts, each for desktops and phones"
     assert "Memory of step 3 on rank 0" in section and "gathered weights" in section
     page = write_report(traced, {}, {}, "").read_text()
-    assert "Memory of step 3 on rank 0" in page and page.count("<svg") == 2
+    assert "Memory of step 3 on rank 0" in page and page.count("<svg") == 4
 
 
 def test_a_run_without_a_timeline_has_no_such_section(tmp_path: Path) -> None:

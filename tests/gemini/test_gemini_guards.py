@@ -61,6 +61,21 @@ def test_a_released_parameter_is_read_and_written_as_whole_float32_weights(dtype
         network.head.weight.norm()
 
 
+def test_moving_a_network_to_its_device_gathers_nothing() -> None:
+    """As drawing during training does, after a step, when gradients are freed."""
+    network, batch = Blocks(), inputs(0, Job("moved"))
+    engine = engine_of(network, **SLOW)
+    optimizer = engine.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    loss_of(network, batch, torch.float32).backward()
+    optimizer.step()
+    for move in (lambda: network.to("cpu"), network.cpu, lambda: network.to(torch.device("cpu"), non_blocking=True)):
+        assert move() is network and not engine.access.is_open
+    with pytest.raises(UsageError, match="gain.grad after SGD has stepped"):
+        _ = network.gain.grad
+    assert network.gain.cpu().shape == network.gain.shape and engine.access.is_open, "reading a weight gathers it"
+    engine.restore()
+
+
 def test_weights_of_other_shapes_are_refused_and_a_weight_that_needs_gradients_is_not_changed_in_place() -> None:
     network = Blocks()
     engine_of(network, **SLOW)

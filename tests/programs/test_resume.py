@@ -398,7 +398,9 @@ def test_what_would_end_amid_the_run_is_refused_before_it(
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         with checkpoint.saving(name, 1) as tmp:
-            (tmp / "trainer.json").write_text('{"format": 1}')
+            empty: dict[str, Any] = dict.fromkeys(("position", "parameters", "precision", "callbacks"), {})
+            empty |= {"format": 1, "optimizer_groups": [], "schedulers": [], "train_seconds": 0.0}
+            (tmp / "trainer.json").write_text(json.dumps(empty))
     before = sorted(Path().rglob("*"))
     monkeypatch.setattr(sys, "argv", ["train.py", *given.split()])
     with pytest.raises(SystemExit, match="2"):

@@ -189,7 +189,7 @@ def _nothing_fits(who: str, search: Search, found: Plans) -> UsageError:
     cluster = found.cluster
     machine = f"{cluster.count} x {cluster.device.name}"
     if not found.too_large:
-        reasons = "; ".join(found.missing) or "the strategy chooses what it offloads by measurements in the run"
+        reasons = "; ".join(found.missing)
         return UsageError(
             f"{who} on {machine}: no strategy can be planned: {reasons}; write a strategy and a batch size"
         )

@@ -38,6 +38,9 @@ _ON_ITSELF: set[Any] = {
     torch._has_compatible_shallow_copy_type,
 }
 """What needs no values."""
+_APPLY = nn.Module._apply.__code__
+_MOVES: set[Any] = {Tensor.to, Tensor.cpu, Tensor.cuda}
+"""What a module calls for each of its parameters to move to a device."""
 
 
 class Access(Protocol):
@@ -68,6 +71,8 @@ class GuardedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _MOVES and sys._getframe(2).f_code is _APPLY:
+            return args[0]  # of module.to(device): weights stay where the engine has placed them
         if func not in _ON_ITSELF:
             first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter))
             access = first.chunk_access()
@@ -83,8 +88,10 @@ class GuardedParameter(nn.Parameter):
         access = self.chunk_access()
         if access is None or not access.is_active:
             return None
-        is_asked_to_drop = sys._getframe(1).f_code is nn.Module.zero_grad.__code__
-        return access.gradient(self, is_asked_to_drop=is_asked_to_drop)
+        caller = sys._getframe(1).f_code
+        if caller is _APPLY:
+            return None
+        return access.gradient(self, is_asked_to_drop=caller is nn.Module.zero_grad.__code__)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -125,7 +125,7 @@ class OutsideAccess:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Show parameters as the chunks have them in the body: it needs their and shapes only."""
+        """Show parameters as the chunks have them in the body: it needs names and shapes only."""
         before, self.is_active = self.is_active, False
         try:
             yield
@@ -249,6 +249,8 @@ class OutsideAccess:
 
     def _replace(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Do what ``parameter.data = value`` does."""
+        if value is parameter:
+            return
         with torch._C.DisableTorchFunctionSubclass():
             shape = parameter.shape
         if value.shape != shape:

@@ -198,8 +198,9 @@ class Search:
                 continue
             if not made:
                 missing[
-                    f"{candidate.name} chooses what it offloads by measuring a step in the run, so it cannot be "
-                    "predicted; write strategy=gemini with fractions to plan with it, or train with it as it is"
+                    f"{candidate.strategy or 'the strategy'} chooses what it offloads by measuring a step in the run, "
+                    "so it cannot be predicted; write strategy=gemini with fractions to plan with it, or train with it "
+                    "as it is"
                 ] = None
             fitting = [plan for plan in made if plan.fits]
             considered += fitting

@@ -36,8 +36,10 @@ def multiply(
     shape = (*x.shape[:-1], len(weight))
     if x.is_meta:  # a memory trace: allocate what is live in a kernel on a GPU
         num_rows = min(x.numel() // x.shape[-1], _BLOCK_ROWS_ON_GPU)
-        _inputs = [x.new_empty(num_rows, x.shape[-1], dtype=each) for each in (torch.float32, torch.float32, torch.int8)]
-        _products = [x.new_empty(num_rows, len(weight), dtype=each) for each in (torch.int32, torch.float32)]
+        _inputs = [
+            x.new_empty(num_rows, x.shape[-1], dtype=each) for each in (torch.float32, torch.float32, torch.int8)
+        ]
+        _products = [x.new_empty(num_rows, len(weight), dtype=each) for each in (torch.int32, float32)]
         return x.new_empty(shape)
     rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()  # the CUDA kernels ignore strides
     return KERNELS[kernel](rows, weight, scale, bias, threshold).view(shape)

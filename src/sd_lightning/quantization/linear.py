@@ -39,7 +39,7 @@ def multiply(
         _inputs = [
             x.new_empty(num_rows, x.shape[-1], dtype=each) for each in (torch.float32, torch.float32, torch.int8)
         ]
-        _products = [x.new_empty(num_rows, len(weight), dtype=each) for each in (torch.int32, float32)]
+        _products = [x.new_empty(num_rows, len(weight), dtype=each) for each in (torch.int32, torch.float32)]
         return x.new_empty(shape)
     rows = x.to(dtype).reshape(-1, x.shape[-1]).contiguous()  # the CUDA kernels ignore strides
     return KERNELS[kernel](rows, weight, scale, bias, threshold).view(shape)

@@ -260,7 +260,8 @@ def _refuse_other_formats(networks: Mapping[str, nn.Module]) -> None:
     """Refuse weights that do not lie row by row, before torch does with a ``NotImplementedError``."""
     for name, network in networks.items():
         for parameter_name, parameter in network.named_parameters():
-            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            is_elsewhere = isinstance(parameter, DTensor) or 0 in parameter.stride()  # in the parts of another engine
+            if not is_elsewhere and not parameter.is_contiguous():
                 raise UsageError(
                     f"FSDPStrategy got {name}.{parameter_name}, whose values do not lie row by row, as in the "
                     "channels_last format, and FSDP2 shards rows; leave it out (speed.channels_last=false), or choose "

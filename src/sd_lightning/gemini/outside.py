@@ -157,6 +157,8 @@ class OutsideAccess:
         is_alias = func in _ALIASES or not needs_gradients
         if not is_alias and all(self._engine.chunk_of[parameter].weights.is_resident for parameter in given):
             self.close()  # whole weights need no other rank: a rank may use them in a loss of its own
+            for parameter in given:
+                self._engine.chunk_of[parameter].weights.settle()  # the last step may still be on its way to them
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         shown: dict[nn.Parameter, Tensor] = {}

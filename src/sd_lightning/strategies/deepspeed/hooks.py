@@ -20,7 +20,7 @@ _ANY: Any = Tensor  # whose attributes are properties, which no type says
 _ABOUT_GRADIENTS = {_ANY.grad.__get__, _ANY.grad.__set__}
 _HARMLESS = {
     *(_ANY.requires_grad.__get__, _ANY.requires_grad.__set__, Tensor.requires_grad_),
-    *(_ANY.device.__get__, _ANY.dtype.__get__, _ANY.is_leaf.__get__),
+    *(_ANY.device.__get__, _ANY.dtype.__get__, _ANY.layout.__get__, _ANY.is_leaf.__get__, Tensor.untyped_storage),
 }
 _KNOW_PARTS = ("deepspeed.", "sd_lightning.", "torch.optim.")
 _MOVES = ("_apply", "convert", "compute_should_use_set_data", "zero_grad")

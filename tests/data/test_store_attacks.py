@@ -24,7 +24,7 @@ from sd_lightning.data.store import encoding, key_table
 from sd_lightning.data.store.files import name_of, serialized
 from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.data.store.rows import SampleRows
-from sd_lightning.data.store.seal import BLANK
+from sd_lightning.data.store.seal import BLANK, sealed
 from sd_lightning.data.store.store import Generation, LatentStore, recipes
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.storage import local_folder
@@ -33,6 +33,7 @@ from sd_lightning.storage.locations import open_location
 from small_store import Ran, expected, held, reader, recipe, same, update, write_picture, write_pictures
 
 SPLITS = ("train", "val")
+read = LocalFolder.read
 
 
 class Killed(BaseException):
@@ -367,9 +368,40 @@ def test_a_broken_list_of_samples_is_named_with_the_remedy(photos: Path, tmp_pat
     broken_lists = ("", "[]", "null", '{"format": 2}', '{"format": 1, "number": "x"}', "[" * 200_000)
     for text in (path.read_text()[:40], *broken_lists):
         path.write_text(text)
-        refusal(lambda: reader(tmp_path / "store"), str(path), "delete the file to go back")
+        refusal(lambda: reader(tmp_path / "store"), str(path), "put back a copy", "precompute verify")
+        assert verify(str(tmp_path / "store"), dry_run=False) == 1
+        assert path.exists()  # no other list tells the imported captions and the held-out images
     path.unlink()
     assert update(tmp_path / "store", ImageFolder(photos)).counts.encoded == 0
+
+
+def test_verify_deletes_only_an_altered_list_with_another_to_use(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    (photos / "000.txt").write_text("another caption")
+    update(tmp_path / "store", ImageFolder(photos))
+    older, newer = sorted((tmp_path / "store").rglob("generations/*.json"))
+    whole = newer.read_bytes()
+
+    def denied(self: LocalFolder, name: str, *span: int) -> bytes:
+        if name.startswith("generations"):
+            raise UsageError(f"{name}: permission denied")
+        return read(self, name, *span)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "read", denied)
+        with pytest.raises(UsageError, match="permission denied"):
+            broken(tmp_path / "store")
+    later = json.loads(whole) | {"format": 3, "seal": BLANK}
+    newer.write_bytes(sealed(json.dumps(later, sort_keys=True).encode()))
+    with pytest.raises(UsageError, match="format 3.*later version"):
+        verify(str(tmp_path / "store"), dry_run=False)
+    others = json.loads(whole) | {"format": 1, "splits": {"../out": []}}
+    newer.write_text(json.dumps({key: value for key, value in others.items() if key != "seal"}))
+    assert older.exists() and newer.exists()
+    assert verify(str(tmp_path / "store"), dry_run=False) == 1
+    assert older.exists() and not newer.exists()
 
 
 def test_a_list_that_leads_out_of_the_store_is_refused(photos: Path, tmp_path: Path) -> None:

@@ -175,6 +175,14 @@ class TestImport:
         assert found.pop("003") == ["a new caption in the data"] and found.pop("new") == ["picture new"]
         assert len(found) == 21 and set(map(tuple, found.values())) == {("imported",)}
 
+    def test_they_stay_when_latents_are_encoded_again(self, photos: Path, tmp_path: Path) -> None:
+        update(tmp_path / "store", ImageFolder(photos))
+        bring(tmp_path, [{**row, "captions": ["imported"]} for row in export(tmp_path)])
+        next((tmp_path / "store").rglob("latents/*.safetensors")).unlink()  # as verify does with a damaged one
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert ran.counts.encoded > 0 and ran.counts.moved == 0
+        assert set(map(tuple, captions(tmp_path).values())) == {("imported",)}
+
     Rows = list[dict[str, Any]]
     REFUSALS: dict[str, tuple[Callable[[Rows], Rows], str]] = {
         "no caption": (

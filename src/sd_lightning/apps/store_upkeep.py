@@ -10,7 +10,7 @@ from pathlib import Path
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.store import LatentStore, recipes
 from sd_lightning.data.store.texts import TEXTS, missing_texts, text_kinds
-from sd_lightning.data.store.upkeep import Pruning, broken_files, missing_files, unsealed_files
+from sd_lightning.data.store.upkeep import NO_OTHER_LIST, Pruning, broken_files, missing_files, unsealed_files
 from sd_lightning.storage.locations import open_location
 
 
@@ -52,9 +52,9 @@ def prune(store: str, *, dry_run: bool, drop_texts: str | None = None) -> int:
 def verify(store: str, *, dry_run: bool) -> int:
     """Read a store, and print the files that are not what was written, or not there.
 
-    Those that are not what was written are deleted unless ``dry_run``.
+    Those that are not what was written are deleted unless ``dry_run``; a list of samples only if another can be read.
     """
-    num_broken = num_missing = 0
+    num_broken = num_missing = num_stay = 0
     for each in stores(store):
         with tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
             with suppress(UsageError):  # a broken list of samples is told of below, and says nothing
@@ -71,13 +71,15 @@ def verify(store: str, *, dry_run: bool) -> int:
             for path, reason in broken_files(each, Path(scratch)):
                 print(f"{each.folder.url}/{path}: {reason}")
                 num_broken += 1
-                if not dry_run:
+                if reason == NO_OTHER_LIST:
+                    num_stay += 1
+                elif not dry_run:
                     each.folder.delete(path)
     if not num_broken + num_missing:
         print(f"{store}: all files are what was written")
         return 0
     again = "run"
-    if num_broken:
+    if num_broken > num_stay:
         again = (
             f"delete the broken ones with python -m sd_lightning.precompute verify store={store} dry_run=false, and run"
             if dry_run

@@ -149,12 +149,18 @@ class StoreJob:
         return sorted(known.entries(self._write, all_anew=is_stale) + added, key=lambda entry: entry.shape)
 
     def _with_captions(self, rows: SampleRows, split: str) -> SampleRows:
-        """Return rows that are new in a split, with the captions that another split has of the same samples."""
+        """Return rows to add to a split, with the captions that the store has of the same samples.
+
+        The split itself has some whose latents are gone, and its captions count; others move here from another split.
+        """
+        own = self._known[split].captions(rows)
         captions = list(rows.captions)
         for other, known in self._known.items():
             for place, found in known.captions(rows).items() if other != split else ():
                 captions[place] = found
-                self.counts.moved += 1
+                self.counts.moved += place not in own
+        for place, found in own.items():
+            captions[place] = found
         return replace(rows, captions=captions)
 
     def _portions(self, source: Source) -> Generator[Portion, None, None]:

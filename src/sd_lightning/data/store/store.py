@@ -33,6 +33,13 @@ _SILENCE = 600.0
 """Seconds without a sign of life after which a job on another machine counts as dead."""
 
 
+SPLITS = frozenset({"train", "val"})
+
+
+class AlteredList(UsageError):
+    """A list of samples whose bytes are not those that were written."""
+
+
 @dataclass(frozen=True)
 class SampleEntry:
     """A sample file of a generation."""
@@ -79,23 +86,32 @@ class Generation:
         """Read the output of :meth:`to_json`.
 
         Raises:
-            UsageError: It is not one, or a newer version wrote it.
+            AlteredList: It is not one.
+            UsageError: A newer version wrote it.
         """
         try:
             given: dict[str, Any] = parse_json(text)
             found = given.pop("format")
-            if found not in (1, _FORMAT):
-                raise ValueError(f"its format is not {_FORMAT}")
-            given["has_seal"] = found == _FORMAT
+            given["has_seal"] = found != 1
             if given["has_seal"] and not is_sealed(text.encode() if isinstance(text, str) else text, given.pop("seal")):
                 raise ValueError("its bytes are not those that were written")
+            if found not in (1, _FORMAT):
+                raise UsageError(
+                    f"{where} is a list of samples of format {found}, which a later version of sd_lightning wrote; "
+                    f"expected format {_FORMAT} at most; install that version"
+                )
+            if not given["splits"].keys() <= SPLITS:  # they become names of folders
+                raise ValueError("it has other splits than train and val")
             given.setdefault("stamps", given["tokenizers"])
             splits = {split: [SampleEntry(**each) for each in entries] for split, entries in given["splits"].items()}
             return cls(**{**given, "splits": splits})
+        except UsageError:
+            raise
         except UNREADABLE as error:
-            raise UsageError(
+            raise AlteredList(
                 f"{where} is no list of samples of a latent store ({error}); expected what sd_lightning.precompute "
-                "wrote; install the version that wrote it, or delete the file to go back to the one before"
+                "wrote; put back a copy of that file, or run python -m sd_lightning.precompute verify store=<store>, "
+                "which tells whether there is another list to use instead"
             ) from error
 
 
@@ -194,6 +210,8 @@ class LatentStore:
         """Turn what is raised when a file is not what was written into a ``UsageError`` with the remedy."""
         try:
             yield path
+        except UsageError:  # such as of the network
+            raise
         except UNREADABLE as error:
             raise UsageError(
                 f"{self.folder.url}/{path} is truncated or altered ({error}); delete it with python -m "
@@ -214,7 +232,9 @@ class LatentStore:
         """Open a sample file; a copy of it in ``scratch``, if the store is not local, is deleted again."""
         path = self.local(SAMPLES, entry.name, scratch)
         with open(path, "rb", buffering=0) as handle:
-            yield SampleFile(handle, name=f"{self.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
+            file = SampleFile(handle, name=f"{self.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
+            file.check()
+            yield file
         if path.is_relative_to(scratch):
             path.unlink()
 

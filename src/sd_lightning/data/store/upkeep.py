@@ -22,6 +22,7 @@ from sd_lightning.data.store.store import (
     LATENTS,
     SAMPLES,
     TABLES,
+    AlteredList,
     Generation,
     LatentStore,
     SampleEntry,
@@ -31,6 +32,12 @@ from sd_lightning.data.store.texts import EMPTY, TEXTS, text_kinds
 
 _WORTHWHILE = 0.1
 """A latent file is written anew if a larger part of its rows is unused."""
+NO_OTHER_LIST = (
+    "it was altered, and no other list of samples can be read, so it stays: imported captions, and which images are held "
+    "out, are told by it alone; put back a copy of it, or delete it by hand and run precompute again, which encodes "
+    "nothing twice, but takes the captions of the data set and chooses the held-out images anew"
+)
+"""Reason with which an altered list is told that is not to be deleted."""
 
 
 @dataclass
@@ -83,7 +90,9 @@ class Pruning:
 
     def _sample_file(self, entry: SampleEntry) -> SampleFile:
         path = self.store.local(SAMPLES, entry.name, self._scratch)
-        return SampleFile(open(path, "rb", buffering=0), name=entry.name, size=entry.size)
+        file = SampleFile(open(path, "rb", buffering=0), name=entry.name, size=entry.size)
+        file.check()
+        return file
 
     def _find(self) -> Unused:
         unused = Unused()
@@ -194,14 +203,20 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
     """Yield (path, reason) of the files of a store that are not what was written; all bytes are read.
 
     Files that a job deletes meanwhile, such as tables that it has merged, are skipped.
+
+    Raises:
+        UsageError: A file cannot be read just now, or a later version wrote a list.
     """
+    altered, num_readable = [], 0
     for name in store.lists():
         try:
-            Generation.from_json(store.folder.read(name), where=name)
+            Generation.from_json(store.folder.read(name), where=f"{store.folder.url}/{name}")
+            num_readable += 1
         except FileNotFoundError:
             continue
-        except UsageError:
-            yield name, ALTERED
+        except AlteredList:
+            altered.append(name)
+    yield from ((name, ALTERED if num_readable else NO_OTHER_LIST) for name in altered)
     for kind in (LATENTS, SAMPLES, TABLES, *text_kinds(store)):
         for name, size in sorted(store.present(kind).items()):
             try:
@@ -237,7 +252,6 @@ def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:
             missing.add(path_of(SAMPLES, entry.name))
             continue
         with suppress(UsageError), store.opened(entry, scratch) as file:  # broken ones are told of anyway
-            file.check()
             missing |= {path_of(LATENTS, name) for name, _ in file.metadata["shards"] if name not in latents}
     yield from sorted(missing)
 

@@ -53,10 +53,9 @@ def pip(*words: str) -> None:
 
 
 def fill(folder: Path) -> None:
-    """Download and build all wheels of the list into a new folder."""
+    """Download and build all wheels of the list into a folder, in place of those in it."""
     wheels, sources, _ = listed()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    empty(folder)
     common = ["-q", "--disable-pip-version-check", "--no-deps", "-c", str(CONSTRAINTS)]
     target = ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
     target += [word for platform in PLATFORMS for word in ("--platform", platform)]
@@ -66,6 +65,16 @@ def fill(folder: Path) -> None:
         for package, left_out in SLIMMED.items():
             if path.name.startswith(f"{package}-"):
                 slim(path, left_out)
+
+
+def empty(folder: Path) -> None:
+    """Delete the wheels in a folder, or make it; one with anything else is left as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = sorted(folder.iterdir())
+    if other := next((each for each in there if each.suffix != ".whl" or not each.is_file()), None):
+        raise SystemExit(f"make gpu-wheels: {folder} has {other.name}, which is no wheel; give a folder of its own")
+    for each in there:
+        each.unlink()
 
 
 def slim(wheel: Path, left_out: re.Pattern[str]) -> None:
@@ -106,7 +115,7 @@ def unusable(names: Sequence[str]) -> list[str]:
 def main(words: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="is deleted first")
+    parser.add_argument("folder", type=Path, help="the wheels in it are deleted first")
     folder = parser.parse_args(words).folder
     fill(folder)
     found = sorted(folder.glob("*.whl"))

@@ -98,6 +98,9 @@ def test_captions_stand_in_a_csv_file_too(tmp_path: Path) -> None:
     assert folder.dropped == {str(tmp_path / "b.png"): "its caption is empty"}
     with pytest.raises(UsageError, match="data.caption_column=caption, which is no key of line 2 of .*metadata.csv"):
         ImageFolder(tmp_path, caption_column="caption")
+    (tmp_path / "metadata.csv").write_text("camera,date\nx,y\n")  # a table of another program
+    with pytest.raises(UsageError, match="no caption file a.txt"):
+        ImageFolder(tmp_path)
     (tmp_path / "metadata.csv").write_bytes(b"file_name,text\na.png,\xff\n")
     with pytest.raises(UsageError, match="metadata.csv.*UTF-8"):
         ImageFolder(tmp_path)

@@ -206,8 +206,11 @@ class Numbered(Source):
     def name(self, index: int) -> str:
         return list(self.images)[index]
 
+    def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
+        return self.name(index), str(self.images[self.name(index)]), "a number"
+
     def content(self, index: int) -> bytes:
-        return b"%d" % self.images[self.name(index)]
+        raise AssertionError("no image is read whole")
 
 
 def names_of(part: Source | None) -> list[str]:
@@ -230,6 +233,12 @@ def test_copies_of_an_image_are_on_one_side() -> None:
     assert len(names_of(val)) == 6 and not sides[0] & sides[1]
     assert len(names_of(hold_out(Numbered(images), 1)[1])) == 2
     assert len(names_of(hold_out(Numbered(dict.fromkeys("abc", 5)), 1)[1])) == 1, "nothing but copies"
+
+
+def test_images_without_cheap_evidence_are_held_out_by_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Numbered, "evidence", Source.evidence)
+    images = {f"{i:03}": 5 for i in range(100)}
+    assert len(names_of(hold_out(Numbered(images), 7)[1])) == 7
 
 
 @pytest.mark.parametrize("by_key", [False, True])

@@ -118,6 +118,14 @@ def test_the_list_of_wheels_names_what_they_need(gpu_wheels: ModuleType, tmp_pat
         archive.writestr("d-1.dist-info/METADATA", f"Name: d\n{needs}Requires-Dist: more; extra == 'all'\n")
         archive.writestr("d/libbitsandbytes_cuda118.so", "large")
         archive.writestr("d/libbitsandbytes_cuda130.so", "small")
+    other = tmp_path / "thesis.tex"
+    other.write_text("mine")
+    with pytest.raises(SystemExit, match="thesis.tex, which is no wheel"):
+        gpu_wheels.empty(tmp_path)
+    assert path.exists()
+    other.unlink()
     assert gpu_wheels.missing([path]) == ["d-1-py3-none-any.whl needs nowhere"]
     gpu_wheels.slim(path, gpu_wheels.SLIMMED["bitsandbytes"])
     assert zipfile.ZipFile(path).namelist() == ["d-1.dist-info/METADATA", "d/libbitsandbytes_cuda130.so"]
+    gpu_wheels.empty(tmp_path)
+    assert not list(tmp_path.iterdir())

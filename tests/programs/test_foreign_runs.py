@@ -371,6 +371,12 @@ ATTACKS = [
     ("unet/config.json", with_keys(quantization_config={"quant_method": "torchao", "x": NODES["node"]}), "torchao"),
     ("text_encoder/config.json", with_keys(quantization_config=NODES["node"]), "quantization_config"),
     ("text_encoder/config.json", with_keys(auto_map={"AutoModel": "foreign_payload.Run"}), "auto_map"),
+    (
+        "unet/config.json",
+        with_keys(quantization_config={"quant_method": "aqlm", "format": "sd_lightning_int8"}),
+        "aqlm",
+    ),
+    ("tokenizer/tokenizer_config.json", with_keys(vocab_file="../../secret"), "vocab_file names code or files"),
     ("text_encoder/config.json", with_keys(attn_implementation="foreign/kernel"), "attn_implementation=foreign/kernel"),
     ("text_encoder/config.json", with_keys(_attn_implementation={"": "foreign/kernel"}), "_attn_implementation"),
     ("text_encoder/config.json", with_keys(transformers_weights="pytorch_model.bin"), "transformers_weights"),

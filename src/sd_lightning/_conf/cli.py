@@ -92,7 +92,6 @@ def _run(program: Program, command_line: CommandLine) -> int:
         raise UsageError(f"{program.name} got {program.words}= twice, or also words without a key; write it once")
     check_choices(program, command_line)
     OmegaConf.register_new_resolver("help_of", lambda name: help_of(program, config_dir()), replace=True)
-    OmegaConf.register_new_resolver("dtype_of", dtype_of, replace=True)
     codes: list[int] = []
     failures: list[Exception] = []
 
@@ -116,12 +115,6 @@ def _run(program: Program, command_line: CommandLine) -> int:
     if failures:
         raise failures[0]
     return max(codes, default=0)
-
-
-def dtype_of(precision: object) -> str:
-    """Return the dtype that a ``trainer.precision`` computes in; settings may name it as ``${dtype_of:…}``."""
-    bits, _, _ = str(precision).partition("-")
-    return {"bf16": "bfloat16", "16": "float16"}.get(bits, "float32")
 
 
 def _run_once(program: Program, command_line: CommandLine, job: Task) -> None:

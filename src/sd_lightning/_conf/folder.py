@@ -10,8 +10,19 @@ def config_dir() -> str:
 
     The checkout's ``conf/`` if the package runs from a checkout (an editable install copies
     the YAML once and would not see later edits), else the one inside the package.
+
+    Whoever composes these files asks for their folder first, so this registers the resolver that they use.
     """
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("dtype_of", dtype_of, replace=True)
     return str(_config_dir(Path(__file__).resolve().parents[1]))
+
+
+def dtype_of(precision: object) -> str:
+    """Return the dtype that a ``trainer.precision`` computes in; settings may name it as ``${dtype_of:…}``."""
+    bits, _, _ = str(precision).partition("-")
+    return {"bf16": "bfloat16", "16": "float16"}.get(bits, "float32")
 
 
 def _config_dir(package: Path) -> Path:

@@ -42,12 +42,17 @@ def train_command(cfg: DictConfig, training: TrainingRun, options: Sequence[str]
     settings = [*given, *_data(cfg)]
     known = chosen | {_key(each) for each in given}
     settings += [f"{key}={as_override(value)}" for key, value in _implied(cfg, training, settings) if key not in known]
-    return shlex.join(["python", "-m", "sd_lightning.train", *settings, *options])
+    folders = [word for folder in _command_line().folders[1:] for word in ("--config-dir", folder)]
+    return shlex.join(["python", "-m", "sd_lightning.train", *folders, *settings, *options])
+
+
+def _command_line() -> CommandLine:
+    return CommandLine.parse("train", sys.argv[1:])
 
 
 def _given() -> list[str]:
     """Return the overrides of this command line that ``train`` takes as they are."""
-    overrides = CommandLine.parse("", sys.argv[1:]).overrides
+    overrides = _command_line().overrides
     return [each for each in overrides if _key(each).partition(".")[0] not in _OF_PLAN and _key(each) not in _CHOSEN]
 
 
@@ -66,7 +71,7 @@ def _implied(cfg: DictConfig, training: TrainingRun, settings: Sequence[str]) ->
     """Yield what ``train`` with these settings has otherwise than the plan."""
     from omegaconf import OmegaConf
 
-    command = CommandLine.parse("train", settings)
+    command = CommandLine("train", _command_line().folders, tuple(settings))
     train = OmegaConf.create(command.compose(settings))
     wanted: dict[str, Any] = {key: OmegaConf.select(cfg, key) for key in _SHARED}
     wanted["data.resolution"] = training.resolution

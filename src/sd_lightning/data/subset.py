@@ -12,10 +12,10 @@ import numpy as np
 from PIL import Image
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.source import BadSample, Source, as_source
+from sd_lightning.data.source import Source, as_source
 
 _BY_CONTENT = 10_000
-"""Largest number of samples whose images are looked at, three small pieces of each file."""
+"""Largest number of samples whose images are looked at: three small pieces of each file, of no image without one."""
 _BY_KEY = 1_000_000
 """Largest number of samples whose keys are hashed at every start: about three seconds."""
 
@@ -93,8 +93,9 @@ def hold_out(
 ) -> tuple[Source, Source | None]:
     """Split off samples for validation, chosen by a hash.
 
-    Up to ``_BY_CONTENT`` samples it is that of the image, so that copies of an image are on the same side. Of more it
-    is that of the key, and above ``_BY_KEY`` samples they are evenly spaced.
+    Up to ``_BY_CONTENT`` samples it is that of the image's file, so that copies of an image are on the same side. Of
+    more, and of images without a file of their own, which would be read whole, it is that of the key, and above
+    ``_BY_KEY`` samples they are evenly spaced.
 
     Args:
         source: All samples.
@@ -148,11 +149,7 @@ def _chosen(source: Source, num: int, was_held: Callable[[str], bool] | None) ->
 
 
 def _content_hash(source: Source, index: int) -> int:
-    image = source.evidence(index, thorough=True)[1]
-    try:
-        return _hash(image or source.content(index))
-    except BadSample:
-        return _hash(source.key(index))
+    return _hash(source.evidence(index, thorough=True)[1] or source.key(index))
 
 
 def _hash(text: str | bytes) -> int:

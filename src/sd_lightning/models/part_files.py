@@ -11,7 +11,10 @@ from sd_lightning._errors import UsageError
 from sd_lightning.models.pipeline_folder import QUANTIZATION, read_json
 from sd_lightning.storage.safetensors_file import shard_names
 
-_CODE_KEYS = ("auto_map", "custom_pipelines", "configuration_files", "transformers_weights")
+_CODE_KEYS = (
+    *("auto_map", "custom_pipelines", "configuration_files", "transformers_weights"),
+    *("vocab_file", "merges_file", "tokenizer_file", "gguf_file", "tokenizer_object"),
+)
 """Keys with which the libraries choose other code, or other files than those that we check."""
 _QUANTIZERS = ("sd_lightning_int8", "bitsandbytes")
 """Values of ``quant_method`` whose loaders need nothing but numbers and names of dtypes."""
@@ -48,17 +51,20 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         if config.get(key) is not None:
             raise UsageError(f"{where}: {key} names code or files to load instead; expected none; {REMEDY}")
     for key, value in config.items():
-        if key.endswith("_implementation") and "/" in str(value):  # transformers takes it for a repository of kernels
-            raise UsageError(f"{where}: {key}={value} names code of a repository; expected none; {REMEDY}")
+        # transformers takes other names for repositories of kernels; older versions write a bool beside the name.
+        if "_implementation" in key and not (value is None or isinstance(value, bool) or value in ("eager", "sdpa")):
+            raise UsageError(f"{where}: {key}={value} may name code of a repository; expected eager or sdpa; {REMEDY}")
     written_by = config.get("_diffusers_version", "0")
     if not isinstance(written_by, str) or not re.fullmatch(r"\d[\w.+]*", written_by):
         raise UsageError(f"{where}: _diffusers_version={written_by} is no version; {REMEDY}")
     record = config.get(QUANTIZATION)
     if record is None:
         return
-    given = [record.get(key) for key in ("quant_method", "format")] if isinstance(record, Mapping) else [record]
-    if not any(isinstance(method, str) and method in _QUANTIZERS for method in given):
+    # The libraries choose the loader by quant_method; our own record may have a format instead.
+    method = record.get("quant_method") if isinstance(record, Mapping) else record
+    chosen = record.get("format") if isinstance(record, Mapping) and method is None else method
+    if not isinstance(chosen, str) or chosen not in _QUANTIZERS[: 1 if method is None else None]:
         raise UsageError(
-            f"{where}: {QUANTIZATION} is of {given[0]}; expected weights in floating point, or in int8 of sd_lightning "
+            f"{where}: {QUANTIZATION} is of {chosen}; expected weights in floating point, or in int8 of sd_lightning "
             "or bitsandbytes; give the pipeline that it was made from"
         )

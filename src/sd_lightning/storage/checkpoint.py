@@ -133,8 +133,7 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
     digests: dict[_Inode, str] = {}
     for name, (size, digest) in files.items():
         try:
-            found = (root / name).stat()
-            if not is_inside(name) or not stat.S_ISREG(found.st_mode):
+            if not is_inside(name) or not stat.S_ISREG((found := (root / name).stat()).st_mode):
                 problems.append(f"{name} is no file of the checkpoint")
             elif found.st_size != size:
                 problems.append(f"{name} has {found.st_size} bytes instead of {size}")
@@ -142,8 +141,8 @@ def verify(checkpoint: str | os.PathLike[str], *, hash_up_to: int | None = None)
                 problems.append(f"{name} was altered (its SHA-256 differs)")
         except FileNotFoundError:
             problems.append(f"{name} is missing")
-        except OSError as error:
-            problems.append(f"{name} cannot be read ({error})")
+        except (OSError, ValueError) as error:  # a name with a zero byte
+            problems.append(f"{name!r} cannot be read ({error})")
     return problems
 
 

@@ -155,7 +155,7 @@ def walk(root: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
     for folder, subfolders, names in os.walk(root, followlinks=True):
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in seen:
-            log.warning("data: %s is a link to a folder that is read anyway, and left out", folder)
+            log.warning("data: %s is left out: the folder is read already, by another path", folder)
             subfolders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))

@@ -39,7 +39,7 @@ from sd_lightning.storage.run_folder import is_run
 log = logging.getLogger(__name__)
 
 METADATA = ("metadata.jsonl", "metadata.csv")
-"""Files with a line for each image; the first one that is there counts."""
+"""Files with a line for each image; the first one that is there counts, a table only with a column file_name."""
 
 
 class ImageFolder(EncodedImages):
@@ -95,7 +95,7 @@ class ImageFolder(EncodedImages):
                 f"ImageFolder: there is no folder {str(self.root)!r}; expected a folder of images. "
                 "Write data.train_data_dir=<folder>"
             )
-        self._metadata = next((path for path in map(self.root.joinpath, METADATA) if path.is_file()), None)
+        self._metadata = next((path for path in map(self.root.joinpath, METADATA) if _names_images(path)), None)
         if self._metadata is not None:
             self._captions = self._read_metadata()
         else:
@@ -175,10 +175,13 @@ class ImageFolder(EncodedImages):
     def _tell_unnamed(self) -> None:
         """Log how many images of the folder the metadata file does not name."""
         named = {os.path.normpath(path) for path in (*self._paths, *self.dropped)}
-        images = (
-            os.path.join(folder, name) for folder, _, names in walk(self.root) for name in names if _is_image(name)
-        )
-        unnamed = [path for path in images if os.path.normpath(path) not in named]
+        unnamed = []
+        for folder, subfolders, names in walk(self.root):
+            if Path(folder) != self.root and is_run(Path(folder)):  # its pictures are generated ones
+                subfolders.clear()
+                continue
+            paths = (os.path.join(folder, name) for name in names if _is_image(name))
+            unnamed += [path for path in paths if os.path.normpath(path) not in named]
         if unnamed:
             log.warning(
                 "data: %d images in %s are left out, because %s does not name them (the first: %s)",
@@ -273,6 +276,17 @@ class ImageFolder(EncodedImages):
     def _sidecar(self, path: str) -> str:
         """Return the caption file of an image."""
         return os.path.splitext(path)[0] + self._extension
+
+
+def _names_images(path: Path) -> bool:
+    """Return whether a file is there and has a line for each image; tables of other programs have the same name."""
+    if path.suffix != ".csv" or not path.is_file():
+        return path.is_file()
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace") as table:
+            return "file_name" in next(csv.reader([table.readline(MAX_CAPTION_BYTES)]), [])
+    except (OSError, csv.Error):
+        return True  # who reads it tells what is wrong
 
 
 def _is_image(name: str) -> bool:

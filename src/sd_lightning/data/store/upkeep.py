@@ -33,9 +33,9 @@ from sd_lightning.data.store.texts import EMPTY, TEXTS, text_kinds
 _WORTHWHILE = 0.1
 """A latent file is written anew if a larger part of its rows is unused."""
 NO_OTHER_LIST = (
-    "it was altered, and no other list of samples can be read, so it stays: imported captions, and which images are held "
-    "out, are told by it alone; put back a copy of it, or delete it by hand and run precompute again, which encodes "
-    "nothing twice, but takes the captions of the data set and chooses the held-out images anew"
+    "it was altered, and no other list of samples can be read, so it stays: imported captions, and which images are "
+    "held out, are told by it alone; put back a copy of it, or delete it by hand and run precompute again, which "
+    "encodes nothing twice, but takes the captions of the data set and chooses the held-out images anew"
 )
 """Reason with which an altered list is told that is not to be deleted."""
 

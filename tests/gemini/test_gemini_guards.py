@@ -582,3 +582,14 @@ def test_norms_that_are_watched_between_micro_batches_change_nothing() -> None:
     (norm, plain), (watched_norm, watched) = trained(watches=False), trained(watches=True)
     assert watched_norm == norm > 1
     assert all(torch.equal(plain[name], weight) for name, weight in watched.items())
+
+
+def test_a_write_into_the_part_of_another_rank_counts_on_this_rank_too() -> None:
+    """Otherwise the ranks would stop comparing at different writes, and one would wait for the others."""
+    network = Blocks()
+    access = engine_of(network, **SLOW).access
+    peers = SimpleNamespace(world_size=2, agree=lambda _: True, all_reduce=lambda values, op: torch.ones_like(values))
+    access._engine = SimpleNamespace(collectives=peers)  # type: ignore[assignment]
+    for _ in range(20):
+        access._compare([0], {0: torch.zeros(4)}, written=[])
+    assert access._num_written == 16

@@ -125,6 +125,7 @@ class EMA(StepCallback, TakesMemory):
         self.num_updates = state_dict["num_updates"]
 
     def on_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
+        engine_of(trainer.strategy).write_back()
         step = trainer.global_step
         if step <= self.update_after_step:
             self._follow(1.0)

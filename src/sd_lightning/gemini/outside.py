@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -98,6 +99,7 @@ class OutsideAccess:
     def begin_forward(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
         """Expose the parameters of a unit that is about to run."""
         self.expose(parameters)
+        self._before.pop(index, None)  # of a pass that raised
         if self._num_watched[index] < _NUM_WATCHED and torch.is_grad_enabled():
             self._num_watched[index] += 1
             self._before[index] = [_digest(parameter) for parameter in parameters if not self._is_direct(parameter)]
@@ -121,7 +123,9 @@ class OutsideAccess:
         for parameter in self._engine.chunk_of:
             vars(parameter).pop("chunk_access", None)
         self._weights.clear()
+        self._aliased.clear()
         self._gradients.clear()
+        self._touched.clear()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -304,9 +308,10 @@ class OutsideAccess:
         if not aliased or engine.collectives.world_size == 1 or self._num_written >= _NUM_CHECKED:
             return
         sums = [_digest(weights[index]) for index in aliased]
-        own = [float(index in written) for index in range(len(engine.chunks))]
         if engine.collectives.agree(repr((list(aliased), sums))):
-            self._num_written += bool(any(own))
+            # A write may lie in the part of one rank: all must count the same, to come here equally often.
+            any_rank = engine.collectives.all_reduce(torch.tensor([int(bool(written))]), dist.ReduceOp.MAX)
+            self._num_written += int(any_rank)
             return
         names = engine.chunks[(written or aliased)[0]].layout.slots
         raise UsageError(

@@ -171,7 +171,7 @@ class Runtime:
 
     def close_access(self) -> None:
         """Write back what user code has written into weights and gradients."""
-        if self.access is not None and self.access.is_open:
+        if self.access is not None:
             self.access.close()
 
     def _guard(self, ended: Iterable[int]) -> None:

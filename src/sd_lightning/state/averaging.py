@@ -187,7 +187,7 @@ def _bounded(pairs: Sequence[tuple[Tensor, LazyTensor]], is_apart: bool) -> Iter
         assert isinstance(weight, Tensor)
         for rows, row_weights in zip(*(_rows(tensor, average) for tensor in (average, weight)), strict=True):
             last = members[-1][0] if members else rows
-            is_next = not members or rows.data_ptr() == last.data_ptr() + last.nbytes
+            is_next = not members or _is_behind(rows, last)
             if members and (4 * (numel + rows.numel()) > GROUP_BYTES or is_apart and not is_next):
                 yield members
                 members, numel = [], 0
@@ -195,6 +195,12 @@ def _bounded(pairs: Sequence[tuple[Tensor, LazyTensor]], is_apart: bool) -> Iter
             numel += rows.numel()
     if members:
         yield members
+
+
+def _is_behind(rows: Tensor, last: Tensor) -> bool:
+    """Return whether rows follow others in one block of memory; separate blocks may touch, too."""
+    is_same = rows.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return is_same and rows.data_ptr() == last.data_ptr() + last.nbytes
 
 
 def _rows(tensor: Tensor, average: Tensor) -> Sequence[Tensor]:

@@ -87,6 +87,9 @@ class EngineStrategy:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
+    def write_back(self) -> None:
+        """Bring what hooks have written to the trained weights of all ranks; a collective call."""
+
     def training_state(self) -> TrainingState:
         """Return this rank's view of the trained parameters; ``swap_in`` and ``swap_out`` exchange their weights.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -19,6 +20,8 @@ _TO_PYTHON = {
     *(Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.__format__),
 }
 """What makes Python's numbers: of a sum that is still divided over processes, torch gives each its part."""
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)}
 _SHARDED = ("DTensor", "sharding strategy", "data is not allocated yet", "storage of size 0")
 """In messages of torch about distributed tensors."""
 
@@ -40,6 +43,8 @@ class WholeWhereNeeded(TorchFunctionMode):
         if func not in _TO_PYTHON:
             try:
                 return func(*args, **kwargs)
+            except (torch.OutOfMemoryError, dist.DistError):
+                raise  # of this rank alone, perhaps: the others would not gather with it
             except (RuntimeError, NotImplementedError):
                 pass  # if the mistake is the user's, it is made again with whole tensors
         return _on_whole(func, args, kwargs)
@@ -68,7 +73,7 @@ def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = func.__name__
-    return name in ("__setitem__", "__set__") or name.startswith("__i") or (name[-1] == "_" and name[-2] != "_")
+    return name in _IN_PLACE or (name[-1] == "_" and name[-2] != "_")
 
 
 def local_rows(parameter: DTensor) -> tuple[Tensor, int, int]:

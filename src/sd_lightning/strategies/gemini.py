@@ -184,6 +184,10 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
             yield
 
     @override
+    def write_back(self) -> None:
+        self.engine.access.close()
+
+    @override
     def skip_update_if(self, optimizer: Optimizer, is_bad: Tensor) -> bool:
         return engine_optimizer(optimizer).skip_if(is_bad)
 

@@ -100,7 +100,7 @@ def whole_in_hook(hook: str, names: Mapping[nn.Parameter, str], adopt: Callable[
 
 def remedy_of(error: BaseException) -> str | None:
     """Return what to do about an error of torch that comes of weights that ZeRO-3 has emptied; None for others."""
-    if not isinstance(error, RuntimeError) or not re.search(r"\[0\]|must be a matrix|tensor \w \(0\)", str(error)):
+    if type(error) is not RuntimeError or not re.search(r"\[0\]|must be a matrix|tensor \w \(0\)", str(error)):
         return None
     return (
         "DeepSpeedStrategy: at stage 3 weights are empty outside of a network's forward, and "

@@ -57,6 +57,8 @@ def test_a_released_parameter_is_read_and_written_as_whole_float32_weights(dtype
     assert torch.equal(network.gain.to(dtype), plain.gain) and network.gain.grad is None
     assert float(network.head.weight.detach().abs().max()) == pytest.approx(0.01)
     engine.close()
+    with pytest.raises(UsageError, match=r"restore\(\) after close\(\), which frees the weights"):
+        engine.restore()
     with pytest.raises(UsageError, match=r"head.weight to read after close\(\)"):
         network.head.weight.norm()
 

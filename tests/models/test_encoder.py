@@ -18,6 +18,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.diffusion.randomness import Purpose, normal
 from sd_lightning.models.encoder import LatentEncoder
+from sd_lightning.models.tf32 import products_of
 from shaped_data import picture
 from small_models import SMALL_SDXL
 
@@ -387,3 +388,15 @@ def test_images_of_any_shape_are_encoded_as_diffusers_does(family: str) -> None:
         assert (
             ours["conditioning"]["added_cond_kwargs"]["time_ids"].tolist() == [[40.0, 90.0, 0.0, 7.0, 24.0, 40.0]] * 2
         )
+
+
+def test_tf32_is_switched_off_beside_torchs_newer_settings_too() -> None:
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with products_of(torch.float32):
+            assert (matmul.fp32_precision, conv.fp32_precision) == ("ieee", "ieee")
+        assert (matmul.fp32_precision, conv.fp32_precision) == ("tf32", before[1])
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives
 from sd_lightning.gemini.config import GeminiConfig
@@ -190,7 +191,12 @@ class ChunkedNetworks:
         """Give every parameter its whole weights in host memory, and end the engine; a collective call.
 
         Trained parameters get the type of their master weights, others their compute type. Optimizers become unusable.
+
+        Raises:
+            UsageError: The engine is closed, and its weights are freed.
         """
+        if self.is_closed and self.chunks:
+            raise UsageError("Gemini got restore() after close(), which frees the weights; call it instead of close()")
         self.access.close()
         self.access.end()
         self.abort()

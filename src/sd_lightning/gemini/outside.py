@@ -242,7 +242,7 @@ class OutsideAccess:
         if self._engine.is_closed:
             raise UsageError(
                 f"Gemini got {self._name(parameter)} to read after close(), when nothing gathers it; call restore() "
-                "for whole weights"
+                "instead of close()"
             )
         if chunk.index not in self._weights or (is_aliased and chunk.index not in self._aliased):
             self._engine.collectives.meet(f"touches {self._name(parameter)}{' to write' if is_aliased else ''}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -21,10 +22,29 @@ def products_of(dtype: torch.dtype) -> Iterator[None]:
     In float32 products are exact, so that training, ``precompute`` and ``generate`` agree. In a model of 16 bits the
     parts that stay in float32, such as a VAE that overflows, may use TensorFloat-32: it is finer than the rest.
     """
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    allow_tf32(dtype != torch.float32)
+    exact = dtype == torch.float32
+    try:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # a script has used torch's newer settings, which do not mix with these
+        with _newer_settings("ieee" if exact else "tf32"):
+            yield
+        return
+    allow_tf32(not exact)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@contextmanager
+def _newer_settings(precision: str) -> Iterator[None]:
+    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before):
+            place.fp32_precision = value

@@ -127,6 +127,8 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
                 order=partial(_position, list(networks)),
                 reader=_reader(networks, deferred) if deferred else None,
             )
+            if self._timeout is not None:  # the watchdog gives up at four fifths of it
+                self._engine.collectives.patience_seconds = self._timeout.total_seconds() / 2
             for name, weights in deferred.items():
                 weights.fill_buffers(networks[name])
             if rest_dtype is not None and not keeps_batches(module):

@@ -53,7 +53,7 @@ KEYS = [
     ("dreambooth merge_lora=true", "no key 'merge_lora'", "write trainable=lora merge_lora=true"),
     ("train ~data", "data is missing", "expected a section", "leave it as it was"),
     ("train ~callbacks.checkpoint", "callbacks.checkpoint is missing", "expected a section", "leave it as it was"),
-    ("train ~trainer.precision", "trainer.precision is missing", "give it: +trainer.precision="),
+    ("train ~trainer.precision", "there is no key 'trainer.precision'", "give trainer.precision=<value>, or module"),
     ("train callbacks.ema=3", "callbacks.ema=3", "expected a section", "callbacks.ema=null to go without"),
     ("train optimizer._target_=torch.optim.Adamw", "torch.optim.Adamw", "no 'Adamw'", "nearest is torch.optim.Adam"),
     ("generate sede=1", "sede=1", "no key", "write seed=1"),

@@ -41,7 +41,8 @@ class Int8:
     float_inputs: Sequence[str] = FLOAT_INPUTS
     """Linear layers that are always weight_only, so that their activations stay in float; names as in ``exclude``."""
     threshold: float = 6.0
-    """For bitsandbytes: activations of at least this magnitude are outliers, multiplied unquantised; 0: no outliers."""
+    """For bitsandbytes: activations of at least this magnitude are outliers, multiplied unquantised; 0: no outliers.
+    On a GPU any other value means 1/32 of the columns, the largest, so that the host need not wait for their number."""
     dtype: Dtype | None = None
     """Dtype of all other weights and of computation; None leaves it unchanged. An SDXL pipeline's VAE that overflows
     in float16 (``force_upcast``) stays in float32."""

@@ -11,7 +11,7 @@ from suites import keep, wanted
 
 EQUAL = (
     *("FitStart", "TrainStart", "Clamped", "Averaged", "Copied", "InOneNetwork"),
-    *("EditedGradients", "Penalised"),
+    *("EditedGradients", "Penalised", "ThroughViews"),
 )
 KINDS = ("gemini_default", "gemini_kept", "gemini_offload")
 CASES = [f"{module}:{kind}" for module in EQUAL for kind in KINDS]
@@ -60,6 +60,13 @@ def test_an_average_of_bf16_weights_is_one_of_their_float32_masters(found: dict[
     assert ours["noted"] == pytest.approx(theirs["noted"], rel=3e-2)
     for name, sums in theirs["weights"].items():
         assert ours["weights"][name] == pytest.approx(sums, rel=1e-2, abs=1e-2), name
+
+
+@pytest.mark.slow
+@pytest.mark.needs("ThroughViews:gemini_kept:bf16-mixed")
+def test_a_write_through_a_view_of_whole_bf16_weights_is_refused(found: dict[str, Any]) -> None:
+    refusal = found["ThroughViews:gemini_kept:bf16-mixed"]["refused"]
+    assert "backbone.0.weight written while gradients are recorded" in refusal and "torch.no_grad()" in refusal
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -80,6 +80,19 @@ class TrainStart(Hooked):
         self.backbone[0].bias.data = torch.full((WIDTH,), 0.125)
 
 
+class ThroughViews(Hooked):
+    """Writes by views that are taken while gradients are recorded."""
+
+    def on_fit_start(self) -> None:
+        self.backbone[0].weight[0].data.zero_()
+        self.head.weight.view(-1).data.fill_(0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.backbone[2].weight.T.detach().mul_(0.5)
+        self.head.weight[0].data.zero_()
+        self.noted.append(float(self.head.weight.square().sum()))
+
+
 class Clamped(Hooked):
     """As in a Wasserstein GAN."""
 
@@ -208,7 +221,7 @@ class Codebook(nn.Module):
 
 MODULES: dict[str, type[Hooked]] = {
     cls.__name__: cls
-    for cls in (FitStart, TrainStart, Clamped, Averaged, Copied, InOneNetwork, EditedGradients, Penalised)
+    for cls in (FitStart, TrainStart, ThroughViews, Clamped, Averaged, Copied, InOneNetwork, EditedGradients, Penalised)
 } | {cls.__name__: cls for cls in (Unfrozen, OfItsRank, LateGradients, ThawedByHand, WrittenInForward)}
 
 

@@ -83,6 +83,10 @@ class GuardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Take over values; torch asks no ``__torch_function__`` about this method."""
+        return self.__torch_function__(_TENSOR.set_, (type(self),), (self, *args), kwargs)
+
     @property
     def grad(self) -> Tensor | None:
         access = self.chunk_access()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,16 +36,18 @@ _NUM_WATCHED = 1
 _THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
 
 
+_NUM_SUMS = 251
+"""A prime: values that change places change sums of bytes, too."""
 _READABLE = {ChunkState.GATHERED, ChunkState.OVERWRITTEN}
 
 
 class _Reading(torch.autograd.Function):
-    """A copy of a weight in autograd's graph: the memory of whole weights is overwritten later."""
+    """A whole weight in autograd's graph, in the memory that is written back, with a version counter of its own."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, whole: Tensor) -> Tensor:
         ctx.dtype = parameter.dtype
-        return whole.clone()
+        return whole.data  # not a view to autograd, which forbids much of views that a function returns
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -71,8 +73,12 @@ class OutsideAccess:
         self._engine = engine
         self._weights: dict[int, Tensor] = {}
         """By chunk: whole weights that user code sees."""
+        self._shown: dict[nn.Parameter, Tensor] = {}
+        """Parts of whole weights, in autograd's graph if they are trained."""
         self._aliased: set[int] = set()
         """Chunks whose whole weights user code may have written."""
+        self._watched: dict[nn.Parameter, Tensor] = {}
+        """Sums of resident weights that user code has views of: other values may take their place."""
         self._gradients: dict[int, Tensor] = {}
         self._touched: dict[GeminiOptimizer, set[nn.Parameter]] = {}
         """By optimizer: parameters with gradients on any rank."""
@@ -123,7 +129,9 @@ class OutsideAccess:
         for parameter in self._engine.chunk_of:
             vars(parameter).pop("chunk_access", None)
         self._weights.clear()
+        self._shown.clear()
         self._aliased.clear()
+        self._watched.clear()
         self._gradients.clear()
         self._touched.clear()
 
@@ -153,31 +161,32 @@ class OutsideAccess:
         is_initial = getattr(func, "__module__", "") == nn.init.__name__  # without gradients inside
         needs_gradients = torch.is_grad_enabled() and not is_initial
         is_refused = needs_gradients and any(leaf.requires_grad for leaf in written)
-        if func in _THAWS or is_refused or all(self._is_direct(parameter) for parameter in given):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)  # torch refuses to write leaves that need gradients
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            return self._replace(*args)
-        is_alias = func in _ALIASES or not needs_gradients
-        if not is_alias and all(self._engine.chunk_of[parameter].weights.is_resident for parameter in given):
-            self.close()  # whole weights need no other rank: a rank may use them in a loss of its own
-            for parameter in given:
-                self._engine.chunk_of[parameter].weights.settle()  # the last step may still be on its way to them
+        is_kept = func in _THAWS or is_refused  # torch refuses to write leaves that need gradients
+        if not is_kept and isinstance(first, GuardedParameter) and self._takes_memory(func, first, args):
+            self._replace(first, args[1])
+            return first
+        if is_kept or all(self._is_direct(parameter) for parameter in given):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        is_alias = func in _ALIASES or not needs_gradients
+        is_local = not is_alias and all(self._engine.chunk_of[parameter].weights.is_resident for parameter in given)
         shown: dict[nn.Parameter, Tensor] = {}
         for parameter in given:
-            is_read = not is_alias and parameter.requires_grad
-            whole = self._whole(parameter, is_aliased=not is_read)
-            shown[parameter] = _Reading.apply(parameter, whole) if is_read else whole
+            chunk = self._engine.chunk_of[parameter]
+            if is_local and chunk.index not in self._weights:  # no other rank is needed, for a loss of this rank's own
+                chunk.weights.settle()  # the last step may still be on its way to them
+                shown[parameter] = parameter
+            else:
+                whole = self._whole(parameter, is_aliased=is_alias)
+                shown[parameter] = whole.detach() if is_alias else whole
+        before = [tensor._version for tensor in shown.values()]
         args, kwargs = tree_map_only(GuardedParameter, shown.__getitem__, (tuple(args), dict(kwargs)))
-        result = func(*args, **kwargs)
-        for each, whole in shown.items():
-            if not is_alias and each.requires_grad and whole._version:
-                raise UsageError(
-                    f"Gemini got {self._name(each)} written by {name} while gradients are recorded, so that the "
-                    "change would be lost; write it under torch.no_grad()"
-                )
+        with torch._C.DisableTorchFunctionSubclass() if is_local else nullcontext():
+            result = func(*args, **kwargs)
+            for (each, tensor), version in zip(shown.items(), before):
+                is_written = tensor._version != version
+                if not is_alias and (is_written or _may_alias(result, tensor)):
+                    self._note_alias(each, tensor, is_written=is_written)
         return first if isinstance(first, GuardedParameter) and written and result is shown[first] else result
 
     def gradient(self, parameter: nn.Parameter, *, is_asked_to_drop: bool = False) -> Tensor | None:
@@ -220,11 +229,20 @@ class OutsideAccess:
     @torch.inference_mode(False)
     @torch.no_grad()
     def close(self) -> None:
-        """Write back what user code may have written, and let go of its whole weights and gradients."""
+        """Write back what user code may have written, and let go of its whole weights and gradients.
+
+        Raises:
+            UsageError: A weight was written where that cannot be taken over, or otherwise on another rank.
+        """
+        if self._watched:
+            self._check_watched()
         if not self.is_open:
             return
         engine, weights, gradients = self._engine, self._weights, self._gradients
+        for parameter in self._shown:
+            self._check_recorded(parameter)
         self._weights, self._gradients = {}, {}
+        self._shown.clear()
         self._touched.clear()
         aliased, self._aliased = sorted(self._aliased), set()
         written = [index for index in aliased if self._write_back(engine.chunks[index], weights[index])]
@@ -247,11 +265,66 @@ class OutsideAccess:
         if chunk.index not in self._weights or (is_aliased and chunk.index not in self._aliased):
             self._engine.collectives.meet(f"touches {self._name(parameter)}{' to write' if is_aliased else ''}")
         if chunk.index not in self._weights:
+            if self._watched:
+                self._check_watched()
             with torch.inference_mode(False), torch.no_grad():
                 self._weights[chunk.index] = self._engine.shown(chunk, self._shown_dtype(chunk))
         if is_aliased:
             self._aliased.add(chunk.index)
-        return self._slot_of(parameter, self._weights[chunk.index])
+        shown = self._shown.get(parameter)
+        if shown is None or shown.requires_grad != parameter.requires_grad:
+            shown = self._slot_of(parameter, self._weights[chunk.index]).data  # each has a version counter of its own
+            if parameter.requires_grad:
+                with torch.inference_mode(False), torch.enable_grad():
+                    shown = _Reading.apply(parameter, shown)
+            self._shown[parameter] = shown
+        return shown
+
+    def _note_alias(self, parameter: nn.Parameter, tensor: Tensor, *, is_written: bool) -> None:
+        """Note that user code may write a weight through what it was given while gradients are recorded."""
+        if tensor is not parameter:
+            self._check_recorded(parameter)
+            self._whole(parameter, is_aliased=True)
+        elif is_written and self._is_copy(parameter):
+            raise self._lost(parameter)
+        elif parameter not in self._watched:
+            self._watched[parameter] = _sums(parameter)
+
+    def _check_recorded(self, parameter: nn.Parameter) -> None:
+        """Raise if autograd has recorded a write into a whole weight: it is no longer a plain reading."""
+        shown = self._shown[parameter]
+        if shown.grad_fn is not None and not isinstance(shown.grad_fn, _Reading._backward_cls):
+            raise self._lost(parameter)
+
+    def _check_watched(self) -> None:
+        """Raise if user code has written resident weights, and other values take their place."""
+        watched, self._watched = self._watched, {}
+        opened = [each for each in watched if self._is_copy(each) or self._engine.chunk_of[each].index in self._weights]
+        if not opened:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            differs = torch.stack([(_sums(parameter) != watched[parameter]).any() for parameter in opened]).tolist()
+        if any(differs):
+            raise self._lost(opened[differs.index(True)])
+
+    def _lost(self, parameter: nn.Parameter) -> UsageError:
+        return UsageError(
+            f"Gemini got {self._name(parameter)} written while gradients are recorded, so that the change would be "
+            "lost; write it under torch.no_grad(), and take views of it (p[0], p.view(-1)) there, too"
+        )
+
+    def _takes_memory(self, func: Callable[..., Any], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
+        """Return whether a function gives a parameter the memory of another tensor; raise if it changes its shape."""
+        if self._engine.is_closed:
+            return False  # the parameters have the memory now
+        if func == _SET_DATA or func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor):
+            return True
+        if func.__name__ in _RESHAPING:
+            raise UsageError(
+                f"Gemini got {self._name(parameter)}.{func.__name__}(), which changes its shape or its memory; "
+                "expected a write of other values (p.data.copy_(values)): parameters in chunks keep their sizes"
+            )
+        return False
 
     def _replace(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Do what ``parameter.data = value`` does."""
@@ -265,7 +338,11 @@ class OutsideAccess:
                 "parameters in chunks keep their sizes"
             )
         with torch.no_grad():
-            self._whole(parameter, is_aliased=True).copy_(value)
+            if self._is_direct(parameter):
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.copy_(value)
+            else:
+                self._whole(parameter, is_aliased=True).detach().copy_(value)
 
     def _shown_dtype(self, chunk: Chunk) -> torch.dtype:
         if not chunk.is_trained:
@@ -282,6 +359,11 @@ class OutsideAccess:
             return weights.is_resident  # the parameters have the memory now
         is_whole = weights.is_resident and self._engine.collectives.world_size == 1
         return is_whole and (weights.is_master or not weights.layout.is_trained)
+
+    def _is_copy(self, parameter: nn.Parameter) -> bool:
+        """Return whether the next step overwrites what user code writes into the parameter's own memory."""
+        chunk = self._engine.chunk_of[parameter]
+        return chunk.is_trained and not chunk.weights.is_master and not self._engine.is_swapped
 
     def _write_back(self, chunk: Chunk, whole: Tensor) -> bool:
         """Take over this rank's part of whole weights; return whether it has changed."""
@@ -377,10 +459,32 @@ class OutsideAccess:
         return self._engine.chunk_of[parameter].slots[parameter].name
 
 
+def _sums(values: Tensor) -> Tensor:
+    """Return sums of bytes, in int64 on the device of the values; they change with the order of values, too."""
+    flat = values.detach().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // _NUM_SUMS * _NUM_SUMS
+    sums = flat[:whole].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
+    sums[: flat.numel() - whole].add_(flat[whole:])
+    return sums
+
+
 def _digest(values: Tensor) -> int:
-    return int(values.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+    return hash(tuple(_sums(values).tolist()))
 
 
-_ALIASES: set[Any] = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
+def _may_alias(result: Any, weight: Tensor) -> bool:
+    """Return whether user code may write a weight through what a function returned."""
+    return any(
+        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
+        for leaf in tree_leaves(result)
+    )
+
+
+_RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
+"""In-place functions that change the shape of a tensor, or its memory."""
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_ALIASES: set[Any] = {Tensor.data.__get__, _SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _IN_PLACE.add("__setitem__")

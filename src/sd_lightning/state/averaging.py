@@ -205,6 +205,6 @@ def _is_behind(rows: Tensor, last: Tensor) -> bool:
 
 
 def _rows(tensor: Tensor, average: Tensor) -> Sequence[Tensor]:
-    if average.nbytes <= GROUP_BYTES:
+    if average.nbytes <= GROUP_BYTES or not average.ndim:
         return (tensor,)
     return tensor.split(max(GROUP_BYTES // average[0].nbytes, 1))

@@ -63,6 +63,26 @@ def test_a_released_parameter_is_read_and_written_as_whole_float32_weights(dtype
         network.head.weight.norm()
 
 
+@pytest.mark.parametrize("reads", ["the next pass", "a checkpoint"])
+def test_a_write_inside_of_a_forward_is_refused_before_its_weights_are_used_or_saved(reads: str) -> None:
+    """Not at once: the host would have to wait for the device."""
+    network, batch = Blocks(), inputs(0, Job("written"))
+    engine = engine_of(network, **SLOW)
+    calls: list[int] = []
+
+    def write(module: nn.Module, *_: Any) -> None:
+        if not calls:
+            module.down.weight.data.mul_(2.0)  # type: ignore[operator,union-attr]
+        calls.append(1)
+
+    network.blocks[1].up.register_forward_hook(lambda *_: write(network.blocks[1]))
+    loss_of(network, batch, torch.float32)
+    with pytest.raises(UsageError, match=r"blocks.1.down.weight written inside of its network's forward.*in a hook"):
+        loss_of(network, batch, torch.float32) if reads == "the next pass" else engine.state.shards()
+    assert len(calls) == 1
+    engine.restore()
+
+
 def test_moving_a_network_to_its_device_gathers_nothing() -> None:
     """As drawing during training does, after a step, when gradients are freed."""
     network, batch = Blocks(), inputs(0, Job("moved"))

@@ -14,6 +14,7 @@ from sd_lightning.models import families
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.models.meta import meta_batch
 from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.processes.group import leave_process_group
 from small_training import Saving, adamw, data, fit, weights
 from toy_family import Toy, ToyFamily, ToyPipeline
 
@@ -40,6 +41,7 @@ def train(
     module = SDLightningModule(LatentDiffusion.build("toy", seed=1), train_text_encoder=True, optimizer=adamw, seed=3)
     losses, saving = Losses(), Saving(run, (3,), resume=resume)
     fit(module, data(), steps, EMA(0.9), saving, losses, strategy=strategy)
+    leave_process_group()
     assert saving.last_saved is not None
     return module, losses.values, saving.last_saved
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,6 +76,84 @@ def test_groups_change_no_bit_and_the_host_never_waits(dtype: torch.dtype, is_ap
     most = room_bytes(sum(w.numel() for w in weights), is_apart=is_apart, is_cast=dtype != torch.float32)
     assert sum(room.nbytes for room in update._room.values()) <= most
     assert bool(update._room) == (most > 0)
+
+
+def touching(shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return tensors that lie one behind the other, and yet are separate: one cannot be reached from another."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    memory, begins = bytearray(4 * sum(sizes)), accumulate(sizes, initial=0)
+    parts = [torch.frombuffer(memory, dtype=torch.float32, count=n, offset=4 * b) for n, b in zip(sizes, begins)]
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes)]
+
+
+def test_separate_averages_that_touch_are_updated_apart() -> None:
+    one, other = touching([(6,), (2, 4)])
+    assert other.data_ptr() == one.data_ptr() + one.nbytes
+    assert other.untyped_storage().data_ptr() != one.untyped_storage().data_ptr()
+    with HostWaits().counting() as waits:
+        with waits.paused():
+            weights = [torch.ones(each.shape).to(DEVICE, copy=True) for each in (one, other)]
+        update = Averaging()
+        update.follow([one, other], weights)
+        assert [group.is_apart for group in update._groups] == [True, True]
+        update.update(0.25)
+    assert one.tolist() == [0.25] * 6 and other.tolist() == [[0.25] * 4] * 2
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.contiguous,
+    "channels_last": lambda t: t.to(memory_format=torch.channels_last) if t.ndim == 4 else t,
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1) if t.ndim > 1 else t,
+    "every other": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+}
+PLACES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "pinned": lambda averages: host_memory([each.shape for each in averages], DEVICE),
+    "separate": lambda averages: [torch.empty(each.shape) for each in averages],
+    "touching": lambda averages: touching([each.shape for each in averages if each.numel()]),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(
+        st.tuples(st.lists(st.integers(0, 6), max_size=4), st.sampled_from([*LAYOUTS]), st.booleans()),
+        min_size=1,
+        max_size=5,
+    ),
+    place=st.sampled_from(["with the weights", *PLACES]),
+    group_bytes=st.sampled_from([1, 4, 40, 400, 4000]),
+)
+@example(kinds=[([], "contiguous", True), ([0], "contiguous", True)], place="pinned", group_bytes=1)
+@example(kinds=[([6, 6, 6, 6], "channels_last", True)] * 2, place="with the weights", group_bytes=400)
+@example(kinds=[([2, 6, 6, 6], "channels_last", True)] * 2, place="pinned", group_bytes=40)
+def test_averages_of_any_shape_and_layout_move_as_one_by_one(
+    kinds: list[tuple[list[int], str, bool]], place: str, group_bytes: int
+) -> None:
+    """Also rows that are larger than a group, numbers, and averages of nothing."""
+    generator = torch.Generator().manual_seed(0)
+    if place == "touching":
+        kinds = [kind for kind in kinds if torch.Size(kind[0]).numel()]
+    start = [LAYOUTS[layout](torch.randn(shape, generator=generator)) for shape, layout, _ in kinds]
+    values = [LAYOUTS[layout](torch.randn(shape, generator=generator)) for shape, layout, _ in kinds]
+    cast = [value.to(torch.bfloat16 if is_half else torch.float32) for value, (_, _, is_half) in zip(values, kinds)]
+    averages = [each.clone(memory_format=torch.preserve_format) for each in start]
+    with mock.patch.object(averaging, "GROUP_BYTES", group_bytes), HostWaits().counting() as waits:
+        with waits.paused():
+            weights = [each.to(DEVICE, copy=True) for each in cast]
+            if place in PLACES:
+                averages = PLACES[place](averages)
+            else:
+                averages = [each.to(DEVICE, copy=True) for each in averages]
+            for average, before in zip(averages, start, strict=True):
+                average.copy_(before)
+        update = Averaging()
+        update.follow(averages, weights)
+        sizes = [group.numel for group in update._groups]
+        assert sum(sizes) == sum(each.numel() for each in averages)
+        for fraction in (0.25, 1e-3):
+            update.update(fraction)
+    for average, before, weight in zip(averages, start, cast, strict=True):
+        assert torch.equal(average, before.clone().lerp_(weight.float(), 0.25).lerp_(weight.float(), 1e-3))
 
 
 @pytest.mark.usefixtures("small_groups")

@@ -36,6 +36,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
             monkeypatch.setenv(name, value)
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
         monkeypatch.setattr(host_steps, "_CPU_MAX", tmp_path / "cpu.max")
+        monkeypatch.setattr(host_steps, "_CPU_QUOTA", tmp_path / "cpu.cfs_quota_us")
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
         monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
         monkeypatch.setattr(torch, "set_num_threads", lambda threads: count.__setitem__(0, threads))
@@ -69,9 +70,40 @@ def test_processes_share_the_cores_unless_the_user_has_chosen(
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 6), ("400000 100000", 4), ("50000 100000", 1)])
-def test_a_control_group_may_allow_less_than_all_cores(launch: Launch, quota: str, cores: int) -> None:
+def test_a_control_group_may_allow_less_than_all_cores(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
     launch(1, quota)
     assert usable_cores() == cores
+    for name in ("quota", "period"):  # as version 1 writes it
+        (tmp_path / f"cpu.cfs_{name}_us").write_text(quota.replace("max", "-1").split()[name == "period"])
+    monkeypatch.setattr(host_steps, "_CPU_MAX", tmp_path / "none")
+    assert usable_cores() == cores
+
+
+@pytest.mark.parametrize("quota", ["", "max", "0 0", "100000 0", "many 100000", "1e5 100000", "100000", "1 2 3"])
+def test_a_quota_that_says_nothing_stops_no_step(launch: Launch, monkeypatch: pytest.MonkeyPatch, quota: str) -> None:
+    launch(1, quota, **TORCHRUN)
+    assert num_threads() == 3
+    for given in ("0", "-2", "two"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+        assert num_threads() == 6
+
+    def refused(_: int) -> set[int]:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getaffinity", refused)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert num_threads() == 5
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert num_threads() == 5
+
+
+def test_a_step_reads_no_file_of_the_machine_again(launch: Launch, tmp_path: Path) -> None:
+    launch(1, "400000 100000", **TORCHRUN)
+    assert num_threads() == 2
+    (tmp_path / "cpu.max").unlink()
+    assert num_threads() == 2
 
 
 def test_threads_are_given_back_after_an_exception(launch: Launch) -> None:
@@ -175,15 +207,18 @@ def test_fsdp_and_deepspeed_step_offloaded_states_with_more_threads(
     assert inner.threads == expected and torch.get_num_threads() == 1
 
 
-def test_an_average_in_host_memory_moves_with_more_threads(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "threads"), [("cpu", 3), ("meta", 1)])
+def test_an_average_that_the_host_computes_moves_with_more_threads(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, device: str, threads: int
+) -> None:
     launch(1, **TORCHRUN)
     found: list[int] = []
     lerp = torch._foreach_lerp_
     monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: (found.append(torch.get_num_threads()), lerp(*args)))
-    averaging, average = Averaging(), torch.zeros(3)
-    averaging.follow([average], [torch.ones(3)])
+    averaging, average = Averaging(), torch.zeros(3, device=device)
+    averaging.follow([average], [torch.ones(3, device=device)])
     averaging.update(0.5)
-    assert found == [3] and average.tolist() == [0.5] * 3
+    assert found == [threads] and (device == "meta" or average.tolist() == [0.5] * 3)
 
 
 def _adamw(weights: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ from sd_lightning.callbacks import (
 from sd_lightning.diffusion import randomness
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.processes.group import leave_process_group
 from strategy_table import strategy_of
 
 DEVICE = torch.device("cpu", 0)
@@ -301,6 +302,8 @@ def run(job: dict[str, Any]) -> list[list[str]]:
     module = small.module()
     with waits.counting(), with_collectives() if job.get("with_collectives") else nullcontext():
         trainer.fit(module, small.data(cache_latents=False))
+    if job["devices"] == 1:
+        leave_process_group()
     return per_step.steps
 
 

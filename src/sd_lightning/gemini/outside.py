@@ -21,6 +21,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.compute_weights import ChunkState
 from sd_lightning.gemini.guarded import GuardedParameter
+from sd_lightning.gemini.memory import Arrival
 
 if TYPE_CHECKING:
     from sd_lightning.gemini.chunked import ChunkedNetworks
@@ -85,8 +86,10 @@ class OutsideAccess:
         self._num_written = 0
         self._num_watched: Counter[int] = Counter()
         """By unit: forward passes that were watched for writes."""
-        self._before: dict[int, list[int]] = {}
-        """By unit: digests of its weights when its forward began."""
+        self._before: dict[int, tuple[list[nn.Parameter], Tensor]] = {}
+        """By unit: gathered weights, and their digests when its forward began."""
+        self._after: dict[int, tuple[list[nn.Parameter], Tensor, Arrival]] = {}
+        """By unit: gathered weights, and whether its forward has written them; read a pass later."""
         own = weakref.ref(self)
         for parameter in engine.chunk_of:
             parameter.chunk_access = own  # type: ignore[attr-defined]
@@ -106,21 +109,41 @@ class OutsideAccess:
         """Expose the parameters of a unit that is about to run."""
         self.expose(parameters)
         self._before.pop(index, None)  # of a pass that raised
+        if torch._C._current_graph_task_id() == _OUTSIDE:
+            self._check_forward(index)
         if self._num_watched[index] < _NUM_WATCHED and torch.is_grad_enabled():
             self._num_watched[index] += 1
-            self._before[index] = [_digest(parameter) for parameter in parameters if not self._is_direct(parameter)]
+            copied = [parameter for parameter in parameters if not self._is_direct(parameter)]
+            if copied:
+                self._before[index] = copied, _digests(copied)
 
-    def end_forward(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise if a unit has written its own weights while it ran: they are a copy of those that are trained."""
-        before = self._before.pop(index, [])
-        copied = [parameter for parameter in parameters if not self._is_direct(parameter)] if before else []
-        for parameter, digest in zip(copied, before):
-            if _digest(parameter) != digest:
-                raise UsageError(
-                    f"Gemini got {self._name(parameter)} written inside of its network's forward, where it is a "
-                    "gathered copy, so that the change would be lost; write it in a hook (on_train_batch_end), or make "
-                    "it a buffer"
-                )
+    def end_forward(self, index: int) -> None:
+        """Note whether a unit has written its own weights while it ran: they are a copy of those that are trained."""
+        if index in self._before:
+            copied, before = self._before.pop(index)
+            self._after[index] = copied, *self._engine.memory.tell((_digests(copied) != before).any(1))
+
+    def check_forwards(self) -> None:
+        """Raise if a unit has written its own weights while it ran; the host waits for the watched passes.
+
+        Without it, a unit's next pass raises: by then the host need not wait.
+
+        Raises:
+            UsageError: A unit has.
+        """
+        for index in list(self._after):
+            self._check_forward(index)
+
+    def _check_forward(self, index: int) -> None:
+        if index not in self._after:
+            return
+        copied, is_written, arrival = self._after.pop(index)
+        arrival.wait()
+        for parameter in (each for each, written in zip(copied, is_written.tolist()) if written):
+            raise UsageError(
+                f"Gemini got {self._name(parameter)} written inside of its network's forward, where it is a gathered "
+                "copy, so that the change would be lost; write it in a hook (on_train_batch_end), or make it a buffer"
+            )
 
     def end(self) -> None:
         """Make all parameters ordinary ones for good."""
@@ -134,6 +157,7 @@ class OutsideAccess:
         self._watched.clear()
         self._gradients.clear()
         self._touched.clear()
+        self._after.clear()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -389,7 +413,7 @@ class OutsideAccess:
         engine = self._engine
         if not aliased or engine.collectives.world_size == 1 or self._num_written >= _NUM_CHECKED:
             return
-        sums = [_digest(weights[index]) for index in aliased]
+        sums = _digests([weights[index] for index in aliased]).tolist()
         if engine.collectives.agree(repr((list(aliased), sums))):
             # A write may lie in the part of one rank: all must count the same, to come here equally often.
             any_rank = engine.collectives.all_reduce(torch.tensor([int(bool(written))]), dist.ReduceOp.MAX)
@@ -459,6 +483,11 @@ class OutsideAccess:
         return self._engine.chunk_of[parameter].slots[parameter].name
 
 
+def _digests(values: Sequence[Tensor]) -> Tensor:
+    """Return sums of the bytes of tensors, a row each; they change with the order of values, too."""
+    return torch.stack([_sums(each) for each in values])
+
+
 def _sums(values: Tensor) -> Tensor:
     """Return sums of bytes, in int64 on the device of the values; they change with the order of values, too."""
     flat = values.detach().reshape(-1).view(torch.uint8)
@@ -466,10 +495,6 @@ def _sums(values: Tensor) -> Tensor:
     sums = flat[:whole].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
     sums[: flat.numel() - whole].add_(flat[whole:])
     return sums
-
-
-def _digest(values: Tensor) -> int:
-    return hash(tuple(_sums(values).tolist()))
 
 
 def _may_alias(result: Any, weight: Tensor) -> bool:

@@ -200,7 +200,7 @@ class Runtime:
             ended = running[running.index(index) :]
             del running[running.index(index) :]
             if self.access is not None and output is not None:
-                self.access.end_forward(index, self.units[index].parameters)
+                self.access.end_forward(index)
             self._guard(ended)
         if output is None or not torch.is_grad_enabled():
             return

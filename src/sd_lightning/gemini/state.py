@@ -31,6 +31,7 @@ class EngineState:
     def shards(self) -> list[ParameterShard]:
         """Return this rank's shards as live tensors; all ranks together cover everything exactly once."""
         self._engine.access.close()
+        self._engine.access.check_forwards()
         owned = []
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -133,7 +134,6 @@ class Stepper:
                     chunk.wait_on_host()
                 yield accumulated.tensor[run.begin : run.end]
 
-    @host_step()
     def step(self, touched: set[nn.Parameter], divisor: float | Tensor, found_inf: Tensor | None = None) -> None:
         """Step parameters with their gradients, and refresh the compute weights.
 
@@ -144,13 +144,15 @@ class Stepper:
         """
         before = {} if found_inf is None else {parameter: self.progress.get(parameter) for parameter in touched}
         after: dict[tuple[int, Progress | None], Progress] = {}
-        for chunk in sorted({self._engine.chunk_of[p] for p in touched}, key=_order_of_stepping):
-            if chunk.placement.step_tier is Tier.SLOW:
-                chunk.wait_on_host()
-            chunk.weights.settle()  # another optimizer may just have stepped it
-            if runs := self._runs(chunk, touched):
-                after |= self._step_chunk(chunk, runs, divisor, found_inf)
-            chunk.master.refresh(touched.intersection(chunk.slots))
+        has_host_chunks = any(device.type == "cpu" for device in _step_devices(self._engine))
+        with host_step() if has_host_chunks else nullcontext():
+            for chunk in sorted({self._engine.chunk_of[p] for p in touched}, key=_order_of_stepping):
+                if chunk.placement.step_tier is Tier.SLOW:
+                    chunk.wait_on_host()
+                chunk.weights.settle()  # another optimizer may just have stepped it
+                if runs := self._runs(chunk, touched):
+                    after |= self._step_chunk(chunk, runs, divisor, found_inf)
+                chunk.master.refresh(touched.intersection(chunk.slots))
         for parameter in touched:
             key = self.group_of[parameter], self.progress.get(parameter)
             if key in after:  # this rank owns a part

@@ -88,17 +88,18 @@ class Averaging:
         """Keep no reference to averages and weights."""
         self._groups = []
 
-    @host_step()
     @torch.no_grad()
     def update(self, fraction: float) -> None:
         """Move the averages towards the weights by a fraction, after the work submitted so far."""
         self.join()
         for stream in self._streams:
             stream.wait_stream(self._module.current_stream(self._device))
-        for number, group in enumerate(self._groups):
-            stream = number % _STREAMS if group.is_apart else 0
-            with self._on(stream, group.device):
-                self._update(group, stream, fraction)
+        computes_on_host = any(group.device == _HOST for group in self._groups)
+        with host_step() if computes_on_host else contextlib.nullcontext():
+            for number, group in enumerate(self._groups):
+                stream = number % _STREAMS if group.is_apart else 0
+                with self._on(stream, group.device):
+                    self._update(group, stream, fraction)
 
     def join(self) -> None:
         """Make the device's current stream wait for the updates; the host does not wait."""
@@ -204,6 +205,6 @@ def _is_behind(rows: Tensor, last: Tensor) -> bool:
 
 
 def _rows(tensor: Tensor, average: Tensor) -> Sequence[Tensor]:
-    if average.nbytes <= GROUP_BYTES:
+    if average.nbytes <= GROUP_BYTES or not average.ndim:
         return (tensor,)
     return tensor.split(max(GROUP_BYTES // average[0].nbytes, 1))

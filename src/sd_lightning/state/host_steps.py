@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 
 
 @contextmanager
@@ -63,8 +66,8 @@ def num_threads() -> int:
     """
     current, given = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     # LOCAL_SIZE is the name that the deepspeed launcher has for it.
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    share = max(usable_cores() // num_local, 1)
+    num_local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    share = max(usable_cores() // max(int(num_local) if num_local.isdecimal() else 1, 1), 1)
     if given is None:
         return min(current, share)
     is_default = given == "1" == str(current) and "TORCHELASTIC_RUN_ID" in os.environ
@@ -72,7 +75,34 @@ def num_threads() -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and its control group's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota, _, period = _CPU_MAX.read_text().partition(" ") if _CPU_MAX.is_file() else ("max", "", "")
-    return cores if quota == "max" else max(min(cores, int(quota) // int(period)), 1)
+    """Return the number of cores that this process may use, by its affinity and its control group's quota.
+
+    At least 1. The quota is read once for each place of its file: it does not change during a run.
+    """
+    return int(max(min(_affine_cores(), _quota(_CPU_MAX, _CPU_QUOTA)), 1))
+
+
+def _affine_cores() -> int:
+    """Return the cores of the process's affinity; some systems, and some sandboxes, tell none."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return os.cpu_count() or 1
+
+
+@cache
+def _quota(together: Path, apart: Path) -> float:
+    """Return the whole cores that a control group may use; infinity without a limit, or where none can be read.
+
+    Args:
+        together: The file of version 2, with quota and period.
+        apart: The quota of version 1, beside the file of its period.
+    """
+    for files in ((together,), (apart, apart.with_name("cpu.cfs_period_us"))):
+        try:
+            quota, period = (int(text) for file in files for text in file.read_text(encoding="utf-8").split())
+            if quota > 0 and period > 0:
+                return quota // period
+        except (OSError, ValueError):  # another version, no limit ("max"), or not what the kernel writes
+            continue
+    return math.inf

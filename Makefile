@@ -91,7 +91,7 @@ format: $(STAMP)
 # GPU_RESULTS=folder takes the figures where they outlive a borrowed machine; GPU_COMMIT names the commit where there is no
 # git; GPU_SECONDS is when everything is stopped; DRY=1 runs the same on a CPU, tiny; PYTEST_ARGS chooses among the tests.
 GPU_RESULTS ?= benchmarks/results
-GPU_SECONDS ?= 550
+GPU_SECONDS ?= 520
 GPU_PYTHON ?= python3
 ifdef WHEELS
 GPU_SITE := $(CURDIR)/build/gpu-site

@@ -183,10 +183,10 @@ def no_trace_of_a_launcher() -> Iterator[None]:
         rank_zero_only.rank = 0
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def same_bits_on_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let kernels of `gpu` tests add in one order, where they can: two runs are compared."""
-    if not request.node.get_closest_marker("gpu"):
+    """Let kernels of `gpu` tests, and of what their modules compare with, add in one order, where they can."""
+    if not any(item.get_closest_marker("gpu") for item in request.session.items):
         yield
         return
     import torch

@@ -122,7 +122,7 @@ def test_outputs_are_near_those_of_float32(model: LatentDiffusion, linear: Any) 
 @pytest.mark.parametrize("linear", LINEARS)
 def test_outputs_on_a_gpu_are_near_those_of_float32(model: LatentDiffusion, linear: Any) -> None:
     expected = outputs(model)["unet"]
-    unet = quantize_(model, Int8(linear=linear, dtype="float16")).unet.to("cuda")
+    unet = quantize_(model, Int8(linear=linear, dtype="float16")).denoiser.to("cuda")
     with torch.no_grad():
         ours = unet(LATENTS.cuda().half(), torch.tensor([100, 700]).cuda(), HIDDEN.cuda().half()).sample
     assert ours.dtype == torch.float16 and error(ours.cpu(), expected) < 2e-2

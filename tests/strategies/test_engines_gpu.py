@@ -28,7 +28,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "zero3_fp16": {"strategy": "zero3", "precision": "16-mixed"},
     "zero3_offload": {},
     "fsdp_bf16": {},
-    "gemini_auto": {},
+    "gemini_auto": {"strategy": "gemini_auto_gpu"},
     "ddp_bf16": {},
 }
 IN_HALF_PRECISION = ("zero2_fp16", "zero3_fp16", "fsdp_bf16", "ddp_bf16")

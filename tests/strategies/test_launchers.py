@@ -208,6 +208,8 @@ def test_nccl_names_a_collective_until_it_is_done() -> None:
     dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
     try:
         values = torch.ones(4, device="cuda")
+        dist.all_reduce(values)  # NCCL connects, which may take longer than the kernel that sleeps
+        torch.cuda.synchronize()
         torch.cuda._sleep(3_000_000_000)  # seconds, in which the collective waits for its turn
         dist.all_reduce(values, async_op=True)
         assert "nccl:all_reduce [[4]] in group" in unfinished_collective()

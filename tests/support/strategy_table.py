@@ -46,6 +46,8 @@ SETTINGS: dict[type, dict[str, dict[str, Any]]] = {
         "gemini_mixed": {"shard_param_frac": 0.5, "offload_optim_frac": 0.5, "offload_param_frac": 0.5},
         "gemini_offload": {"offload_optim_frac": 1.0, "offload_param_frac": 1.0, "gathered_budget": 0},
         "gemini_auto": {"placement": "auto", "memory_cap": "12MiB"},
+        # On CUDA 64 MiB are cuBLAS's: a workspace for the forward's thread, and one for the backward's.
+        "gemini_auto_gpu": {"placement": "auto", "memory_cap": "160MiB"},
     },
 }
 STRATEGIES = (

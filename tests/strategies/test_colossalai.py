@@ -22,6 +22,7 @@ import small_training as small
 from places import REPO
 from ranks import run_jobs
 from sd_lightning import UsageError
+from sd_lightning.apps import plan, train
 from sd_lightning.models.checkpointing import Kept
 from sd_lightning.strategies.colossalai import probe
 from sd_lightning.strategies.colossalai.refusals import check_optimizers, check_run
@@ -239,6 +240,16 @@ def test_without_the_package_the_error_says_how_to_install_it(installed: Any, bu
     )
     assert str(raised.value).startswith(expected)
     assert "strategy=gemini is the engine of this package" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "setting", "run"),
+    [("plan", "gpu=t4", plan.run), ("train", "trainer.precision=bf16-mixed", train.train)],
+)
+def test_programs_say_how_to_install_it(installed: Any, compose: Any, program: str, setting: str, run: Any) -> None:
+    installed(None)
+    with pytest.raises(UsageError, match="not installed.*install it with: pip install --no-deps .*strategy=gemini is"):
+        run(compose(program, "model=tiny", "strategy=colossalai", setting))
 
 
 def test_another_version_is_refused(installed: Any) -> None:

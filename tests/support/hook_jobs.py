@@ -219,10 +219,88 @@ class Codebook(nn.Module):
         return self.linear(x) + self.codes
 
 
+class Tempered(nn.Module):
+    """A layer with one row of weights and a learned temperature: of two ranks one has no part of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+        self.row, self.temperature = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.full((1,), 2.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.row)[:, :2] / self.temperature
+
+
+class SmallWeights(Hooked):
+    """Reads weights that have fewer rows than there are ranks, or rows that ranks cannot share evenly."""
+
+    def change(self) -> None:
+        self.head = Tempered()  # type: ignore[assignment]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for weight in self.head.parameters():
+            small = weight.detach()
+            self.noted += [float(small.sum()), float(small.max()), float(small.min()), float(small.amax())]
+            self.noted += [float(small.argmax()), float(small.argmax(0).sum()), float(small.view(-1).square().sum())]
+            self.noted += [float(small.norm(float("inf"))), float(small.norm()), float(small.median())]
+            self.noted += [
+                float(torch.linalg.vector_norm(small, -1)),
+                float(small.aminmax().max),
+                float(small.std(0, correction=0).sum()),
+            ]
+            small.clamp_(-0.3, 2.4)
+        temperature: Any = self.head.temperature
+        self.noted += [
+            int(temperature * 10),
+            temperature.item(),
+            temperature.tolist()[0],
+            float(f"{temperature.item():.3f}"),
+        ]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.noted.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters()], float("inf"))))
+
+
+class SmallReadings(SmallWeights):
+    """The same without gradients, which DeepSpeed refuses in hooks."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+class WritesViews(Hooked):
+    """Writes weights through views of them, as tutorials do (``embedding.weight.data[0].zero_()``)."""
+
+    def change(self) -> None:
+        self.head = Tempered()  # type: ignore[assignment]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for weight in (self.backbone[0].weight, self.head.linear.weight, self.head.row):
+            values = weight.data
+            values[0].mul_(0.5)
+            values[0] += 0.01
+            values[-1, 2:] *= 0.9
+            values.view(-1)[3:5].zero_()
+            values.chunk(2)[0].add_(0.02)
+            values.narrow(0, 0, 1)[0].narrow(0, 0, 2).fill_(0.1)
+            values.diagonal().mul_(0.9)
+            values.t()[1].clamp_(-0.1, 0.1)
+            rows = list(values)
+            values.mul_(0.99)
+            for row in rows:
+                row.add_(0.01)
+            values[[0]].zero_()
+            (values[0] * 2).zero_()
+            with torch.no_grad():
+                weight[0].clamp_(-0.4, 0.4)
+                nn.init.zeros_(weight[:1, 5:])
+
+
 MODULES: dict[str, type[Hooked]] = {
     cls.__name__: cls
     for cls in (FitStart, TrainStart, ThroughViews, Clamped, Averaged, Copied, InOneNetwork, EditedGradients, Penalised)
 } | {cls.__name__: cls for cls in (Unfrozen, OfItsRank, LateGradients, ThawedByHand, WrittenInForward)}
+MODULES |= {cls.__name__: cls for cls in (SmallWeights, SmallReadings, WritesViews)}
 
 
 def _sums(module: nn.Module) -> Iterator[tuple[str, list[float]]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,13 +25,24 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 _IN_PLACE = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)}
 _SHARDED = ("DTensor", "sharding strategy", "data is not allocated yet", "storage of size 0")
 """In messages of torch about distributed tensors."""
+_NO_IDENTITY = re.compile(
+    r"(_foreach_|linalg_)?a?(rg)?(min|max|minmax)|(nan)?(median|quantile)|mode|kthvalue|cum(max|min)"
+)
+"""Reductions that torch refuses of nothing at all, and so on the ranks alone that have no row of a small weight."""
+_NORM = re.compile(r"(_foreach_|linalg_)?(vector_|matrix_)?norm|get_total_norm")
+_VIEW = re.compile(
+    r"__getitem__|select|narrow|(h|v|d|tensor_)?split(_with_sizes)?|unsafe_split|chunk|unbind|diagonal|unfold|expand(_as)?"
+    r"|view(_as)?|reshape(_as)?|flatten|unflatten|ravel|(un)?squeeze|t|adjoint|transpose|permute|mov(e|edim)|swap(axes|dims)"
+)
+"""Functions whose result shares memory with a whole tensor, so that writing the one writes the other."""
 
 
 class WholeWhereNeeded(TorchFunctionMode):
     """Lets distributed tensors act as whole ones where torch refuses: with plain tensors, and as Python's numbers.
 
     What torch computes with shards stays in shards. Otherwise the operands are gathered, and what changes in place is
-    written back. It is a collective call then: all ranks must do the same.
+    written back, through a view as well. It is a collective call then: all ranks must do the same, and where torch
+    would refuse on some ranks alone, the operands are gathered at once.
     """
 
     @override
@@ -38,11 +50,30 @@ class WholeWhereNeeded(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(isinstance(each, DTensor) for each in tree_leaves((args, kwargs))):
+        leaves = tree_leaves((args, kwargs))
+        views = [each for each in leaves if hasattr(each, _OF_SHARDS)]
+        first = {id(each) for each in tree_leaves(args[:1])} if _is_in_place(func) else set()
+        written = [each for each in views if id(each) in first]
+        for whole, shards in _bases(written):
+            whole.copy_(shards.full_tensor().detach())
+        result = self._compute(func, args, kwargs, [each for each in leaves if isinstance(each, DTensor)])
+        for whole, shards in _bases(written):
+            _write_back(shards, whole)
+        if views:
+            _note_views(result, [getattr(each, _OF_SHARDS) for each in views])
+        return result
+
+    def _compute(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[DTensor]
+    ) -> Any:
+        if not operands:
             return func(*args, **kwargs)
-        if func not in _TO_PYTHON:
+        fails_alone = _needs_values(func, args, kwargs) and any(_has_empty_shard(each) for each in operands)
+        if func not in _TO_PYTHON and not fails_alone:
             try:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if not _is_copy_of_view(func, args, result):
+                    return result
             except (torch.OutOfMemoryError, dist.DistError):
                 raise  # of this rank alone, perhaps: the others would not gather with it
             except (RuntimeError, NotImplementedError):
@@ -50,25 +81,83 @@ class WholeWhereNeeded(TorchFunctionMode):
         return _on_whole(func, args, kwargs)
 
 
+_OF_SHARDS = "_sd_of_shards"
+"""Attribute of a view of a gathered tensor: the gathered one, and the distributed one that it was gathered from."""
+
+
+def _needs_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function needs at least one value in each shard."""
+    if _NORM.fullmatch(func.__name__):
+        orders = [each for each in tree_leaves((args, kwargs)) if isinstance(each, int | float)]
+        return any(math.isinf(each) or each < 0 for each in orders)
+    return _NO_IDENTITY.fullmatch(func.__name__) is not None
+
+
+def _has_empty_shard(tensor: DTensor) -> bool:
+    """Return whether some rank has no row, by what all ranks know."""
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            rows, parts = tensor.shape[placement.dim], tensor.device_mesh.size(dim)
+            largest = -(-rows // parts)
+            if rows <= largest * (parts - 1):
+                return True
+    return False
+
+
+def _is_copy_of_view(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> bool:
+    """Return whether torch made a copy where a whole tensor would give a view of itself."""
+    if not _VIEW.fullmatch(func.__name__) or not isinstance(args[0], DTensor):
+        return False
+    if func.__name__ == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
+            return False
+    base = _storage(args[0])
+    return any(_storage(each) != base for each in tree_leaves(result) if isinstance(each, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+
+
+def _note_views(result: Any, bases: Iterable[tuple[Tensor, DTensor]]) -> None:
+    """Note in each tensor of a result that it is a view of a gathered tensor."""
+    by_storage = {_storage(base[0]): base for base in bases}
+    for each in tree_leaves(result):
+        if isinstance(each, Tensor) and _storage(each) in by_storage:
+            setattr(each, _OF_SHARDS, by_storage[_storage(each)])
+
+
+def _bases(views: Iterable[Tensor]) -> list[tuple[Tensor, DTensor]]:
+    """Return what views were gathered from, each once; the gathered tensor without its graph."""
+    found = {id(base[1]): base for base in (getattr(each, _OF_SHARDS) for each in views)}
+    return [(whole.detach(), shards) for whole, shards in found.values()]
+
+
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    wholes: dict[int, Tensor] = {}
+    wholes: dict[int, tuple[Tensor, DTensor]] = {}
 
     def gathered(each: Any) -> Any:
         if not isinstance(each, DTensor):
             return each
         if id(each) not in wholes:
-            wholes[id(each)] = each.full_tensor()
-        return wholes[id(each)]
+            wholes[id(each)] = each.full_tensor(), each
+        return wholes[id(each)][0]
 
     result = func(*tree_map(gathered, args), **tree_map(gathered, kwargs))
     if not _is_in_place(func):
+        _note_views(result, wholes.values())
         return result
     changed = [each for each in tree_leaves(args[0]) if isinstance(each, DTensor)]
-    with torch.no_grad():
-        for each in changed:
-            rows, begin, end = local_rows(each)
-            rows.copy_(wholes[id(each)].reshape(-1)[begin:end].view_as(rows))
+    for each in changed:
+        _write_back(each, wholes[id(each)][0])
     return args[0] if changed else result
+
+
+@torch.no_grad()
+def _write_back(shards: DTensor, whole: Tensor) -> None:
+    rows, begin, end = local_rows(shards)
+    rows.copy_(whole.reshape(-1)[begin:end].view_as(rows))
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:

@@ -137,6 +137,11 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
             self._taken()
 
     @property
+    @override
+    def _gathers_in_forward(self) -> bool:
+        return self.config.placement == "auto" or self.config.shard_param_frac > 0
+
+    @property
     def _precision(self) -> GeminiPrecision:
         plugin = self.precision_plugin
         assert isinstance(plugin, GeminiPrecision)

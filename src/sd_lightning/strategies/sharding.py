@@ -19,6 +19,7 @@ from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.buffers import BufferBroadcast
+from sd_lightning.strategies.evaluation_starts import EvaluationStarts, refuse_uneven
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
 CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
@@ -32,6 +33,7 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
     _buffers: BufferBroadcast | None = None
     _has_trained = False
     """Whether a training step has come since the last broadcast of buffers."""
+    _evaluations: EvaluationStarts | None = None
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -50,6 +52,8 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
                         "and this engine holds them in parts; prune before or after fit, or take strategy=ddp"
                     )
         super().connect(model)
+        self._release_evaluations()
+        self._evaluations = EvaluationStarts(trainer, self._start_evaluation)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -67,11 +71,16 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         self._has_trained = True
         return super().training_step(*args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    @property
+    def _gathers_in_forward(self) -> bool:
+        """Whether a network's forward is a collective call."""
+        return True
+
+    def _start_evaluation(self, loop: Any) -> None:
+        if self._gathers_in_forward:
+            refuse_uneven(loop, type(self).__name__)
         if self._has_trained:  # an evaluation changes none
             self._broadcast_buffers()
-        return super().validation_step(*args, **kwargs)
 
     def _broadcast_buffers(self) -> None:
         if self._buffers is None:
@@ -163,4 +172,11 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._release_evaluations()
         self._state = self._buffers = None
+        self._has_trained = False
+
+    def _release_evaluations(self) -> None:
+        if self._evaluations is not None:
+            self._evaluations.release()
+            self._evaluations = None

@@ -78,6 +78,11 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
     def footprint(self, workload: Workload) -> Footprint | None:
         return footprint_of(self.config, workload)
 
+    @property
+    @override
+    def _gathers_in_forward(self) -> bool:
+        return self.config.placement_policy == "auto" or self.config.shard_param_frac > 0
+
     @override
     def _engine_precision(self, plugin: Precision) -> Precision:
         return ColossalAIPrecision(plugin.precision) if isinstance(plugin, MixedPrecision) else plugin

@@ -168,6 +168,11 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         assert isinstance(state, DeepSpeedState)
         return whole_in_hook(f"{type(owner).__name__}.{name}", names, state.adopt)
 
+    @property
+    @override
+    def _gathers_in_forward(self) -> bool:
+        return bool(self.zero_stage_3)
+
     @override
     def _remedy_of(self, error: BaseException) -> str | None:
         return remedy_of(error) if self.zero_stage_3 else None

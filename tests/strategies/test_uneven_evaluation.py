@@ -1,0 +1,53 @@
+"""Evaluations in which ranks have different numbers of batches: as they should be, or refused on all ranks alike."""
+
+from typing import Any
+
+import pytest
+
+from ranks import run_jobs_of_all
+
+NONE = ([2, 0], [0, 2])
+"""Batches of each rank."""
+JOBS: dict[str, dict[str, Any]] = {
+    f"{strategy} {batches}": {"do": "fit", "strategy": strategy, "batches": batches}
+    for strategy in ("zero1", "zero2", "gemini_kept")
+    for batches in NONE
+}
+GATHERING = ("fsdp", "zero3", "gemini_default")
+REFUSED: dict[str, dict[str, Any]] = {
+    f"{strategy} {what}": {"do": what, "strategy": strategy, "batches": [1, 0]}
+    for strategy in GATHERING
+    for what in ("fit", "validate", "predict")
+}
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    pytest.importorskip("deepspeed")
+    reference = {"ddp": {"do": "fit", "strategy": "ddp", "batches": [2, 2]}}
+    folder = tmp_path_factory.mktemp("uneven")
+    return run_jobs_of_all("uneven_jobs", reference | JOBS | REFUSED, folder, world_size=2, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_a_rank_without_batches_leaves_the_others_their_validation(found: Found, name: str) -> None:
+    """And those validate with the running statistics of rank 0, as under DDP where all have batches."""
+    for rank, batches in zip(found, JOBS[name]["batches"], strict=True):
+        ours, theirs = rank[name], rank["ddp"]
+        sanity, epochs = 2, 2
+        expected = theirs["found"] if batches else []
+        assert ours["found"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert len(theirs["found"]) == sanity + epochs * 2
+        assert ours["is_left"]
+        for weight, values in theirs["weights"].items():
+            assert ours["weights"][weight] == pytest.approx(values, rel=1e-5, abs=1e-6), weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_uneven_evaluation_is_refused_where_forward_gathers_weights(found: Found, name: str) -> None:
+    for rank in found:
+        assert "rank 0 has 1, rank 1 has 0 batches" in rank[name]["refused"]
+        assert "give every rank as many batches" in rank[name]["refused"]

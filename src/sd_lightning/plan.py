@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import sys
 from typing import Literal
 
 from sd_lightning import _conf
@@ -39,14 +37,6 @@ PROGRAM = _conf.Program(
 
 
 def main() -> None:
-    first = sys.argv[1] if len(sys.argv) > 1 else ""
-    if first == "calibrate":
-        sys.argv[1] = "action=calibrate"
-    elif first.isalpha() and difflib.get_close_matches(first, ["calibrate"]):
-        sys.stderr.write(
-            f"error: plan got {first!r}; expected calibrate, or settings as key=value; write plan calibrate\n"
-        )
-        sys.exit(2)
     _conf.main(PROGRAM)
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Literal
 
 from sd_lightning import _conf
 from sd_lightning.apps import PROGRAMS
 
-ACTIONS = ("prune", "verify", "export", "import")
-"""What else the program does with a store: ``python -m sd_lightning.precompute prune store=<folder>``."""
 PROGRAM = _conf.Program(
     "precompute",
     "sd_lightning.apps.precompute.run",
@@ -35,9 +32,6 @@ PROGRAM = _conf.Program(
 
 
 def main() -> None:
-    place = next((place for place, given in enumerate(sys.argv) if place and given in ACTIONS), None)
-    if place is not None:  # also behind settings
-        sys.argv[place] = f"action={sys.argv[place]}"
     _conf.main(PROGRAM)
 
 

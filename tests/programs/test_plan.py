@@ -201,11 +201,29 @@ def test_bad_input_names_what_was_given_and_the_remedy(compose: Compose, options
         plan.run(compose("plan", *TINY, *options))
 
 
-def test_a_misspelt_calibrate_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["plan", "calibrat"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["calibrat"], "error: plan got 'calibrat'; expected an action (plan, calibrate), or settings as key=value; "),
+        (["gpu=a100", "calibrat"], "write plan calibrate\n"),
+        (["calibrate", "gpu=a100", "plan"], "error: plan got the actions calibrate and plan; expected one; "),
+    ],
+)
+def test_words_that_are_no_single_action_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["plan", *words])
     with pytest.raises(SystemExit, match="2"):
         program.main()
-    assert "error: plan got 'calibrat'; expected calibrate, " in capsys.readouterr().err
+    assert told in capsys.readouterr().err
+
+
+def test_an_action_may_stand_behind_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["plan", "gpu=no-such-gpu", "calibrate", "--cfg", "job"])
+    program.main()
+    assert "\naction: calibrate\n" in capsys.readouterr().out
 
 
 def test_a_gpu_of_this_machine_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,14 @@ import difflib
 import functools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sd_lightning._conf.check import SPECIAL_KEYS
 from sd_lightning._conf.folder import config_dir
-from sd_lightning._conf.programs import groups_of
+from sd_lightning._conf.programs import Program, groups_of
 from sd_lightning._errors import UsageError
 
 
@@ -164,6 +164,30 @@ def with_words(arguments: Sequence[str], setting: str) -> list[str]:
             words.append(each)
             kept.remove(each)
     return [*kept[:place], f"{setting}=[{','.join(map(_quoted, words))}]", *kept[place:]] if words else kept
+
+
+def with_action(arguments: Sequence[str], actions: Collection[str]) -> list[str]:
+    """Turn words of a command line that name an action into the setting ``action``, wherever they stand."""
+    words = {each for each in CommandLine.parse("", arguments).overrides if each in actions}
+    return [f"action={each}" if each in words else each for each in arguments]
+
+
+def check_action(program: Program, overrides: Sequence[str]) -> None:
+    """Check the words of a program that has actions.
+
+    Raises:
+        UsageError: A word is nearly the name of an action, or there are two actions.
+    """
+    for word in (each for each in overrides if each.isalpha()):
+        nearest = difflib.get_close_matches(word, program.actions, 1)
+        if nearest:
+            raise UsageError(
+                f"{program.name} got {word!r}; expected an action ({', '.join(program.actions)}), or settings as "
+                f"key=value; write {program.name} {nearest[0]}"
+            )
+    chosen = [each.partition("=")[2] for each in overrides if each.startswith("action=")]
+    if program.actions and len(chosen) > 1:
+        raise UsageError(f"{program.name} got the actions {' and '.join(chosen)}; expected one; leave the others out")
 
 
 def _quoted(text: str) -> str:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 Task = Callable[[Any], int | None]
 
@@ -31,6 +31,11 @@ class Program:
     """Key -> type, for keys that no target's signature covers or that have a narrower type here."""
     words: str | None = None
     """Setting that takes the words of the command line without ``=``, and folders with it, as a list."""
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """Values of the setting ``action``, which may also be written as a word; empty if it has no such setting."""
+        return get_args(self.hints.get("action"))
 
 
 def groups_of(config_name: str, folder: str | Path) -> dict[str, str | None]:

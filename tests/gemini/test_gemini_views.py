@@ -184,3 +184,27 @@ def test_weights_of_a_chunk_are_read_and_written_apart() -> None:
         module[0].weight.mul_(0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
+
+
+def test_a_refused_write_is_dropped_and_the_weights_can_be_restored() -> None:
+    module = network()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    engine = GeminiEngine({"": module}, GeminiConfig(chunk_numel=60, **PLACEMENTS["slow"]))
+    module[2].weight.view(-1).mul_(2)
+    with pytest.raises(UsageError, match=r"2\.weight written while gradients are recorded"):
+        module(torch.ones(2, 6))
+    engine.restore()
+    torch.testing.assert_close([parameter.detach() for parameter in module.parameters()], before)
+
+
+@pytest.mark.parametrize("opened", [0, 2])
+def test_a_view_is_watched_while_weights_are_opened_beside_it(opened: int) -> None:
+    module = network()
+    engine = GeminiEngine({"": module}, GeminiConfig(chunk_numel=60, **PLACEMENTS["copied"]))
+    view = module[2].weight.view(-1)
+    with torch.no_grad():
+        module[opened].weight.norm()
+        view.mul_(0)
+    with pytest.raises(UsageError, match=r"2\.weight written while gradients are recorded, or through a view"):
+        engine.access.close()
+    engine.abort()

@@ -1,7 +1,9 @@
 """What lies in a folder that others made is data: nothing in it runs, whichever program reads it."""
 
 import copy
+import itertools
 import json
+import math
 import os
 import pickle
 import shutil
@@ -23,9 +25,15 @@ from sd_lightning import LatentDiffusion, SamplingOptions, UsageError
 from sd_lightning.apps import preflight
 from sd_lightning.apps.compared_run import read_run
 from sd_lightning.apps.export import Request, Source, read_model
-from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
+from sd_lightning.callbacks.checkpoint.trainer_state import (
+    RunPosition,
+    adopt_settings,
+    configured_groups,
+    read_trainer_state,
+)
 from sd_lightning.loading import read_scheduler
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME as LORA_NAME
+from sd_lightning.state.optimizer_change import keep_states
 from sd_lightning.storage import checkpoint
 from sd_lightning.storage.runs import find_checkpoint
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -227,6 +235,17 @@ def test_a_pickle_named_in_a_runs_settings_is_not_read(
     refuse(f"train resume={run} trainable=lora output_dir={tmp_path}/new", words, tmp_path, capfd)
 
 
+def resumed(saved: dict[str, Any], content: dict[str, Any]) -> None:
+    """Do what a resumed run does with a state before it loads tensors, with another learning rate and optimizer."""
+    groups = configured_groups(copy.deepcopy(content["optimizer_groups"]))
+    for optimizer in groups:
+        for group in optimizer:
+            group["lr"] = 0.5
+    RunPosition(**saved["position"])
+    keep_states(saved, ["SGD"] * len(groups), groups)
+    adopt_settings(saved, groups)
+
+
 def test_no_value_of_a_checkpoints_state_runs(made: Path, tmp_path: Path) -> None:
     path = tmp_path / "step-00000001"
     shutil.copytree(checkpoint.newest_valid(made / "run"), path)  # type: ignore[arg-type]
@@ -237,6 +256,11 @@ def test_no_value_of_a_checkpoints_state_runs(made: Path, tmp_path: Path) -> Non
         said = tried(lambda: read_trainer_state(path), f"{place} {kind}")
         if place[0] == "position":
             assert said is not None and "trainer.json: position" in said
+    values: list[Any] = [None, -1, 10**400, math.nan, "", [], [[None]], {}, True]
+    for number, (place, value) in enumerate(itertools.product(places(content), values)):
+        if number % 4 == 0:  # each place with two values or three, each value at a quarter of the places
+            (path / "trainer.json").write_text(json.dumps(planted(content, place, value)))
+            tried(lambda: resumed(read_trainer_state(path), content), f"{place} {value}")
     for name in ("manifest.json", "state/index.json"):
         content = json.loads((path / name).read_text())
         for number, place in enumerate(places(content)):

@@ -28,7 +28,7 @@ import small_training as small
 from places import SUPPORT
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, train
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.callbacks.checkpoint.trainer_state import adopt_settings
+from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition, adopt_settings
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.checkpoint import all_checkpoints, checkpoint_path
 from suites import keep
@@ -398,7 +398,8 @@ def test_what_would_end_amid_the_run_is_refused_before_it(
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         with checkpoint.saving(name, 1) as tmp:
-            empty: dict[str, Any] = dict.fromkeys(("position", "parameters", "precision", "callbacks"), {})
+            empty: dict[str, Any] = dict.fromkeys(("parameters", "precision", "callbacks"), {})
+            empty["position"] = vars(RunPosition(1, 8, 0, 1, 8, 16, 0))
             empty |= {"format": 1, "optimizer_groups": [], "schedulers": [], "train_seconds": 0.0}
             (tmp / "trainer.json").write_text(json.dumps(empty))
     before = sorted(Path().rglob("*"))

@@ -294,6 +294,14 @@ class WritesViews(Hooked):
             with torch.no_grad():
                 weight[0].clamp_(-0.4, 0.4)
                 nn.init.zeros_(weight[:1, 5:])
+                nn.init.constant_(weight[:1], 0.07)
+                torch.clamp_(input=weight, max=torch.tensor(0.3))
+                torch.mul(weight[1:2], 0.5, out=weight[1:2])
+                nn.functional.dropout(weight[:1, :1], p=1.0, inplace=True)
+            weight.data = weight.data * 0.9
+            weight.data = torch.full(weight.shape, 0.01) + weight.data
+            values = nn.utils.parameters_to_vector([weight])
+            nn.utils.vector_to_parameters(values * 0.8, [weight])
 
 
 MODULES: dict[str, type[Hooked]] = {

@@ -69,7 +69,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     try:
         getattr(trainer, job["do"])(module)
     except UsageError as error:
-        return {"refused": str(error)}
+        return {"refused": str(error), "steps": trainer.global_step}
     weights = {name: value.double().flatten().tolist() for name, value in module.named_parameters()}
     is_left = "setup_data" not in vars(trainer.fit_loop.epoch_loop.val_loop)
     return {"found": module.found, "weights": weights, "is_left": is_left}

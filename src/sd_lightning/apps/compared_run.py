@@ -6,6 +6,7 @@ import csv
 import difflib
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,7 +268,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _positive(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return float(value) if is_number and value > 0 else None
 
 

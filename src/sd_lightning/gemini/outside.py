@@ -31,15 +31,13 @@ if TYPE_CHECKING:
 _OUTSIDE = -1
 """Autograd's number of the current graph task if none runs."""
 _NUM_CHECKED = 16
-"""Writes that are compared between the ranks, at the beginning of a run."""
+"""Writes that are compared between the ranks, and views of a weight that are watched for writes, when a run begins."""
 _NUM_WATCHED = 1
 """Forward passes of a unit that are watched for writes, at the beginning of a run."""
 _THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
-
-
+_READABLE = {ChunkState.GATHERED, ChunkState.OVERWRITTEN}
 _NUM_SUMS = 251
 """A prime: values that change places change sums of bytes, too."""
-_READABLE = {ChunkState.GATHERED, ChunkState.OVERWRITTEN}
 
 
 class _Reading(torch.autograd.Function):
@@ -48,7 +46,8 @@ class _Reading(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, whole: Tensor) -> Tensor:
         ctx.dtype = parameter.dtype
-        return whole.data  # not a view to autograd, which forbids much of views that a function returns
+        # No clone: the engine never writes this memory. No view: autograd forbids much of views of a function.
+        return whole.data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -80,6 +79,8 @@ class OutsideAccess:
         """Chunks whose whole weights user code may have written."""
         self._watched: dict[nn.Parameter, Tensor] = {}
         """Sums of resident weights that user code has views of: other values may take their place."""
+        self._num_checks: Counter[nn.Parameter] = Counter()
+        """Comparisons of these sums."""
         self._gradients: dict[int, Tensor] = {}
         self._touched: dict[GeminiOptimizer, set[nn.Parameter]] = {}
         """By optimizer: parameters with gradients on any rank."""
@@ -126,7 +127,7 @@ class OutsideAccess:
     def check_forwards(self) -> None:
         """Raise if a unit has written its own weights while it ran; the host waits for the watched passes.
 
-        Without it, a unit's next pass raises: by then the host need not wait.
+        Otherwise the unit's next pass raises, when the result has arrived.
 
         Raises:
             UsageError: A unit has.
@@ -256,19 +257,23 @@ class OutsideAccess:
         """Write back what user code may have written, and let go of its whole weights and gradients.
 
         Raises:
-            UsageError: A weight was written where that cannot be taken over, or otherwise on another rank.
+            UsageError: A weight was written where that cannot be taken over, or with other values on another rank. What
+                user code has written is dropped then.
         """
         if self._watched:
-            self._check_watched()
+            self._check_watched(list(self._watched))
+            self._num_checks.update(self._watched)
+            self._watched.clear()
         if not self.is_open:
             return
         engine, weights, gradients = self._engine, self._weights, self._gradients
-        for parameter in self._shown:
-            self._check_recorded(parameter)
+        recorded = next((each for each in self._shown if self._is_recorded(each)), None)
         self._weights, self._gradients = {}, {}
         self._shown.clear()
         self._touched.clear()
         aliased, self._aliased = sorted(self._aliased), set()
+        if recorded is not None:
+            raise self._lost(recorded)
         written = [index for index in aliased if self._write_back(engine.chunks[index], weights[index])]
         self._compare(aliased, weights, written)
         for index, whole in gradients.items():
@@ -289,8 +294,11 @@ class OutsideAccess:
         if chunk.index not in self._weights or (is_aliased and chunk.index not in self._aliased):
             self._engine.collectives.meet(f"touches {self._name(parameter)}{' to write' if is_aliased else ''}")
         if chunk.index not in self._weights:
-            if self._watched:
-                self._check_watched()
+            watched = [each for each in self._watched if self._engine.chunk_of[each] is chunk]
+            if watched:
+                self._check_watched(watched)
+                with torch._C.DisableTorchFunctionSubclass():  # what is written from now on would be written over
+                    self._watched.update({each: _sums(each) for each in watched})
             with torch.inference_mode(False), torch.no_grad():
                 self._weights[chunk.index] = self._engine.shown(chunk, self._shown_dtype(chunk))
         if is_aliased:
@@ -307,34 +315,35 @@ class OutsideAccess:
     def _note_alias(self, parameter: nn.Parameter, tensor: Tensor, *, is_written: bool) -> None:
         """Note that user code may write a weight through what it was given while gradients are recorded."""
         if tensor is not parameter:
-            self._check_recorded(parameter)
+            if self._is_recorded(parameter):
+                raise self._lost(parameter)
             self._whole(parameter, is_aliased=True)
         elif is_written and self._is_copy(parameter):
             raise self._lost(parameter)
-        elif parameter not in self._watched:
+        elif parameter not in self._watched and self._num_checks[parameter] < _NUM_CHECKED:
             self._watched[parameter] = _sums(parameter)
 
-    def _check_recorded(self, parameter: nn.Parameter) -> None:
-        """Raise if autograd has recorded a write into a whole weight: it is no longer a plain reading."""
+    def _is_recorded(self, parameter: nn.Parameter) -> bool:
+        """Return whether autograd has recorded a write into a whole weight: it is no longer a plain reading."""
         shown = self._shown[parameter]
-        if shown.grad_fn is not None and not isinstance(shown.grad_fn, _Reading._backward_cls):
-            raise self._lost(parameter)
+        return shown.grad_fn is not None and not isinstance(shown.grad_fn, _Reading._backward_cls)
 
-    def _check_watched(self) -> None:
+    def _check_watched(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise if user code has written resident weights, and other values take their place."""
-        watched, self._watched = self._watched, {}
-        opened = [each for each in watched if self._is_copy(each) or self._engine.chunk_of[each].index in self._weights]
-        if not opened:
+        open_ones = self._weights
+        lost = [each for each in parameters if self._is_copy(each) or self._engine.chunk_of[each].index in open_ones]
+        if not lost:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            differs = torch.stack([(_sums(parameter) != watched[parameter]).any() for parameter in opened]).tolist()
+            differs = torch.stack([(_sums(parameter) != self._watched[parameter]).any() for parameter in lost]).tolist()
         if any(differs):
-            raise self._lost(opened[differs.index(True)])
+            self._watched.clear()
+            raise self._lost(lost[differs.index(True)])
 
     def _lost(self, parameter: nn.Parameter) -> UsageError:
         return UsageError(
-            f"Gemini got {self._name(parameter)} written while gradients are recorded, so that the change would be "
-            "lost; write it under torch.no_grad(), and take views of it (p[0], p.view(-1)) there, too"
+            f"Gemini got {self._name(parameter)} written while gradients are recorded, or through a view taken then, "
+            "so that the change would be lost; take views of it (p[0], p.view(-1)) and write them under torch.no_grad()"
         )
 
     def _takes_memory(self, func: Callable[..., Any], parameter: nn.Parameter, args: Sequence[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from sd_lightning.strategies.whole_tensors import of_all_ranks, rank_and_world_s
 
 
 class EvaluationStarts:
-    """Calls a function on every rank where an evaluation starts: while fitting, and each that is asked for.
+    """Calls a function on every rank at each validation of a fit and each ``validate``, ``test`` and ``predict``.
 
     Args:
         trainer: The trainer.
@@ -44,7 +45,7 @@ def refuse_uneven(loop: Any, who: str) -> None:
     """Refuse an evaluation in which ranks have different numbers of batches; a collective call.
 
     Args:
-        loop: The loop of the evaluation, of which each loader with a known length counts.
+        loop: The loop of the evaluation, of which loaders without a known length do not count.
         who: The strategy, whose ranks gather weights together in each forward.
 
     Raises:
@@ -53,16 +54,23 @@ def refuse_uneven(loop: Any, who: str) -> None:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return
-    batches = of_all_ranks({str(rank): [each for each in loop.max_batches if each != float("inf")]})
-    counts = [batches[str(each)] for each in range(world_size)]
-    if any(each != counts[0] for each in counts):
-        told = ", ".join(f"rank {each} has {_told(count)}" for each, count in enumerate(counts))
+    limits = getattr(loop, "_max_batches", None) or loop.max_batches  # the latter is cut for a sanity check
+    mode = getattr(loop._combined_loader, "_mode", "sequential")  # None where there is nothing to evaluate
+    told = of_all_ranks({str(rank): _NUM_STEPS[mode](limits or [0])})
+    counts = {each: told[str(each)] for each in range(world_size) if told[str(each)] != math.inf}
+    if len(set(counts.values())) > 1:
         raise UsageError(
-            f"{who} got an evaluation in which {told} batches, and all ranks gather weights together in each forward: "
-            "one with fewer batches would leave the others waiting; give every rank as many batches (Lightning's own "
-            "sampler for validation and test does), or take strategy=ddp"
+            f"{who} got an evaluation in which {', '.join(f'rank {n} has {count:.0f}' for n, count in counts.items())} "
+            "batches, and all ranks gather weights together in each forward: one with fewer batches would leave the "
+            "others waiting; give every rank as many batches (Lightning's own sampler for validation and test does; "
+            "for predict, pad the data or set limit_predict_batches to the smallest number), or take strategy=ddp"
         )
 
 
-def _told(count: list[int | float]) -> str:
-    return " + ".join(f"{each:g}" for each in count) or "0"
+_NUM_STEPS: dict[str, Callable[[list[float]], float]] = {
+    "sequential": sum,
+    "min_size": min,
+    "max_size": max,
+    "max_size_cycle": max,
+}
+"""Mode of Lightning's combined loader -> how many batches its loaders have together."""

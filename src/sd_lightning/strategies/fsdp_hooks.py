@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from typing_extensions import override
+
+from sd_lightning._errors import UsageError
 
 _TO_PYTHON = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy),
@@ -42,7 +45,8 @@ class WholeWhereNeeded(TorchFunctionMode):
 
     What torch computes with shards stays in shards. Otherwise the operands are gathered, and what changes in place is
     written back, through a view as well. It is a collective call then: all ranks must do the same, and where torch
-    would refuse on some ranks alone, the operands are gathered at once.
+    would refuse on some ranks alone, the operands are gathered at once. A view of a gathered tensor shows the values
+    of when it was taken or last written.
     """
 
     @override
@@ -50,17 +54,18 @@ class WholeWhereNeeded(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (_SET_DATA, _SET_GRAD) and isinstance(args[0], DTensor) and isinstance(args[1], Tensor):
+            return _set(func, args[0], args[1])
         leaves = tree_leaves((args, kwargs))
-        views = [each for each in leaves if hasattr(each, _OF_SHARDS)]
-        first = {id(each) for each in tree_leaves(args[:1])} if _is_in_place(func) else set()
-        written = [each for each in views if id(each) in first]
+        views = [each for each in leaves if isinstance(each, Tensor) and each in _VIEWS]
+        written = [each for each in _written(func, args, kwargs) if each in _VIEWS]
         for whole, shards in _bases(written):
             whole.copy_(shards.full_tensor().detach())
         result = self._compute(func, args, kwargs, [each for each in leaves if isinstance(each, DTensor)])
         for whole, shards in _bases(written):
             _write_back(shards, whole)
         if views:
-            _note_views(result, [getattr(each, _OF_SHARDS) for each in views])
+            _note_views(result, [_VIEWS[each] for each in views])
         return result
 
     def _compute(
@@ -81,8 +86,36 @@ class WholeWhereNeeded(TorchFunctionMode):
         return _on_whole(func, args, kwargs)
 
 
-_OF_SHARDS = "_sd_of_shards"
-"""Attribute of a view of a gathered tensor: the gathered one, and the distributed one that it was gathered from."""
+_VIEWS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""View of a gathered tensor -> the gathered one, and the distributed one that it was gathered from."""
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def _set(func: Callable[..., Any], parameter: DTensor, value: Tensor) -> None:
+    """Do what ``parameter.data = value`` or ``parameter.grad = value`` does; torch would not take over the values."""
+    if value.shape != parameter.shape:
+        name = "data" if func == _SET_DATA else "grad"
+        raise UsageError(
+            f"FSDPStrategy got a parameter's .{name} of shape {tuple(value.shape)}; expected {tuple(parameter.shape)}: "
+            "weights in parts keep their sizes"
+        )
+    target: Any = parameter.detach() if func == _SET_DATA else torch.zeros_like(parameter)
+    if isinstance(value, DTensor):
+        target.copy_(value.detach())
+    else:
+        _write_back(target, value.detach())
+    if func == _SET_GRAD:
+        parameter.grad = target
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a function writes."""
+    found = tree_leaves(kwargs.get("out"))
+    if _is_in_place(func) or kwargs.get("inplace"):
+        found += tree_leaves(args[:1] or list(kwargs.values())[:1])  # nn.init names its tensor
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def _needs_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -106,14 +139,15 @@ def _has_empty_shard(tensor: DTensor) -> bool:
 
 def _is_copy_of_view(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> bool:
     """Return whether torch made a copy where a whole tensor would give a view of itself."""
-    if not _VIEW.fullmatch(func.__name__) or not isinstance(args[0], DTensor):
+    if not _VIEW.fullmatch(func.__name__) or not args or not isinstance(args[0], DTensor):
         return False
     if func.__name__ == "__getitem__":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
             return False
     base = _storage(args[0])
-    return any(_storage(each) != base for each in tree_leaves(result) if isinstance(each, Tensor))
+    results = (each for each in tree_leaves(result) if isinstance(each, Tensor) and each.layout == torch.strided)
+    return any(_storage(each) != base for each in results)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -122,16 +156,16 @@ def _storage(tensor: Tensor) -> int:
 
 def _note_views(result: Any, bases: Iterable[tuple[Tensor, DTensor]]) -> None:
     """Note in each tensor of a result that it is a view of a gathered tensor."""
-    by_storage = {_storage(base[0]): base for base in bases}
+    by_storage = {_storage(whole): (whole.detach(), shards) for whole, shards in bases}
     for each in tree_leaves(result):
-        if isinstance(each, Tensor) and _storage(each) in by_storage:
-            setattr(each, _OF_SHARDS, by_storage[_storage(each)])
+        if isinstance(each, Tensor) and each.layout == torch.strided and _storage(each) in by_storage:
+            _VIEWS[each] = by_storage[_storage(each)]
 
 
 def _bases(views: Iterable[Tensor]) -> list[tuple[Tensor, DTensor]]:
-    """Return what views were gathered from, each once; the gathered tensor without its graph."""
-    found = {id(base[1]): base for base in (getattr(each, _OF_SHARDS) for each in views)}
-    return [(whole.detach(), shards) for whole, shards in found.values()]
+    """Return what views were gathered from, each once."""
+    found = {id(base[1]): base for base in (_VIEWS[each] for each in views)}
+    return list(found.values())
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,13 +179,15 @@ def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return wholes[id(each)][0]
 
     result = func(*tree_map(gathered, args), **tree_map(gathered, kwargs))
-    if not _is_in_place(func):
-        _note_views(result, wholes.values())
-        return result
-    changed = [each for each in tree_leaves(args[0]) if isinstance(each, DTensor)]
+    changed = [each for each in _written(func, args, kwargs) if isinstance(each, DTensor)]
     for each in changed:
         _write_back(each, wholes[id(each)][0])
-    return args[0] if changed else result
+    if not changed:
+        _note_views(result, wholes.values())
+        return result
+    for each in changed:
+        result = each if result is wholes[id(each)][0] else result
+    return result
 
 
 @torch.no_grad()

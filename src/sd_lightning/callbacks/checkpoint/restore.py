@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,7 +178,8 @@ def restore(trainer: pl.Trainer, module: SDLightningModule, path: Path, record: 
     _adopt_settings(saved, record, path)
     _load_state(trainer, state, saved, path)
     _load_schedulers(trainer, saved["schedulers"], path)
-    trainer.precision_plugin.load_state_dict(saved["precision"])
+    with _loading(trainer.precision_plugin, path):
+        trainer.precision_plugin.load_state_dict(saved["precision"])
     _load_callbacks(trainer, saved["callbacks"], path)
     record.train_seconds = saved["train_seconds"]
     record.loss = saved.get("loss")  # checkpoints of an earlier release have none
@@ -228,14 +231,30 @@ def _load_schedulers(trainer: pl.Trainer, schedulers: list[dict[str, Any]], path
             f"run has {', '.join(ours) or 'none'}; resume with the same, or start a new run with init_from="
         )
     for config, scheduler in zip(configs, schedulers):
-        load_scheduler_state(config.scheduler, scheduler)
+        with _loading(config.scheduler, path):
+            load_scheduler_state(config.scheduler, scheduler)
+
+
+@contextmanager
+def _loading(part: object, path: Path) -> Iterator[None]:
+    """Tell which part of a run cannot load its state, which may be of another class, or damaged."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"resume={path}: {type(part).__name__} cannot load its state from trainer.json ({error!r}); resume with "
+            "the settings of the checkpoint's run, or start a new run from its weights with init_from="
+        ) from error
 
 
 def _load_callbacks(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if callback.state_key in saved:
-            callback.load_state_dict(saved[callback.state_key])
+            with _loading(callback, path):
+                callback.load_state_dict(saved[callback.state_key])
     unused = saved.keys() - {callback.state_key for callback in callbacks}
     if unused:
         log.warning("resume=%s: no callback takes the state of %s", path, ", ".join(sorted(unused)))

@@ -16,8 +16,8 @@ from sd_lightning._errors import UsageError
 # Keys that schedulers set in parameter groups. Several schedulers compute the next value from the current one, so
 # these values belong to their state.
 _GROUP_KEYS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum")
-_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-_STATE_RATES = ("base_lrs", "max_lrs", "_last_lr")
+GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+STATE_RATES = ("base_lrs", "max_lrs", "_last_lr")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, weakref.ref)
 
 
@@ -64,7 +64,7 @@ def load_scheduler_state(scheduler: LRScheduler, state: dict[str, Any]) -> None:
 
 def scale_rates(group: dict[str, Any], old: float, new: float) -> None:
     """Rescale the current learning rates of an optimizer group from the configured rate ``old`` to ``new``."""
-    for key in _GROUP_RATES:
+    for key in GROUP_RATES:
         if key in group:
             group[key] = _scaled(group[key], old, new)
 
@@ -76,7 +76,7 @@ def scale_scheduler(state: dict[str, Any], group: int, old: float, new: float) -
 
 
 def _scale_lists(state: dict[str, Any], group: int, old: float, new: float) -> None:
-    for key in _STATE_RATES:
+    for key in STATE_RATES:
         if isinstance(state.get(key), list) and group < len(state[key]):
             state[key][group] = _scaled(state[key][group], old, new)
     for inner in state.get("_schedulers", ()):  # SequentialLR, ChainedScheduler
@@ -84,7 +84,7 @@ def _scale_lists(state: dict[str, Any], group: int, old: float, new: float) -> N
 
 
 def _scaled(value: Any, old: float, new: float) -> Any:
-    return new if value == old or not old else value * (new / old)
+    return new if value is None or value == old or not old else value * (new / old)
 
 
 def _without_functions(state: Any) -> Any:

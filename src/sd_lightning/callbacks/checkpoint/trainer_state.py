@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.scheduler_state import scale_rates, scale_scheduler, scheduler_state
+from sd_lightning.callbacks.checkpoint.scheduler_state import (
+    GROUP_RATES,
+    STATE_RATES,
+    scale_rates,
+    scale_scheduler,
+    scheduler_state,
+)
 from sd_lightning.data.contract import ResumableData
 from sd_lightning.data.order import ORDER_VERSION, UNVERSIONED
-from sd_lightning.state.shards import OptimizerGroups, SavedParameter
+from sd_lightning.state.shards import OptimizerGroups
 from sd_lightning.storage import checkpoint, typed_json
 from sd_lightning.strategies import training_state
 
@@ -25,6 +32,10 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 """Version of ``trainer.json``. The first recorded no version of the order of samples."""
+_TOO_LARGE = 2**63
+"""No run counts so far."""
+_RATES = float | int | Tensor | None
+"""Types of a learning rate: a tensor where CUDA graphs read it, None where the optimizer chooses it."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,7 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
         UsageError: It is missing, unreadable or of a later format.
     """
     try:
-        saved: dict[str, Any] = typed_json.loads((path / "trainer.json").read_text())
+        saved: dict[str, Any] = typed_json.loads((path / "trainer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a checkpoint that can be resumed ({error}); give runs/<name>") from error
     if not isinstance(saved, dict):
@@ -153,27 +164,69 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
 
 
 def _problem(saved: dict[str, Any]) -> str | None:
-    """Return the first key whose value is not of the kind that a run saves."""
-    kinds: dict[str, Any] = dict.fromkeys(("position", "parameters", "precision", "callbacks"), dict)
-    kinds |= {"optimizer_groups": list, "schedulers": list, "train_seconds": float | int}
-    kinds |= {key: dict for key in ("data", "bad_samples", "trained_parts", "frozen") if saved.get(key) is not None}
-    for key, kind in kinds.items():
-        if not isinstance(saved.get(key), kind):
-            return key
-    known = {each.name for each in fields(RunPosition)}
-    for key, value in saved["position"].items():
-        if key not in known or not isinstance(value, int):
-            return f"position.{key}"
-    for name, entry in saved["parameters"].items():
-        try:
-            if not all(isinstance(side, int) for side in SavedParameter(**entry).shape):
-                return f"parameters.{name}.shape"
-        except TypeError:
-            return f"parameters.{name}"
-    for number, scheduler in enumerate(saved["schedulers"]):
-        if not isinstance(scheduler, dict) or not scheduler.keys() >= {"type", "state", "groups"}:
-            return f"schedulers[{number}]"
+    """Return the first place whose value is not of the kind that a run saves."""
+    for place, value, kind in _places(saved):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, kind) or (is_number and not abs(value) < _TOO_LARGE):  # NaN is not smaller
+            return place
     return None
+
+
+def _places(saved: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what is read from a state: places, values and their types. A value is checked before its parts come."""
+    yield from ((key, saved.get(key), dict) for key in ("position", "parameters", "precision", "callbacks"))
+    yield from ((key, saved.get(key), list) for key in ("optimizer_groups", "schedulers"))
+    yield "train_seconds", saved.get("train_seconds"), float | int
+    optional: dict[str, type] = dict.fromkeys(("data", "bad_samples", "trained_parts", "frozen"), dict)
+    optional |= {"optimizers": list, "configured_groups": list}
+    yield from ((key, saved[key], kind) for key, kind in optional.items() if saved.get(key) is not None)
+    yield from ((f"optimizers[{n}]", name, str) for n, name in enumerate(saved.get("optimizers") or []))
+    known = {each.name: each.default is MISSING for each in fields(RunPosition)}
+    for key in {key for key, is_needed in known.items() if is_needed} | saved["position"].keys():
+        yield f"position.{key}", saved["position"].get(key) if key in known else None, int
+    for name, entry in saved["parameters"].items():
+        place = f"parameters.{name}"
+        yield place, entry, dict
+        kinds = {"shape": list | tuple, "states": dict, "scalars": dict}
+        yield from ((f"{place}.{key}", entry.get(key), kind) for key, kind in kinds.items())
+        yield from ((f"{place}.{key}", None, dict) for key in entry.keys() - kinds.keys())
+        for key, shape in {"shape": entry["shape"], **entry["states"]}.items():
+            yield f"{place}.{key}", shape, list | tuple
+            yield from ((f"{place}.{key}", side, int) for side in shape)
+    for key in ("optimizer_groups", "configured_groups"):
+        for number, groups in enumerate(saved.get(key) or []):
+            yield f"{key}[{number}]", groups, list
+            yield from _places_of_groups(f"{key}[{number}]", groups)
+            for n, group in enumerate(groups if key == "optimizer_groups" else []):
+                yield f"{key}[{number}][{n}].params", group.get("params"), list
+                yield from ((f"{key}[{number}][{n}].params", name, str) for name in group["params"])
+    counts = [len(groups) for groups in saved["optimizer_groups"]]
+    if saved.get("optimizers") and len(saved["optimizers"]) != len(counts):
+        yield "optimizers", None, list
+    if saved.get("configured_groups") and [len(groups) for groups in saved["configured_groups"]] != counts:
+        yield "configured_groups", None, list
+    for number, scheduler in enumerate(saved["schedulers"]):
+        place = f"schedulers[{number}]"
+        yield place, scheduler, dict
+        yield from ((f"{place}.{key}", scheduler.get(key), kind) for key, kind in (("type", str), ("groups", list)))
+        yield from _places_of_schedule(f"{place}.state", scheduler.get("state"))
+        yield from _places_of_groups(f"{place}.groups", scheduler["groups"])
+
+
+def _places_of_schedule(where: str, state: Any) -> Iterator[tuple[str, Any, Any]]:
+    yield where, state, dict
+    for key in (key for key in STATE_RATES if isinstance(state.get(key), list)):
+        yield from ((f"{where}.{key}", rate, _RATES) for rate in state[key])
+    inner = state.get("_schedulers", [])
+    yield f"{where}._schedulers", inner, list | tuple
+    for number, each in enumerate(inner):
+        yield from _places_of_schedule(f"{where}._schedulers[{number}]", each)
+
+
+def _places_of_groups(where: str, groups: list[Any]) -> Iterator[tuple[str, Any, Any]]:
+    for number, group in enumerate(groups):
+        yield f"{where}[{number}]", group, dict
+        yield from ((f"{where}[{number}].{key}", group[key], _RATES) for key in GROUP_RATES if key in group)
 
 
 def check_same_model(saved: Mapping[str, Any], ours: Mapping[str, tuple[int, ...]], path: Path) -> None:
@@ -281,7 +334,8 @@ def _adopt(saved: dict[str, Any], where: tuple[int, int], key: str, old: Any, ne
         scale_rates(group, old, new)
     else:
         group[key] = new
-    for scheduler in saved["schedulers"]:  # all belong to the module's only optimizer
+    # All belong to the module's only optimizer; one with other groups is refused when it is loaded.
+    for scheduler in (each for each in saved["schedulers"] if number < len(each["groups"])):
         if key == "lr":
             scale_scheduler(scheduler, number, old, new)
         elif key in scheduler["groups"][number]:

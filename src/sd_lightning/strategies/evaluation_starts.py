@@ -56,8 +56,8 @@ def refuse_uneven(loop: Any, who: str) -> None:
         return
     limits = getattr(loop, "_max_batches", None) or loop.max_batches  # the latter is cut for a sanity check
     mode = getattr(loop._combined_loader, "_mode", "sequential")  # None where there is nothing to evaluate
-    told = of_all_ranks({str(rank): _NUM_STEPS[mode](limits or [0])})
-    counts = {each: told[str(each)] for each in range(world_size) if told[str(each)] != math.inf}
+    by_rank = of_all_ranks({str(rank): _NUM_STEPS[mode](limits or [0])})
+    counts = {each: by_rank[str(each)] for each in range(world_size) if by_rank[str(each)] != math.inf}
     if len(set(counts.values())) > 1:
         raise UsageError(
             f"{who} got an evaluation in which {', '.join(f'rank {n} has {count:.0f}' for n, count in counts.items())} "

@@ -193,10 +193,12 @@ class ChunkedNetworks:
         Trained parameters get the type of their master weights, others their compute type. Optimizers become unusable.
 
         Raises:
-            UsageError: The engine is closed, and its weights are freed.
+            UsageError: The engine is closed, and its weights are freed; or a network has written its weights in its
+                forward, and nothing came after it that told so.
         """
         if self.is_closed and self.chunks:
             raise UsageError("Gemini got restore() after close(), which frees the weights; call it instead of close()")
+        self.access.check_forwards()
         self.access.close()
         self.access.end()
         self.abort()

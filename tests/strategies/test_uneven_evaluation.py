@@ -19,6 +19,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     for strategy in GATHERING
     for what in ("fit", "validate", "predict")
 } | {"fsdp beyond the sanity check": {"do": "fit", "strategy": "fsdp", "batches": [5, 6]}}
+WITH_EMA: dict[str, dict[str, Any]] = {
+    f"{strategy} {batches} ema": {"do": "fit", "strategy": strategy, "batches": batches, "ema": True}
+    for strategy in ("zero1", "zero2", "gemini_kept")
+    for batches in ([2, 0], [2, 1])
+}
 Found = list[dict[str, Any]]
 
 
@@ -27,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("deepspeed")
     reference = {"ddp": {"do": "fit", "strategy": "ddp", "batches": [2, 2]}}
     folder = tmp_path_factory.mktemp("uneven")
-    return run_jobs_of_all("uneven_jobs", reference | JOBS | REFUSED, folder, world_size=2, timeout=200)
+    return run_jobs_of_all("uneven_jobs", reference | JOBS | REFUSED | WITH_EMA, folder, world_size=2, timeout=200)
 
 
 @pytest.mark.slow
@@ -53,3 +58,17 @@ def test_uneven_evaluation_is_refused_where_forward_gathers_weights(found: Found
         assert f"rank 0 has {ours}, rank 1 has {theirs} batches" in rank[name]["refused"]
         assert rank[name]["steps"] == 0, "before any training"
         assert "give every rank as many batches" in rank[name]["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_EMA)
+def test_averages_that_all_ranks_swap_together_need_a_batch_on_every_rank(found: Found, name: str) -> None:
+    """Only there: with one batch or more on each rank all of them start the validation."""
+    ours, theirs = (rank[name] for rank in found)
+    if WITH_EMA[name]["batches"] == [2, 1]:
+        assert ours["weights"] == theirs["weights"], "both end with the same average"
+        assert (len(ours["found"]), len(theirs["found"])) == (2 + 2 * 2, 1 + 2 * 1)
+    else:
+        for rank in (ours, theirs):
+            assert "rank 1 has no batches" in rank["refused"] and "without the callback EMA" in rank["refused"]
+            assert rank["steps"] == 0, "before any training"

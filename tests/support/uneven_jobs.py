@@ -1,6 +1,7 @@
 """Evaluations in which one rank has other numbers of batches than the other; jobs for :mod:`ranks`.
 
-A job is ``{"do": "fit" | "validate" | "predict", "strategy": …, "batches": [of rank 0, of rank 1]}``.
+A job is ``{"do": "fit" | "validate" | "predict", "strategy": …, "batches": [of rank 0, of rank 1]}``, and
+``"ema": True`` for one with averages.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sd_lightning import UsageError
+from sd_lightning.callbacks import EMA
 from strategy_table import strategy_of
 
 
@@ -64,6 +66,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         max_epochs=2,
         use_distributed_sampler=False,
         enable_progress_bar=False,
+        callbacks=[EMA(0.5)] if job.get("ema") else [],
         **options | job.get("trainer", {}),
     )
     try:

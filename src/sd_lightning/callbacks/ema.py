@@ -107,7 +107,8 @@ class EMA(StepCallback, TakesMemory):
         self._module, self._state = pl_module, state
         shards = state.parameter_shards()
         self._divide_anew(trainer, shards)
-        self._moves = engine_of(trainer.strategy).moves_weights
+        engine = engine_of(trainer.strategy)
+        self._moves, engine.swaps_averages = engine.moves_weights, True
         self._shadow = self._averages_of(shards, trainer.strategy.root_device)
         if not self._moves:
             self._averaging.follow([*self._shadow.values()], [shard.master for shard in shards])

@@ -31,6 +31,8 @@ class EngineStrategy:
     """Whether the strategy replaces Lightning's precision plugin by its engine's."""
     moves_weights: bool = False
     """Whether weights move between memory tiers; a reference to one would keep the memory it moved out of."""
+    swaps_averages: bool = False
+    """Whether a callback, which sets this, swaps averages in and out where validations of a fit start and end."""
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Raise if the run cannot work; called before processes start, and again by :meth:`setup`.

@@ -51,13 +51,7 @@ def refuse_uneven(loop: Any, who: str) -> None:
     Raises:
         UsageError: The numbers differ; on all ranks alike.
     """
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
-        return
-    limits = getattr(loop, "_max_batches", None) or loop.max_batches  # the latter is cut for a sanity check
-    mode = getattr(loop._combined_loader, "_mode", "sequential")  # None where there is nothing to evaluate
-    by_rank = of_all_ranks({str(rank): _NUM_STEPS[mode](limits or [0])})
-    counts = {each: by_rank[str(each)] for each in range(world_size) if by_rank[str(each)] != math.inf}
+    counts = _batches_by_rank(loop)
     if len(set(counts.values())) > 1:
         raise UsageError(
             f"{who} got an evaluation in which {', '.join(f'rank {n} has {count:.0f}' for n, count in counts.items())} "
@@ -65,6 +59,38 @@ def refuse_uneven(loop: Any, who: str) -> None:
             "others waiting; give every rank as many batches (Lightning's own sampler for validation and test does; "
             "for predict, pad the data or set limit_predict_batches to the smallest number), or take strategy=ddp"
         )
+
+
+def refuse_rank_without_batches(loop: Any, who: str) -> None:
+    """Refuse a validation of which some ranks have no batch, so that they swap no averages in; a collective call.
+
+    Args:
+        loop: As for :func:`refuse_uneven`.
+        who: The strategy, whose ranks exchange weights together.
+
+    Raises:
+        UsageError: Some ranks have none; on all ranks alike.
+    """
+    counts = _batches_by_rank(loop)
+    without = [rank for rank, count in counts.items() if count == 0]
+    if without and len(without) < len(counts):
+        raise UsageError(
+            f"{who} got a validation of which rank {without[0]} has no batches, so that Lightning does not start it "
+            "there, and all ranks exchange the weights for their EMA together where it starts: the others would wait; "
+            "give every rank a batch (Lightning's own sampler does), or train without the callback EMA "
+            "(callbacks.ema=null)"
+        )
+
+
+def _batches_by_rank(loop: Any) -> dict[int, float]:
+    """Return the batches of each rank with a known number; empty for one process."""
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
+        return {}
+    limits = getattr(loop, "_max_batches", None) or loop.max_batches  # the latter is cut for a sanity check
+    mode = getattr(loop._combined_loader, "_mode", "sequential")  # None where there is nothing to evaluate
+    by_rank = of_all_ranks({str(rank): _NUM_STEPS[mode](limits or [0])})
+    return {each: by_rank[str(each)] for each in range(world_size) if by_rank[str(each)] != math.inf}
 
 
 _NUM_STEPS: dict[str, Callable[[list[float]], float]] = {

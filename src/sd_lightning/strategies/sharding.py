@@ -19,7 +19,7 @@ from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.buffers import BufferBroadcast
-from sd_lightning.strategies.evaluation_starts import EvaluationStarts, refuse_uneven
+from sd_lightning.strategies.evaluation_starts import EvaluationStarts, refuse_rank_without_batches, refuse_uneven
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
 CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
@@ -79,6 +79,8 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
     def _start_evaluation(self, loop: Any) -> None:
         if self._gathers_in_forward:
             refuse_uneven(loop, type(self).__name__)
+        elif self.swaps_averages and self._module.trainer.state.fn == TrainerFn.FITTING:
+            refuse_rank_without_batches(loop, type(self).__name__)
         if self._has_trained:  # an evaluation changes none
             self._broadcast_buffers()
 

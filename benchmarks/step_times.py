@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 benchmarks/step_times.py RESULTS.json ROUNDS
 
-RESULTS.json: "<model>/<strategy>" -> {"measured": seconds of a step in each round, "predicted": seconds}, of rank 0.
-All ranks are calibrated at the same time, as they train.
+RESULTS.json: "<model>/<strategy>" -> {"measured": seconds of a step in each round, "predicted": the same}, of rank 0.
+All ranks are calibrated at the same time, as they train, and anew in each round: a shared machine changes its speed.
 """
 
 import gc
@@ -94,6 +94,7 @@ def measured(subject: Subject, make: Callable[[], Any]) -> float:
     module = SDLightningModule(subject.build(), optimizer=OPTIMIZER)
     options: dict[str, Any] = {"accelerator": "cpu", "devices": dist.get_world_size(), "logger": False}
     options |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options["gradient_clip_val"] = 1.0  # as in the programs; the planner counts it
     trainer = pl.Trainer(
         strategy=make(), max_steps=STEPS, callbacks=[callback], use_distributed_sampler=False, **options
     )
@@ -101,6 +102,16 @@ def measured(subject: Subject, make: Callable[[], Any]) -> float:
     trainer.fit(module, DataLoader(batches, batch_size=None))
     ends = callback.ends[WARM_UP - 1 :]
     return statistics.median(after - before for before, after in zip(ends, ends[1:]))
+
+
+def speeds_now() -> Speeds:
+    """Measure what this process reaches while the others do the same."""
+    cpu = torch.device("cpu")
+    links, start = rates_in_group(cpu), start_in_group(cpu)
+    dist.barrier()
+    speeds = replace(calibrate("today", Effort(least=0.01, links=False)).speeds, link=links, collective=start)
+    dist.barrier()
+    return speeds
 
 
 def predicted(subject: Subject, make: Callable[[], Any], speeds: Speeds) -> float:
@@ -132,23 +143,17 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cpu = torch.device("cpu")
-    links, start = rates_in_group(cpu), start_in_group(cpu)
-    dist.barrier()
-    speeds = replace(calibrate("today", Effort(least=0.01, links=False)).speeds, link=links, collective=start)
-    dist.barrier()
-    found: dict[str, Any] = {
-        f"{name}/{strategy}": {"measured": [], "predicted": predicted(subject, make, speeds)}
-        for name, subject in SUBJECTS.items()
-        for strategy, make in STRATEGIES.items()
+    found: dict[str, dict[str, list[float]]] = {
+        f"{name}/{strategy}": {"measured": [], "predicted": []} for name in SUBJECTS for strategy in STRATEGIES
     }
-    rounds = int(sys.argv[2])
-    for number in range(rounds + 1):  # the first one warms up
+    for number in range(int(sys.argv[2]) + 1):  # the first one warms up
+        speeds = speeds_now() if number else None
         for name, subject in SUBJECTS.items():
             for strategy in list(STRATEGIES)[:: 1 if number % 2 else -1]:
                 seconds = measured(subject, STRATEGIES[strategy])
-                if number:
+                if speeds is not None:
                     found[f"{name}/{strategy}"]["measured"].append(seconds)
+                    found[f"{name}/{strategy}"]["predicted"].append(predicted(subject, STRATEGIES[strategy], speeds))
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     leave_process_group()

@@ -14,7 +14,7 @@ from composing import Compose
 from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning.apps import calibrate as app
 from sd_lightning.apps import plan as planning_app
-from sd_lightning.planner import here, measuring, plan
+from sd_lightning.planner import here, links, measuring, plan
 from sd_lightning.planner.calibration import Calibration, calibrate, device_name, file_of, load
 from sd_lightning.planner.candidates import CANDIDATES, Candidate
 from sd_lightning.planner.devices import DTYPES, load_device
@@ -65,6 +65,22 @@ def test_collectives_are_measured_between_two_processes() -> None:
     rates, start = found
     assert tuple(rates) == COLLECTIVES and all(1e7 < rate < 1e12 for rate in rates.values())
     assert 1e-6 < start < 1e-1
+
+
+def test_a_collective_is_timed_among_others_after_the_first_which_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], []
+
+    def run() -> None:
+        calls.append(None)
+        now[0] += 0.3 if len(calls) == 1 else 0.002
+
+    def barrier() -> None:
+        now[0] += 0.5  # the other rank is late
+
+    monkeypatch.setattr(links.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(links.dist, "barrier", barrier)
+    assert links._seconds(run, 10, torch.device("cpu")) == pytest.approx(0.002)
+    assert len(calls) == 1 + 10 * links._ROUNDS
 
 
 def test_a_stopwatch_returns_the_seconds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +312,7 @@ def _without(*keys: str) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda written: written.update(format=1), "has format 1, and 3 is expected; run .* calibrate"),
+        (lambda written: written.update(format=1), "has format 1, and 4 is expected; run .* calibrate"),
         (_without("speeds", "functions"), "is no calibration: KeyError: 'functions'; run"),
         (_without("speeds", "launch"), "is no calibration: KeyError: 'launch'; run"),
         (

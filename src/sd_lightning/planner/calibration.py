@@ -20,7 +20,7 @@ from sd_lightning.planner.roofline import KINDS_OF_PRODUCTS, Curve, Speeds
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.storage.untrusted import read_json
 
-FORMAT = 3
+FORMAT = 4
 _ALIKE_ON_CPU = ("tf32", "float16")
 """Dtypes that are not measured on a CPU, where nothing trains in them: float32's figures stand in their place."""
 _TORCH = {"float32": torch.float32, "tf32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

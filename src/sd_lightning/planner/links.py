@@ -18,6 +18,8 @@ import torch.multiprocessing as mp
 _GATHERED = 8 * 2**20
 """Bytes of a collective's whole tensor."""
 _ROUNDS = 5
+_LARGE, _SMALL = 10, 200
+"""Calls in a round."""
 _PATIENCE = timedelta(seconds=120)
 
 
@@ -59,25 +61,29 @@ def rates_in_group(device: torch.device) -> dict[str, float]:
     part = torch.ones(len(whole) // world_size, device=device)
     received = (world_size - 1) * part.nbytes
     return {
-        "all_gather": received / _seconds(lambda: dist.all_gather_into_tensor(whole, part), device),
-        "reduce_scatter": received / _seconds(lambda: dist.reduce_scatter_tensor(part, whole), device),
-        "all_reduce": 2 * received / _seconds(lambda: dist.all_reduce(whole), device),
+        "all_gather": received / _seconds(lambda: dist.all_gather_into_tensor(whole, part), _LARGE, device),
+        "reduce_scatter": received / _seconds(lambda: dist.reduce_scatter_tensor(part, whole), _LARGE, device),
+        "all_reduce": 2 * received / _seconds(lambda: dist.all_reduce(whole), _LARGE, device),
     }
 
 
 def start_in_group(device: torch.device) -> float:
     """Return the seconds of a collective of next to nothing."""
     whole = torch.ones(dist.get_world_size(), device=device)
-    return _seconds(lambda: dist.all_gather_into_tensor(whole, whole[:1].clone()), device)
+    part = whole[:1].clone()
+    return _seconds(lambda: dist.all_gather_into_tensor(whole, part), _SMALL, device)
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def _seconds(run: Callable[[], object], count: int, device: torch.device) -> float:
+    """Return the seconds of one call among calls in a row, as training has them: one alone wakes up its threads."""
+    run()  # connects
     seconds = []
     for _ in range(_ROUNDS):
         dist.barrier()
         began = time.perf_counter()
-        run()
+        for _ in range(count):
+            run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append((time.perf_counter() - began) / count)
     return statistics.median(seconds)

@@ -52,7 +52,7 @@ def _of_zero12(settings: DeepSpeedSettings, workload: Workload) -> Footprint:
         exposed=late + size * numel,
         collectives=2 + numel // int(settings.get("zero_optimization.reduce_bucket_size")),
         copied=3 * size * numel + 2 * _FLOAT_BYTES * part,  # in a profile of DeepSpeed 0.19
-        hooks=2 * len(workload.trained),
+        hooks=len(workload.trained),  # ``create_gradient_handling_hooks``
         stepped=part,
     )
     if settings.offload_device == "none":

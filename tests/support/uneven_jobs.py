@@ -59,8 +59,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     module = Normalises(job["batches"][int(os.environ["RANK"])])
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    strategy = strategy_of(job["strategy"], timeout_seconds=20.0)
+    strategy.swaps_averages = True  # what an earlier fit with averages has left
     trainer = pl.Trainer(
-        strategy=strategy_of(job["strategy"], timeout_seconds=20.0),
+        strategy=strategy,
         accelerator="cpu",
         devices=2,
         max_epochs=2,

@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 _GATHERED = 8 * 2**20
 """Bytes of a collective's whole tensor."""
 _ROUNDS = 5
-_LARGE, _SMALL = 10, 200
-"""Calls in a round."""
+_NUM_LARGE, _NUM_SMALL = 10, 200
+"""Calls in a round: of collectives of many bytes, and of next to nothing."""
 _PATIENCE = timedelta(seconds=120)
 
 
@@ -61,9 +61,9 @@ def rates_in_group(device: torch.device) -> dict[str, float]:
     part = torch.ones(len(whole) // world_size, device=device)
     received = (world_size - 1) * part.nbytes
     return {
-        "all_gather": received / _seconds(lambda: dist.all_gather_into_tensor(whole, part), _LARGE, device),
-        "reduce_scatter": received / _seconds(lambda: dist.reduce_scatter_tensor(part, whole), _LARGE, device),
-        "all_reduce": 2 * received / _seconds(lambda: dist.all_reduce(whole), _LARGE, device),
+        "all_gather": received / _seconds(lambda: dist.all_gather_into_tensor(whole, part), _NUM_LARGE, device),
+        "reduce_scatter": received / _seconds(lambda: dist.reduce_scatter_tensor(part, whole), _NUM_LARGE, device),
+        "all_reduce": 2 * received / _seconds(lambda: dist.all_reduce(whole), _NUM_LARGE, device),
     }
 
 
@@ -71,7 +71,7 @@ def start_in_group(device: torch.device) -> float:
     """Return the seconds of a collective of next to nothing."""
     whole = torch.ones(dist.get_world_size(), device=device)
     part = whole[:1].clone()
-    return _seconds(lambda: dist.all_gather_into_tensor(whole, part), _SMALL, device)
+    return _seconds(lambda: dist.all_gather_into_tensor(whole, part), _NUM_SMALL, device)
 
 
 def _seconds(run: Callable[[], object], count: int, device: torch.device) -> float:

@@ -52,6 +52,7 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
                         "and this engine holds them in parts; prune before or after fit, or take strategy=ddp"
                     )
         super().connect(model)
+        self.swaps_averages = False  # of an earlier fit with other callbacks
         self._release_evaluations()
         self._evaluations = EvaluationStarts(trainer, self._start_evaluation)
 

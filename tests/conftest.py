@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -35,6 +36,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("HYDRA_FULL_ERROR", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")]))
 
+# pytest shows the logs of its own process only; those of a loader's worker say why a test hangs.
+os.register_at_fork(after_in_child=lambda: logging.getLogger("sd_lightning").addHandler(logging.StreamHandler()))
 
 PARTS = {
     "matrix": "every strategy through every variation, and every pair of strategies through a checkpoint",

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import re
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from PIL import Image
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data import loader as loader_module
 from sd_lightning.data import workers
 from sd_lightning.data.datamodule import SDDataModule, digits_data
 from sd_lightning.data.image_options import ImageOptions
@@ -189,6 +192,39 @@ def test_a_run_with_auto_sees_the_same_samples_and_counts_a_bad_one_once(caplog:
     used = min(cores_per_process(1), 8)
     loaders = (runs[1][2].train_dataloader, runs[1][2].val_dataloaders)
     assert [loader.num_workers for loader in loaders] == [used, used], "validation follows the choice"
+
+
+class StuckSquares(Squares):
+    """One image is read only when a file is there."""
+
+    def __init__(self, wait_for: Path) -> None:
+        super().__init__()
+        self.wait_for = wait_for
+
+    def image(self, index: int) -> Image.Image:
+        until = time.monotonic() + 60
+        while index == 3 and not self.wait_for.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return super().image(index)
+
+
+def test_a_worker_that_is_stuck_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
+    class ToFile(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.write_text(record.getMessage())
+
+    handler = ToFile()
+    monkeypatch.setattr(loader_module, "_SLOW_SECONDS", 0.3)
+    logging.getLogger("sd_lightning").addHandler(handler)
+    try:
+        trainer(4).fit(Recorder(), datamodule(source=StuckSquares(told), num_workers=1))
+    finally:
+        logging.getLogger("sd_lightning").removeHandler(handler)
+    message = told.read_text()
+    assert re.match(r"data: worker 0 has read one batch for \d+ s, and is at:\n", message), message
+    assert "in image\n" in message and message.index("__getitems__") < message.index("in image\n"), message
 
 
 def test_data_in_memory_are_neither_timed_nor_read_by_workers(

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.look_ahead import LookAhead
 from sd_lightning.data.order import UNVERSIONED
 from sd_lightning.data.sampler import GlobalBatchSampler, Key
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+_SLOW_SECONDS = 120.0
+"""After this, and each time it has doubled, a worker process says where it is in a batch."""
 Batch = dict[str, Any]
 """Entries of a batch by name; see ``CaptionedImages``."""
 BatchKeys = Iterable[list[Key]]
@@ -85,6 +94,7 @@ class LoaderOptions:
             batch_sampler=batch_sampler,
             collate_fn=as_is,
             num_workers=self.num_workers,
+            worker_init_fn=report_slow_batches,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory,
             persistent_workers=self.persistent_workers,
             prefetch_factor=self.prefetch_factor,
@@ -94,6 +104,40 @@ class LoaderOptions:
 def as_is(batch: T) -> T:
     """Return the batch unchanged (as ``collate_fn``: spawned workers could not pickle a lambda)."""
     return batch
+
+
+def report_slow_batches(worker: int) -> None:
+    """Log a warning with its stack while this worker process takes minutes for one batch.
+
+    Training waits for it without a word otherwise, and a stack of the training process does not say why.
+    """
+    info = get_worker_info()
+    assert info is not None
+    read, main = info.dataset.__getitems__, threading.get_ident()  # type: ignore[attr-defined]
+    begun: float | None = None
+
+    def timed_read(keys: Any) -> Any:
+        nonlocal begun
+        begun = time.monotonic()
+        try:
+            return read(keys)
+        finally:
+            begun = None
+
+    def watch() -> None:
+        limit = _SLOW_SECONDS
+        while True:
+            time.sleep(_SLOW_SECONDS / 10)
+            seconds = 0.0 if (since := begun) is None else time.monotonic() - since
+            if seconds < _SLOW_SECONDS:
+                limit = _SLOW_SECONDS
+            elif seconds >= limit:
+                limit *= 2
+                stack = "".join(traceback.format_stack(sys._current_frames()[main]))
+                log.warning("data: worker %d has read one batch for %.0f s, and is at:\n%s", worker, seconds, stack)
+
+    info.dataset.__getitems__ = timed_read  # type: ignore[attr-defined]
+    threading.Thread(target=watch, name="slow-batches", daemon=True).start()
 
 
 class WholeBatchLoader:

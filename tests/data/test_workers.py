@@ -217,11 +217,11 @@ def test_a_worker_that_is_stuck_says_where(monkeypatch: pytest.MonkeyPatch, tmp_
 
     handler = ToFile()
     monkeypatch.setattr(loader_module, "_SLOW_SECONDS", 0.3)
-    logging.getLogger("sd_lightning").addHandler(handler)
+    loader_module.log.addHandler(handler)
     try:
         trainer(4).fit(Recorder(), datamodule(source=StuckSquares(told), num_workers=1))
     finally:
-        logging.getLogger("sd_lightning").removeHandler(handler)
+        loader_module.log.removeHandler(handler)
     message = told.read_text()
     assert re.match(r"data: worker 0 has read one batch for \d+ s, and is at:\n", message), message
     assert "in image\n" in message and message.index("__getitems__") < message.index("in image\n"), message

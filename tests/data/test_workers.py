@@ -209,22 +209,23 @@ class StuckSquares(Squares):
 
 
 def test_a_worker_that_is_stuck_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    log_file = tmp_path / "log"
 
     class ToFile(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.write_text(record.getMessage())
+            log_file.write_text(record.getMessage())
 
     handler = ToFile()
     monkeypatch.setattr(loader_module, "_SLOW_SECONDS", 0.3)
     loader_module.log.addHandler(handler)
     try:
-        trainer(4).fit(Recorder(), datamodule(source=StuckSquares(told), num_workers=1))
+        trainer(4).fit(Recorder(), datamodule(source=StuckSquares(log_file), num_workers=1))
     finally:
         loader_module.log.removeHandler(handler)
-    message = told.read_text()
+    message = log_file.read_text()
     assert re.match(r"data: worker 0 has read one batch for \d+ s, and is at:\n", message), message
     assert "in image\n" in message and message.index("__getitems__") < message.index("in image\n"), message
+    assert "in fit\n" not in message, "the frames of training, in which the worker was forked"
 
 
 def test_data_in_memory_are_neither_timed_nor_read_by_workers(

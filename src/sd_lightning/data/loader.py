@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -133,7 +134,9 @@ def report_slow_batches(worker: int) -> None:
                 limit = _SLOW_SECONDS
             elif seconds >= limit:
                 limit *= 2
-                stack = "".join(traceback.format_stack(sys._current_frames()[main]))
+                # Without the frames of training, in which this process was forked.
+                frames = traceback.extract_stack(sys._current_frames()[main])
+                stack = "".join(traceback.format_list([*dropwhile(lambda frame: frame.name != "timed_read", frames)]))
                 log.warning("data: worker %d has read one batch for %.0f s, and is at:\n%s", worker, seconds, stack)
 
     info.dataset.__getitems__ = timed_read  # type: ignore[attr-defined]

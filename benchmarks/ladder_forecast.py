@@ -46,36 +46,35 @@ def forecasts(
 
 def predicted(options: Sequence[str], hardware: Hardware) -> tuple[float, float]:
     """Return the planner's images per second, and GB of a device at its peak."""
-    from sd_lightning import _conf
-    from sd_lightning.apps.planning import described, run_of
-    from sd_lightning.apps.preflight import Parts
+    from sd_lightning.apps.planning import run_of
+    from sd_lightning.apps.run_spec import RunSpec
     from sd_lightning.planner.candidates import Candidate
     from sd_lightning.planner.here import cluster_here
     from sd_lightning.planner.search import Cluster, Search
     from sd_lightning.strategies import engine_of
 
-    cfg = composed(options)
-    parts, model, count = Parts.build(cfg), described(cfg), hardware.count
+    spec, count = RunSpec.of(composed(options)), hardware.count
+    model = spec.model.describe()
     cluster = Cluster(hardware.device, count)
     if hardware.on_cpu:
         cluster = cluster_here(hardware.device, count, on_cpu=True)
-    run = run_of(cfg, parts, model, count)
-    candidate = Candidate("", lambda **_: engine_of(_conf.instantiate(cfg.strategy)))
+    run = run_of(spec, model, count)
+    candidate = Candidate("", lambda **_: engine_of(spec.strategy))
     search = Search(
         model,
         replace(run, sample_batch_size=0),
         replace(cluster, host_memory=2**50),
         speeds=hardware.speeds,
-        batch_size=cfg.data.batch_size,
+        batch_size=spec["data.batch_size"],
         micro_batches=[run.batch_size],
         checkpointing=False,
         candidates=[candidate],
-        tf32=cfg.speed.allow_tf32,
+        tf32=spec.speed.allow_tf32,
     )
-    with explicit_attention() if cfg.speed.attention == "math" else nullcontext():
+    with explicit_attention() if spec.speed.attention == "math" else nullcontext():
         found = search.plans()
-    if found.missing:
-        raise RuntimeError(f"{options[0]}: {found.missing[0]}")
+    if found.skip_reasons:
+        raise RuntimeError(f"{options[0]}: {found.skip_reasons[0]}")
     (plan,) = found.best or found.too_large
     return plan.images_per_second, plan.memory.device / 1e9
 

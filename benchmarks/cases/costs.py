@@ -145,7 +145,7 @@ def cells(model: LatentDiffusion, prefix: str, machine: Machine, resolution: int
     cluster = machine.cluster
     search = Search(model, _run(machine, resolution), cluster, candidates=_candidates(), tf32=True)
     found = search.plans()
-    for reason in found.missing:
+    for reason in found.skip_reasons:
         print(f"{prefix}: {reason}", file=sys.stderr)
     fitting, too_large = {plan.candidate.name: plan for plan in found.best}, found.too_large
     metrics = {}

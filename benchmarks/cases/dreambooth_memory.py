@@ -49,7 +49,7 @@ def measure() -> dict[str, float]:
 def forecast_of(*options: str) -> Any:
     from sd_lightning import _conf
     from sd_lightning.apps.dreambooth import predict_memory
-    from sd_lightning.apps.preflight import Parts
+    from sd_lightning.apps.run_spec import RunSpec
     from sd_lightning.dreambooth import PROGRAM
 
     received: list[Any] = []
@@ -61,4 +61,4 @@ def forecast_of(*options: str) -> Any:
         finally:
             sys.argv = arguments
     (cfg,) = received
-    return predict_memory(cfg, _conf.instantiate(cfg.strategy), Parts.build(cfg))
+    return predict_memory(RunSpec.of(cfg))

@@ -44,7 +44,7 @@ def train_in_turns(cfg: Any, *, steps: int, warm_up: int) -> list[tuple[float, f
     from sd_lightning import _conf
     from sd_lightning._console import quiet_libraries
     from sd_lightning.apps import train
-    from sd_lightning.apps.preflight import Parts
+    from sd_lightning.apps.run_spec import RunSpec
 
     quiet_libraries()
     bare = BareLoop(
@@ -56,9 +56,9 @@ def train_in_turns(cfg: Any, *, steps: int, warm_up: int) -> list[tuple[float, f
         proportion_empty_prompts=cfg.data.proportion_empty_prompts,
     )
     turns = Turns(bare.run, steps=steps, warm_up=warm_up)
-    trainer = train.build_trainer(cfg, None)
+    trainer = train.build_trainer(spec := RunSpec.of(cfg))
     trainer.callbacks.append(turns)  # last, so that the hooks of the others are inside our block
-    trainer.fit(train.build_module(cfg, Parts.build(cfg)), _conf.instantiate(cfg.data))
+    trainer.fit(train.build_module(spec), spec.build("data"))
     return turns.pairs
 
 

@@ -54,10 +54,10 @@ def __getattr__(name: str) -> Any:
 
 def register_strategies() -> None:
     """Tell Lightning and the planner which strategies there are."""
-    from sd_lightning.strategies import candidates, registry
+    from sd_lightning.strategies import presets
 
-    registry.register_strategies()
-    candidates.register_candidates()
+    presets.register_strategies()
+    presets.register_candidates()
 
 
 class _LightningHook(MetaPathFinder):
@@ -84,7 +84,7 @@ class _LightningHook(MetaPathFinder):
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 # Not the planner's candidates: one of their modules may be what imports Lightning.
-                importlib.import_module("sd_lightning.strategies.registry").register_strategies()
+                importlib.import_module("sd_lightning.strategies.presets").register_strategies()
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

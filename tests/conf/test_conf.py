@@ -1,7 +1,5 @@
 """The command line: what it composes, what it passes on, and the one line it says about a mistake."""
 
-import importlib
-import importlib.util
 import logging
 import os
 import subprocess
@@ -18,7 +16,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from sd_lightning import _conf, _imports
-from sd_lightning._conf import cli, command_line, folder, targets
+from sd_lightning._conf import cli, command_line, folder
 from sd_lightning._conf.annotations import describe, fits
 from sd_lightning._errors import UsageError
 
@@ -192,89 +190,6 @@ def test_users_own_experiments_are_for_any_program_unless_they_name_one(
         run("--config-dir", "user", "+experiment=drawn")
     expected = "experiment of generate, not of train; write python -m sd_lightning.generate experiment=drawn"
     assert expected in capfd.readouterr().err
-
-
-def test_old_target_names_keep_working_and_are_named(
-    run: Callable[..., list[Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    old = {"_target_": "sd_lightning.lora.Lora", "rank": 2}
-    (tmp_path / "user/old.yaml").write_text(
-        "{defaults: [train, _self_], lora: {_target_: sd_lightning.lora.Lora, rank: 2}, "
-        "callbacks: [{_target_: sd_lightning.speed.Speed}]}"
-    )
-    (cfg,) = run("--config-dir", "user", "-cn", "old")
-    assert cfg.lora == {"_target_": "sd_lightning.models.adapters.lora.Lora", "rank": 2}
-    assert cfg.callbacks[0]._target_ == "sd_lightning.training.speed.Speed"
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "sd_lightning.lora.Lora is sd_lightning.models.adapters.lora.Lora" in line
-    assert "sd_lightning.speed.Speed is sd_lightning.training.speed.Speed" in line
-    assert _conf.instantiate(OmegaConf.create(old)) == _conf.instantiate(cfg.lora), "a run's old config.yaml, by hand"
-    with pytest.raises(SystemExit):
-        run("--config-dir", "user", "-cn", "old", "lora.rank=x")
-    assert "error: lora.rank=x: expected int; write lora.rank=2" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        *(f"sd_lightning.{name}" for name in ("SDLightningModule", "export.Request", "quantization.Int8")),
-        *(f"sd_lightning.callbacks.{name}" for name in ("EMA", "EngineMemory", "NonFiniteLossGuard", "SampleGrid")),
-        *(f"sd_lightning.callbacks.{name}" for name in ("PortableCheckpoint", "StopOnSignal", "Throughput")),
-        *(f"sd_lightning.data.datamodule.{name}_data" for name in ("digits", "dreambooth", "huggingface")),
-        *(
-            f"sd_lightning.data.{name}"
-            for name in ("datamodule.image_folder_data", "digits.Digits", "images.ImageFolder")
-        ),
-        *(f"sd_lightning.{name}" for name in ("generate.Pretrained", "generate.Request", "generation.SamplingOptions")),
-        *(f"sd_lightning.{name}" for name in ("latent_diffusion.load_model", "lora.Lora", "speed.Speed")),
-        *(
-            f"sd_lightning.{name}"
-            for name in ("lr_schedules.cosine", "objective.Objective", "module.SDLightningModule")
-        ),
-        *(f"sd_lightning.strategies.{name}.{name}" for name in ("colossalai", "deepspeed", "gemini")),
-        *(f"sd_lightning.strategies.{name}" for name in ("ddp.DDPStrategy", "fsdp.FSDPStrategy", "single")),
-    ],
-)
-def test_targets_that_configurations_named_before_the_rooms_are_found(target: str) -> None:
-    assert callable(targets.locate(target, ""))
-
-
-@pytest.mark.parametrize("name", targets.MOVED)
-def test_every_old_name_leads_to_what_is_there(name: str) -> None:
-    now = _conf.current_name(f"{name}.Name").removesuffix(".Name")
-    assert _conf.current_name(name) == now != name
-    module, _, last = now.rpartition(".")
-    assert hasattr(importlib.import_module(module), last) or importlib.util.find_spec(now) is not None
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "generation.SamplingOptions",
-        "latent_diffusion.load_model",
-        "learned_token.LearnedToken",
-        "lora.Lora",
-        "lr_schedules.constant",
-        "lr_schedules.cosine",
-        "objective.Objective",
-        "speed.Speed",
-        "data.datamodule.digits_data",
-        "data.datamodule.dreambooth_data",
-        "data.datamodule.huggingface_data",
-        "data.datamodule.image_folder_data",
-        "strategies.colossalai.colossalai",
-        "strategies.ddp.DDPStrategy",
-        "strategies.deepspeed.deepspeed",
-        "strategies.fsdp.FSDPStrategy",
-        "strategies.gemini.gemini",
-        "strategies.single",
-        "generate.Request",
-        "generate.Pretrained",
-        "export.Request",
-    ],
-)
-def test_every_target_that_conf_has_had_is_found(name: str) -> None:
-    assert callable(targets.locate(f"sd_lightning.{name}", "node"))
 
 
 def test_mistake_in_the_users_config_names_his_keys(

@@ -26,7 +26,7 @@ from places import CONF
 from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps, loading
 from sd_lightning.apps import export, generate
 from sd_lightning.apps import train as train_program
-from sd_lightning.apps.preflight import Parts
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.models.generation import SamplingOptions
@@ -93,7 +93,7 @@ def build_strategy(cfg: DictConfig) -> None:
 
 
 def build_trainer(cfg: DictConfig) -> None:
-    trainer = train_program.build_trainer(cfg, None)
+    trainer = train_program.build_trainer(RunSpec.of(cfg))
     assert isinstance(trainer, pl.Trainer)
     assert trainer.max_steps == cfg.trainer.max_steps
 
@@ -126,7 +126,7 @@ def build_sampling(cfg: DictConfig) -> None:
 
 
 def build_trainable(cfg: DictConfig) -> None:
-    module = train_program.build_module(cfg, Parts.build(cfg))
+    module = train_program.build_module(RunSpec.of(cfg))
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert names and all((".lora_" in name) == (cfg.lora is not None) for name in names)
 
@@ -246,9 +246,9 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_train_builds_everything_at_once(compose: Compose) -> None:
     cfg = compose("train")
-    module = train_program.build_module(cfg, Parts.build(cfg))
+    module = train_program.build_module(RunSpec.of(cfg))
     assert isinstance(_conf.instantiate(cfg.speed), Speed)
-    trainer, data = train_program.build_trainer(cfg, None), _conf.instantiate(cfg.data)
+    trainer, data = train_program.build_trainer(RunSpec.of(cfg)), _conf.instantiate(cfg.data)
     train_program.check_parts(trainer, module, data)
     assert {type(c).__name__ for c in trainer.callbacks} >= {  # type: ignore[attr-defined]
         *("EMA", "NonFiniteLossGuard", "PortableCheckpoint", "SampleGrid", "StopOnSignal", "Throughput"),
@@ -258,7 +258,7 @@ def test_train_builds_everything_at_once(compose: Compose) -> None:
 
 def test_train_can_go_without_optional_parts(compose: Compose) -> None:
     cfg = compose("train", "callbacks.ema=null", "callbacks.samples=null", "logger.tensorboard=null")
-    trainer = train_program.build_trainer(cfg, None)
+    trainer = train_program.build_trainer(RunSpec.of(cfg))
     assert not {"EMA", "SampleGrid"} & {type(c).__name__ for c in trainer.callbacks}  # type: ignore[attr-defined]
     assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger"]
 

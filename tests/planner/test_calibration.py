@@ -25,7 +25,7 @@ from sd_lightning.planner.passes import training_pass
 from sd_lightning.planner.roofline import COLLECTIVES, KINDS_OF_PRODUCTS, Curve, Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import search
-from sd_lightning.strategies.candidates import register_candidates
+from sd_lightning.strategies.presets import register_candidates
 
 LINKS = ("all-gather", "reduce-scatter", "all-reduce")
 ASSUMED = "link, hooks, what threads hide assumed"

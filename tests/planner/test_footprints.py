@@ -23,8 +23,8 @@ from sd_lightning.planner.footprint import (
 from sd_lightning.planner.forecast import Forecaster
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.strategies import engine_of
-from sd_lightning.strategies.candidates import register_candidates
 from sd_lightning.strategies.deepspeed import deepspeed
+from sd_lightning.strategies.presets import register_candidates
 
 register_candidates()
 BY_NAME = {candidate.strategy: candidate for candidate in reversed(CANDIDATES)}

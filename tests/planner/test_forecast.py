@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from composing import Compose
-from sd_lightning import LatentDiffusion, _conf
+from sd_lightning import LatentDiffusion
 from sd_lightning.apps.dreambooth import predict_memory
-from sd_lightning.apps.preflight import Parts
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
 from sd_lightning.models.families import Architecture, architecture
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
@@ -54,7 +54,7 @@ def predicted(compose: Compose, tmp_path: Path, name: str, *options: str) -> For
     if not any(option.startswith("model.pretrained=") for option in options):
         model = LatentDiffusion.build(cfg.model.architecture, device="meta")
         cfg.model.pretrained = str(without_weights(model, tmp_path / cfg.model.architecture))
-    found = predict_memory(cfg, _conf.instantiate(cfg.strategy), Parts.build(cfg))
+    found = predict_memory(RunSpec.of(cfg))
     assert found is not None
     return found
 
@@ -108,7 +108,7 @@ def test_every_strategy_that_does_not_measure_its_first_step_has_a_forecast(
     for strategy, is_known in (("ddp", True), ("fsdp", True), ("gemini_offload", True), ("gemini_auto", False)):
         options = ("model=tiny", f"instance_data_dir={tmp_path}", f"strategy={strategy}", "callbacks.samples=null")
         cfg = compose("dreambooth", *options)
-        found = predict_memory(cfg, _conf.instantiate(cfg.strategy), Parts.build(cfg))
+        found = predict_memory(RunSpec.of(cfg))
         assert (found is not None) == is_known, strategy
 
 
@@ -196,9 +196,9 @@ def test_settings_of_a_run_reach_the_forecast(
     assert read(ema).averages and read(ema).offload_averages
     assert read("sampling.batch_size=16", "callbacks.samples.prompts=[a, b]").sample_batch_size == 2
     assert read("callbacks.samples=null").sample_batch_size == 0
-    assert preset.drawn_size == (512, 512) and read("+sampling.height=256").drawn_size == (256, 512)
+    assert preset.drawn_size == (None, None) and read("+sampling.height=256").drawn_size == (256, None)
     assert preset.vae_tiling and not read("sampling.vae_tiling=false").vae_tiling
-    assert (read("model=sd21").resolution, read("model=sd21").drawn_size) == (512, (768, 768)), "as SD 2.1 draws"
+    assert read("model=sd21").resolution == 512
 
 
 WIDE = replace(

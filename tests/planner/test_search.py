@@ -279,7 +279,7 @@ def test_a_strategy_whose_package_is_missing_is_named(tiny: LatentDiffusion) -> 
         raise UsageError("strategy=other needs the package other; pip install other")
 
     found = searched(tiny, gpu(4000), candidates=[Candidate("other", missing), _named("single")])
-    assert found.missing == ("strategy=other needs the package other; pip install other",)
+    assert found.skip_reasons == ("strategy=other needs the package other; pip install other",)
     assert [each.candidate.strategy for each in found.best] == ["single"]
 
 
@@ -298,7 +298,7 @@ def test_limits_that_make_no_sense_are_refused(tiny: LatentDiffusion, options: d
 
 
 def _named(name: str) -> Candidate:
-    from sd_lightning.strategies.candidates import register_candidates
+    from sd_lightning.strategies.presets import register_candidates
 
     register_candidates()
     return next(each for each in CANDIDATES if each.strategy == name)

@@ -15,11 +15,12 @@ from refusals import call
 from sd_lightning import SDLightningModule, UsageError
 from sd_lightning.apps import auto
 from sd_lightning.apps import train as app
-from sd_lightning.apps.preflight import Parts
+from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.planner.choice import Choice
 from sd_lightning.planner.devices import DTYPES, GIB, Device
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.roofline import Speeds
-from sd_lightning.planner.search import Cluster
+from sd_lightning.planner.search import Cluster, Plan
 
 TRAIN = "train callbacks.samples=null trainer.limit_val_batches=0 logger=csv "
 HOST = 64 * 10**9
@@ -40,9 +41,8 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     return has
 
 
-def choose(compose: Compose, *options: str) -> tuple[auto.Chosen, Any]:
-    cfg = compose("train", "strategy=auto", *options)
-    return auto.choose(cfg, Parts.build(cfg), batch_size=None), cfg
+def choose(compose: Compose, *options: str) -> tuple[RunSpec, Choice]:
+    return auto.choose(RunSpec.of(compose("train", "strategy=auto", *options)))
 
 
 def summary_of(run: str) -> Any:
@@ -103,34 +103,34 @@ def test_a_resumed_run_keeps_its_batch_on_a_machine_with_more_memory(
 def test_the_batch_is_kept_and_is_split_into_passes(compose: Compose, hardware: Hardware) -> None:
     hardware(0.68)
     options = ("data.batch_size=120", "trainer.devices=2", "speed.gradient_checkpointing=false")
-    chosen, cfg = choose(compose, *options)
-    assert cfg.data.batch_size == 120 == chosen.plan.global_batch
-    assert cfg.trainer.accumulate_grad_batches == chosen.plan.run.accumulate > 1
-    assert compose("train", *chosen.plan.options()).strategy == cfg.strategy
+    spec, choice = choose(compose, *options)
+    assert spec["data.batch_size"] == 120 == choice.plan.global_batch
+    assert spec["trainer.accumulate_grad_batches"] == choice.plan.run.accumulate > 1
+    assert compose("train", *choice.plan.options()).strategy == spec["strategy"]
 
 
 def test_batches_and_samples_that_cannot_be_divided_evenly(compose: Compose, hardware: Hardware) -> None:
-    _, cfg = choose(compose, "data.batch_size=7", "trainer.devices=2")
-    assert cfg.data.batch_size == 7 and 2 * cfg.trainer.accumulate_grad_batches <= 7
-    _, cfg = choose(compose, "data.batch_size=auto", "trainer.devices=2")
-    assert 2 <= cfg.data.batch_size <= 1437, "digits has so many"
+    spec, _ = choose(compose, "data.batch_size=7", "trainer.devices=2")
+    assert spec["data.batch_size"] == 7 and 2 * spec["trainer.accumulate_grad_batches"] <= 7
+    spec, _ = choose(compose, "data.batch_size=auto", "trainer.devices=2")
+    assert 2 <= spec["data.batch_size"] <= 1437, "digits has so many"
 
 
 def test_the_strategy_that_is_given_is_kept_with_its_settings(
     compose: Compose, hardware: Hardware, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg = compose("train", "strategy=gemini", "strategy.offload_optim_frac=0.5", "data.batch_size=auto")
-    chosen = auto.choose(cfg, Parts.build(cfg), batch_size=None)
-    assert cfg.strategy.offload_optim_frac == 0.5 and isinstance(cfg.data.batch_size, int)
-    assert chosen.lines()[0].startswith("data.batch_size=auto on 1 x a small GPU, ") and len(chosen.lines()) == 1
+    spec, choice = auto.choose(RunSpec.of(cfg))
+    assert spec["strategy.offload_optim_frac"] == 0.5 and isinstance(spec["data.batch_size"], int)
+    assert choice.lines()[0].startswith("data.batch_size=auto on 1 x a small GPU, ") and len(choice.lines()) == 1
 
 
 def test_what_the_command_line_says_about_recomputation_is_kept(
     compose: Compose, hardware: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for given, kept in (("true", True), ("false", False)):
-        chosen, cfg = choose(compose, f"speed.gradient_checkpointing={given}")
-        assert cfg.speed.gradient_checkpointing is kept is chosen.plan.recompute
+        spec, choice = choose(compose, f"speed.gradient_checkpointing={given}")
+        assert spec.speed.gradient_checkpointing is kept is choice.plan.recompute
 
 
 def test_out_of_memory_names_the_plan_and_a_safer_one(
@@ -161,7 +161,7 @@ def test_out_of_memory_names_the_plan_and_a_safer_one(
 def test_contradictions_are_refused(compose: Compose, options: list[str], message: str) -> None:
     cfg = compose("train", "strategy=auto", *options)
     with pytest.raises(UsageError, match=message):
-        auto.check(cfg)
+        auto.check(RunSpec.of(cfg))
 
 
 def test_what_lacks_is_said_if_nothing_fits(compose: Compose, hardware: Hardware) -> None:
@@ -169,26 +169,25 @@ def test_what_lacks_is_said_if_nothing_fits(compose: Compose, hardware: Hardware
     with pytest.raises(UsageError) as error:
         choose(compose)
     told = str(error.value)
-    assert told.startswith(
-        "strategy=auto on 1 x a small GPU: nothing fits with 1 sample(s) per pass; the closest, strategy="
-    )
-    assert " GB of GPU memory; write " in told
+    assert told.startswith("strategy=auto on 1 x a small GPU: nothing fits with 1 sample(s) per pass; the closest, ")
+    assert " GB of GPU memory (GB on the device: " in told and "); write " in told
 
 
 def test_a_strategy_that_measures_cannot_be_planned(compose: Compose, hardware: Hardware) -> None:
     cfg = compose("train", "strategy=gemini_auto", "data.batch_size=auto")
     with pytest.raises(UsageError, match="no strategy can be planned: the strategy chooses what it offloads by meas"):
-        auto.choose(cfg, Parts.build(cfg), batch_size=None)
+        auto.choose(RunSpec.of(cfg))
 
 
 def test_the_preset_of_dreambooth_is_computed(compose: Compose, hardware: Hardware) -> None:
-    def plan_for(gigabytes: float) -> auto.Plan:
+    def plan_for(gigabytes: float) -> Plan:
         hardware(gigabytes)
         cfg = compose("dreambooth", "experiment=auto", "instance_data_dir=photos", "instance_prompt=a sks dog")
-        auto.check(cfg)
-        chosen = auto.choose(cfg, Parts.build(cfg), batch_size=None)
-        assert chosen.plan.global_batch == 4 == cfg.data.batch_size
-        return chosen.plan
+        spec = RunSpec.of(cfg)
+        auto.check(spec)
+        spec, choice = auto.choose(spec)
+        assert choice.plan.global_batch == 4 == spec["data.batch_size"]
+        return choice.plan
 
     small, large = plan_for(5), plan_for(24)
     assert "offload" in " ".join(small.candidate.options) and "offload" not in " ".join(large.candidate.options)
@@ -201,4 +200,4 @@ def test_auto_without_a_known_machine_says_how_to_measure_it(
     monkeypatch.chdir(tmp_path)
     cfg = compose("train", "strategy=auto")
     with pytest.raises(UsageError, match="run python -m sd_lightning.plan calibrate"):
-        app.planned(cfg, Parts.build(cfg), None)
+        app.planned(RunSpec.of(cfg))

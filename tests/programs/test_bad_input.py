@@ -669,7 +669,7 @@ OWN_CHOICE = (
 )
 """How messages ask for a value that only the person knows."""
 FLOW = {
-    "train": [("train", name) for name in ("train", "build_trainer", "build_module", "check_parts", "open_run")],
+    "train": [("train", name) for name in ("run", "build_trainer", "build_module", "check_parts", "open_run")],
     "dreambooth": [("dreambooth", "run")],
     "generate": [("generate", name) for name in ("run", "read_prompts", "_device", "_load", "generate")],
     "export": [("export", "run")],

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -19,6 +18,7 @@ from glyph import write_photos
 from refusals import call, contents, refuse
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
 from sd_lightning.apps import dreambooth
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.adapters.lora import WEIGHTS_NAME
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.storage import checkpoint
@@ -281,15 +281,14 @@ def test_a_learned_token_is_found_beside_punctuation_and_tells_the_subject(
 ) -> None:
     given = {"learn_token": True, "placeholder_token": token, "initializer_token": None}
     prior = {"with_prior_preservation": True, "class_prompt": prompt, "class_prompts": []}
-    cfg = OmegaConf.create({**given, **prior, "num_class_images": 4, "sample_batch_size": 4})
+    spec = RunSpec({**given, **prior, "num_class_images": 4, "sample_batch_size": 4})
     if remedy is None:
-        dreambooth.learn_token(cfg, [caption])
-        assert cfg.learned_token.placeholder_token == token
-        assert dreambooth.checks.check_prompts(cfg, [caption]) == [prompt]
+        dreambooth.checks.check_token(token, [caption])
+        assert dreambooth.checks.check_prompts(spec, [caption]) == [prompt]
         return
     with pytest.raises(UsageError, match=re.escape(remedy)):
-        dreambooth.learn_token(cfg, [caption])
-        dreambooth.checks.check_prompts(cfg, [caption])
+        dreambooth.checks.check_token(token, [caption])
+        dreambooth.checks.check_prompts(spec, [caption])
 
 
 def test_class_images_lie_beside_an_output_that_is_named_as_a_folder(

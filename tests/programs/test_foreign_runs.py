@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -25,6 +24,7 @@ from sd_lightning import LatentDiffusion, SamplingOptions, UsageError
 from sd_lightning.apps import preflight
 from sd_lightning.apps.compared_run import read_run
 from sd_lightning.apps.export import Request, Source, read_model
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.callbacks.checkpoint.trainer_state import (
     RunPosition,
     adopt_settings,
@@ -182,20 +182,20 @@ def test_no_value_of_a_runs_settings_is_built(made: Path, compose: Callable[...,
     """A run that is resumed, and one that is compared, gives plain text or a message with file and key."""
     run = tmp_path / "run"
     shutil.copytree(made / "run", run, copy_function=os.link)
-    cfg = compose("train", f"resume={run}", "trainable=lora")
+    spec = RunSpec.of(compose("train", f"resume={run}", "trainable=lora"))
     content = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").unlink()
     for number, place in enumerate(places(content)):
         name = ".".join(map(str, place))
         for kind in NODES if place[0] == "model" else [list(NODES)[number % len(NODES)]]:
             (run / "config.yaml").write_text(json.dumps(planted(content, place, NODES[kind])))  # JSON is YAML
-            ours = copy.deepcopy(cfg)
-            said = tried(lambda: preflight.adopt_base(ours), f"{name} {kind}")  # noqa: B023
+            adopted: list[RunSpec] = []
+            said = tried(lambda: adopted.append(preflight.adopt_base(spec)[0]), f"{name} {kind}")  # noqa: B023
             tried(lambda: read_run(run, "run"), f"compare {name} {kind}")
             if name.removeprefix("model.") in ADOPTED and kind not in ("text", "page"):
                 assert said is not None and str(run / "config.yaml") in said and name in said, f"{name} {kind}: {said}"
-            before, after = (OmegaConf.to_container(each.model, resolve=True) for each in (cfg, ours))
-            changed = {key: value for key, value in after.items() if before.get(key, None) != value}
+            after = adopted[0]["model"] if adopted else {}
+            changed = {key: value for key, value in after.items() if spec["model"].get(key, None) != value}
             assert changed.keys() <= set(ADOPTED) and all(isinstance(value, str) for value in changed.values())
 
 

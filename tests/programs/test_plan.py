@@ -15,8 +15,7 @@ from sd_lightning import LatentDiffusion, UsageError
 from sd_lightning import plan as program
 from sd_lightning.apps import plan, planning, preflight
 from sd_lightning.apps.plan_command import train_command
-from sd_lightning.apps.planning import described
-from sd_lightning.apps.trainer_checks import num_processes
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.segments import Reserved
 
@@ -95,14 +94,15 @@ def test_the_printed_command_trains_what_was_planned(
     given = [each for each in TINY if "optimizer=sgd" not in options or "fused" not in each]
     cfg = compose("plan", *given, *options, f"output={file}")
     assert plan.run(cfg) == 0
-    wanted = plan.run_of(cfg, described(cfg))
+    planned = RunSpec.of(cfg)
+    wanted = plan.run_of(planned, planned.model.describe())
     written = json.loads(file.read_text(encoding="utf-8"))
     _, _, program, *words = shlex.split(written["command"])
     best = written["plans"][0]
     train = compose("train", *words, "logger=csv")
     assert program == "sd_lightning.train"
-    _, parts = preflight.preflight(train, Path(train.output_dir))
-    ours = planning.run_of(train, parts, described(train), num_processes(train))
+    spec = preflight.preflight(RunSpec.of(train))
+    ours = planning.run_of(spec, spec.model.describe())
     assert (ours.batch_size, ours.accumulate, ours.world_size) == (best["micro_batch"], best["accumulate"], cfg.gpus)
     same = ("resolution", "precision", "train_text_encoder", "lora", "encoder_dtype", "averages")
     for name in (*same, "offload_encoders", "cache_latents"):
@@ -116,11 +116,13 @@ def test_the_printed_command_trains_what_was_planned(
 def test_the_command_names_where_pictures_come_from_that_are_no_digits(compose: Compose) -> None:
     options = ("strategy=single", "data.batch_size=4", "trainer.precision=bf16-mixed")
     cfg = compose("plan", "model=sd15", "gpu=rtx-3060", "trainable=lora", "encoders=text")
-    command = train_command(cfg, replace(TrainingRun(1, 512), cache_latents=True), options)
+    command = train_command(RunSpec.of(cfg), replace(TrainingRun(1, 512), cache_latents=True), options)
     assert command.startswith("python -m sd_lightning.train model=sd15 trainable=lora data=images data.train_data_dir=")
     assert "data.cache_latents=true" in command and "data.center_crop=true" in command
     cfg = compose("plan", "model=sd15", "gpu=rtx-3060", "encoders=none")
-    assert "data=latents data.store=store" in train_command(cfg, TrainingRun(1, 512, averages=True), options)
+    assert "data=latents data.store=store" in train_command(
+        RunSpec.of(cfg), TrainingRun(1, 512, averages=True), options
+    )
 
 
 def test_settings_change_the_plan(compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.apps import train
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.families import Architecture
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.train import PROGRAM
@@ -241,8 +242,7 @@ def test_the_main_job_leaves_the_weights_of_trained_networks_in_their_files(
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments.replace("FOLDER", str(tiny)).split()])
     received: list[Any] = []
     _conf.main(replace(PROGRAM, task=received.append))
-    _, parts = train.preflight(received[0], tmp_path / "run")
-    module: Any = train.build_module(received[0], parts)
+    module: Any = train.build_module(train.preflight(RunSpec.of(received[0])))
     assert module.latent_diffusion.deferred.keys() == deferred
     for name, network in module.latent_diffusion.networks.items():
         assert all(p.is_meta == (name in deferred) for p in network.parameters())

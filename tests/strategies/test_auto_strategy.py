@@ -21,11 +21,11 @@ from sd_lightning.planner.candidates import CANDIDATES
 from sd_lightning.planner.devices import DTYPES, GIB, Device
 from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.run import TrainingRun
-from sd_lightning.strategies.candidates import register_candidates
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.predicted import _batch_size, _traced
+from sd_lightning.strategies.presets import register_candidates
 from sd_lightning.strategies.processes.group import leave_process_group
 
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "max_steps": 4}
@@ -106,10 +106,10 @@ def test_any_module_trains_as_under_the_strategy_that_is_chosen(
         trainer, losses = fit(AutoStrategy(gpu(24)), MODULES[kind](), tmp_path, precision=precision)
     chosen = type(trainer.strategy)
     assert chosen is not AutoStrategy and len(losses) == 4
-    lines = [record.message for record in caplog.records if "GB of host memory per process" in record.message]
+    lines = [record.message for record in caplog.records if "GB of host memory, " in record.message]
     assert len(lines) == 4 and [line.startswith("  rival: ") for line in lines] == [False, True, True, True]
     told = {"bert": "traced training_step", "vit": "traced forward"}[kind]
-    assert lines[0].startswith(f"AutoStrategy on 1 x a small GPU ({told}): ")
+    assert lines[0].startswith(f"AutoStrategy ({told}) on 1 x a small GPU, seconds assumed, from the data sheet: ")
     leave_process_group()
     again, same = fit(DIRECTLY[chosen.__name__](), MODULES[kind](), tmp_path, precision=precision)
     assert type(again.strategy) is chosen and losses == same, "bit for bit"
@@ -154,7 +154,7 @@ def test_less_memory_makes_another_choice(tmp_path: Path) -> None:
 def test_what_cannot_be_planned_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="got Boring without example_input_array; expected a tensor.*set it in __init"):
         fit(AutoStrategy(gpu(24)), jobs.Boring(), tmp_path)
-    with pytest.raises(UsageError, match="nothing fits on 1 x a small GPU; .* lacks .* what may help: "):
+    with pytest.raises(UsageError, match="AutoStrategy.* on 1 x a small GPU: nothing fits .* lacks .* what may help: "):
         fit(AutoStrategy(gpu(0.5)), Bert(), tmp_path)
     with pytest.raises(
         UsageError, match="got run= for Bert; expected it for an SDLightningModule only.*leave run= out"

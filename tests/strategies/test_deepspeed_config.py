@@ -17,6 +17,7 @@ pytest.importorskip("deepspeed")
 
 from sd_lightning import UsageError
 from sd_lightning.apps import preflight
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.checkpointing import Kept, recompute_
 from sd_lightning.planner.footprint import Workload
 from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
@@ -400,14 +401,13 @@ def test_the_command_line_adopts_what_the_file_says(monkeypatch: pytest.MonkeyPa
     path.write_text(json.dumps(on_cpu()))
     overrides = ["strategy=deepspeed_zero2", f"strategy.config={path}", "data.batch_size=32", "trainer.accelerator=cpu"]
     monkeypatch.setattr("sys.argv", ["train", *overrides])
-    cfg = compose(*overrides)
-    preflight.adopt_engine_file(cfg)
-    assert (cfg.trainer.accumulate_grad_batches, cfg.data.batch_size) == (4, 32)
-    assert (cfg.optimizer.lr, list(cfg.optimizer.betas)) == (1e-5, [0.9, 0.999])
-    assert cfg.strategy.reduce_bucket_size == 50_000_000
+    spec = preflight.adopt_engine_file(RunSpec.of(compose(*overrides)))
+    assert (spec["trainer.accumulate_grad_batches"], spec["data.batch_size"]) == (4, 32)
+    assert (spec["optimizer.lr"], spec["optimizer.betas"]) == (1e-5, [0.9, 0.999])
+    assert spec["strategy.reduce_bucket_size"] == 50_000_000
     monkeypatch.setattr("sys.argv", ["train", *overrides, "trainer.accumulate_grad_batches=2"])
     with pytest.raises(UsageError, match="gradient_accumulation_steps=4 contradicts trainer.accumulate_grad_batches=2"):
-        preflight.adopt_engine_file(compose(*overrides, "trainer.accumulate_grad_batches=2"))
+        preflight.adopt_engine_file(RunSpec.of(compose(*overrides, "trainer.accumulate_grad_batches=2")))
 
 
 @pytest.mark.parametrize("device", ["offload_parameters=cpu", "offload_optimizer=nvme"])

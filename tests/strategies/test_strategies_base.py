@@ -1,25 +1,53 @@
 """The contract of strategies: what others may ask of ours is answered for Lightning's own, too."""
 
 import ast
+import inspect
+import pkgutil
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import FSDPStrategy as LightningFSDPStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_jobs as jobs
-from places import PACKAGE
+from places import PACKAGE, REPO
 from sd_lightning import UsageError
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.strategies import EngineStrategy, ddp, engine_of, registry
+from sd_lightning.strategies import EngineStrategy, ddp, engine_of
 from sd_lightning.strategies.base import is_whole, whole_shape
 from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.presets import PRESETS
 
-OURS = [name for name in registry.STRATEGIES if "colossalai" not in name and "_offload" not in name]
+REGISTERED = [preset.registered_as for preset in PRESETS.values() if preset.registered_as is not None]
+OURS = [name for name in REGISTERED if "colossalai" not in name and "_offload" not in name]
+
+
+def test_every_preset_has_a_file() -> None:
+    assert {file.stem for file in (REPO / "conf" / "strategy").glob("*.yaml")} == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_file_sets_what_its_preset_sets_and_otherwise_defaults(name: str) -> None:
+    written = yaml.safe_load((REPO / "conf" / "strategy" / f"{name}.yaml").read_text())
+    preset = PRESETS[name]
+    assert written.pop("_target_") == preset.target.replace(":", ".")
+    parameters = inspect.signature(pkgutil.resolve_name(preset.target)).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    settings = {key: value for key, value in written.items() if value != defaults[key]}
+    if preset.target.endswith("deepspeed"):  # null is DeepSpeed's own default, which the file shows
+        pytest.importorskip("deepspeed")
+        if "nvme_path" in settings:
+            assert preset.settings.items() <= settings.items()
+            return  # needs the folder, and async_io
+        own = {"activation_checkpointing": {"cpu_checkpointing": False}, "zero_force_ds_cpu_optimizer": True}
+        assert own | preset.build(**settings).settings.config == own | preset.build().settings.config
+        settings = {key: value for key, value in settings.items() if key in preset.settings}
+    assert settings == preset.settings
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import small_training as small
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError, _conf
 from sd_lightning.apps import train as cli
-from sd_lightning.apps.preflight import Parts
-from sd_lightning.apps.trainer_checks import check_trainer
+from sd_lightning.apps.checks import check_trainer
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.callbacks import EMA
 from sd_lightning.models.families.blocks import repeated_blocks
 from sd_lightning.storage.checkpoint import checkpoint_path
@@ -41,13 +41,12 @@ def composed(*overrides: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(_conf.config_dir(), version_base="1.3"):
-        return compose("train", list(overrides))
+        return RunSpec.of(compose("train", ["name=x", *overrides]))
 
 
 def built(*overrides: str) -> SDLightningModule:
     """Build the module as the command line does, with its switches applied."""
-    cfg = composed("module.train_text_encoder=true", *overrides)
-    module = cli.build_module(cfg, Parts.build(cfg))
+    module = cli.build_module(composed("module.train_text_encoder=true", *overrides))
     assert isinstance(module, SDLightningModule)
     return module
 
@@ -110,9 +109,9 @@ def test_16_mixed_is_refused_on_a_cpu_before_anything_is_built(tmp_path: Path, m
 
     monkeypatch.setattr(_conf, "instantiate", refuse)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    cfg = composed("trainer.precision=16-mixed", f"output_dir={tmp_path}/run", "name=x")
+    spec = composed("trainer.precision=16-mixed", f"output_dir={tmp_path}/run")
     with pytest.raises(UsageError, match=r"trainer.precision=16-mixed needs a CUDA device.*bf16-mixed or 32"):
-        cli.train(cfg)
+        cli.run(spec)
     assert not (tmp_path / "run").exists()
 
 
@@ -121,9 +120,8 @@ def test_16_mixed_is_refused_under_fsdp_where_there_is_a_cuda_device(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    cfg = composed(f"strategy={strategy}", "trainer.precision=16-mixed")
     with pytest.raises(UsageError, match=r"precision=16-mixed: FSDP2 does not scale losses.*write .*=bf16-mixed"):
-        check_trainer(cfg)
+        check_trainer(composed(f"strategy={strategy}", "trainer.precision=16-mixed"))
     check_trainer(composed("trainer.precision=16-mixed"))  # other strategies scale
     check_trainer(composed(f"strategy={strategy}", "trainer.precision=bf16-mixed"))
 
@@ -158,8 +156,11 @@ def test_fused_adamw_clips_after_a_scaler_has_unscaled() -> None:
             ["speed.channels_last=true", "strategy=fsdp_offload"],
             "FSDPStrategy keeps weights row by row, .*; write speed",
         ),
-        (["speed.channels_last=true", "strategy=gemini"], "gemini keeps weights row by row, .*channels_last=false or"),
-        (["speed.channels_last=true", "strategy=deepspeed_zero3"], "deepspeed keeps weights row by row"),
+        (
+            ["speed.channels_last=true", "strategy=gemini"],
+            "GeminiStrategy keeps weights row by row, .*=false or",
+        ),
+        (["speed.channels_last=true", "strategy=deepspeed_zero3"], "DeepSpeedStrategy keeps weights row by row"),
     ],
 )
 def test_switches_that_cannot_work_together_are_refused_before_anything_is_built(
@@ -206,18 +207,17 @@ LIMIT = 0.03
 """GB; activations of 32 samples take 0.044, and 0.017 with all blocks recomputed."""
 
 
-def limited(*overrides: str, limit: float | str = LIMIT, strategy: str = "auto") -> tuple[Any, Parts]:
-    """Return a configuration with a limit of activations, and its parts with what blocks keep."""
-    cfg = composed(f"speed.gradient_checkpointing={limit}", *overrides)
-    return cfg, cli.with_recomputation(cfg, strategy, Parts.build(cfg))  # type: ignore[arg-type]
+def limited(*overrides: str, limit: float | str = LIMIT) -> RunSpec:
+    """Return a run with a limit of activations, and with what blocks keep."""
+    return cli.with_recomputation(composed(f"speed.gradient_checkpointing={limit}", *overrides))
 
 
 def test_a_limit_of_activations_is_kept_and_trains_bit_for_bit_alike(caplog: pytest.LogCaptureFixture) -> None:
     peaks, losses = [], []
     with caplog.at_level("INFO"):
-        given = [(cfg := composed("data.batch_size=32"), Parts.build(cfg)), limited("data.batch_size=32")]
-    for cfg, parts in given:
-        watch, module = Watch(), cli.build_module(cfg, parts)
+        specs = [composed("data.batch_size=32"), limited("data.batch_size=32")]
+    for spec in specs:
+        watch, module = Watch(), cli.build_module(spec)
         with torch.autograd.profiler.profile(profile_memory=True) as profiled:
             small.fit(module, small.data(batch_size=32), 2, watch)
         results: Any = profiled.kineto_results
@@ -225,7 +225,7 @@ def test_a_limit_of_activations_is_kept_and_trains_bit_for_bit_alike(caplog: pyt
         peaks.append(max(itertools.accumulate(size for _, size in events)))
         losses.append(watch.losses)
     assert losses[0] == losses[1] and len(losses[0]) == 2
-    assert given[1][1].recomputation is not None and len(set(given[1][1].recomputation.kept.values())) > 1
+    assert specs[1].recomputation is not None and len(set(specs[1].recomputation.kept.values())) > 1
     assert peaks[0] - peaks[1] > 0.8 * (0.044 - LIMIT) * 1e9
     (message,) = [each.getMessage() for each in caplog.records if "gradient_checkpointing" in each.getMessage()]
     assert re.search(
@@ -268,7 +268,7 @@ def test_auto_fills_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         }
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        return dict(limited(limit="auto", strategy=GeminiStrategy())[1].recomputation.kept)  # type: ignore
+        return dict(limited("strategy=gemini", limit="auto").recomputation.kept)  # type: ignore
 
     assert kept(80) == {}
     assert 0 < len(kept(0.68)) <= len(kept(0.67)), "0.6 GB of them are the allowance for context and workspaces"
@@ -280,7 +280,7 @@ def test_auto_fills_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_placement_that_is_measured_in_the_run_has_no_limit() -> None:
     with pytest.raises(UsageError, match="chooses what it offloads by measurements .* write strategy=gemini"):
-        limited(strategy=GeminiStrategy(placement="auto", memory_cap=0.9))  # type: ignore[arg-type]
+        limited("strategy=gemini_auto")
 
 
 def test_gradient_checkpointing_refuses_a_network_without_blocks() -> None:

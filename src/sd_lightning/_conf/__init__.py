@@ -8,8 +8,17 @@ from __future__ import annotations
 from sd_lightning._conf.check import check
 from sd_lightning._conf.cli import main, overridden_keys
 from sd_lightning._conf.folder import config_dir
-from sd_lightning._conf.instantiate import instantiate
+from sd_lightning._conf.instantiate import Builder, builder, instantiate, section
 from sd_lightning._conf.programs import Program
-from sd_lightning._conf.targets import current_name
 
-__all__ = ["Program", "check", "config_dir", "current_name", "instantiate", "main", "overridden_keys"]
+__all__ = [
+    "Builder",
+    "Program",
+    "builder",
+    "check",
+    "config_dir",
+    "instantiate",
+    "main",
+    "overridden_keys",
+    "section",
+]

@@ -16,11 +16,9 @@ from sd_lightning._conf.command_line import CommandLine, check_action, given_key
 from sd_lightning._conf.folder import config_dir
 from sd_lightning._conf.messages import check_additions, check_choices, explain, unreadable
 from sd_lightning._conf.programs import Program, Task, help_of
-from sd_lightning._conf.targets import locate, update_moved
+from sd_lightning._conf.targets import locate
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_on_machine, is_first_process, was_started_with_others
-
-log = logging.getLogger(__name__)
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 USAGE_EXIT_CODE = 2
@@ -139,10 +137,6 @@ def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:
     from omegaconf import OmegaConf
 
     _log_to_console()
-    moved = update_moved(cfg)
-    if moved:
-        told = ", ".join(f"{name} is {now}" for name, now in moved.items())
-        log.info("_target_ names have moved, and the old ones keep working: %s", told)
     check_additions(command_line)
     check(cfg, given=program.given, hints=program.hints, default_at=command_line.default_at)
     OmegaConf.resolve(cfg)  # ${hydra:…} is not available once the task runs

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._conf.check import SPECIAL_KEYS
 from sd_lightning._conf.command_line import given_keys
 from sd_lightning._conf.messages import raised_by
-from sd_lightning._conf.targets import update_moved
 from sd_lightning._errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +18,31 @@ if TYPE_CHECKING:
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 """Exceptions with which this package's constructors refuse arguments; those of others may raise any, e.g. KeyError."""
+
+
+@dataclass(frozen=True)
+class Builder:
+    """The target of a section with the section's arguments; it is called later, perhaps with further arguments."""
+
+    target: Callable[..., Any]
+    positional: tuple[Any, ...]
+    """The section's ``_args_``, built."""
+    arguments: Mapping[str, Any]
+    """The section's others, built."""
+    node: DictConfig
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Build the object; raise as :func:`instantiate` does. ``kwargs`` override the section's arguments."""
+        try:
+            return self.target(*self.positional, *args, **{**self.arguments, **kwargs})
+        except Exception as error:
+            _refuse(error, self.node)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from omegaconf import OmegaConf
+
+        path = self.node._get_full_key(None)
+        return _builder_at, (path, OmegaConf.to_container(self.node, resolve=True))
 
 
 def instantiate(node: Any, **kwargs: Any) -> Any:
@@ -30,7 +55,7 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
             configs and back into dictionaries.
 
     Returns:
-        The object; with ``_partial_: true`` a ``functools.partial``; None for None.
+        The object; with ``_partial_: true`` a :class:`Builder`; None for None.
 
     Raises:
         UsageError: The target raised one, or any other exception. Exceptions that this package's own code raises
@@ -43,34 +68,51 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
         return None
     if isinstance(node, dict | list):
         node = OmegaConf.create(node, flags={"allow_objects": True})
-    update_moved(node)
     is_partial = OmegaConf.is_dict(node) and bool(node.get("_partial_", False))
+    if kwargs or is_partial:
+        build = builder(node, without=set(kwargs))
+        return replace(build, arguments={**build.arguments, **kwargs}) if is_partial else build(**kwargs)
     try:
-        if not kwargs and not is_partial:
-            return hydra_instantiate(node, _convert_="all")
-        build = functools.partial(_deferred(node, set(kwargs)), **kwargs)
-    except Exception as error:
-        _refuse(error, node)
-    return functools.partial(_call, build, node) if is_partial else _call(build, node)
-
-
-def _call(build: Callable[..., Any], node: DictConfig, /, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return build(*args, **kwargs)
+        return hydra_instantiate(node, _convert_="all")
     except Exception as error:
         _refuse(error, node)
 
 
-def _deferred(node: DictConfig, replaced: set[str]) -> Callable[..., Any]:
-    """Return the node's target with the node's own arguments bound, but not called."""
+def builder(node: DictConfig, *, without: Iterable[str] = ()) -> Builder:
+    """Return what builds the object of a node with ``_target_``.
+
+    Args:
+        node: The node.
+        without: Arguments to leave out.
+
+    Raises:
+        UsageError: As :func:`instantiate` does for the arguments that are objects themselves.
+    """
     from hydra.utils import instantiate as hydra_instantiate
     from omegaconf import open_dict
 
     node_copy = node.copy()  # keeps the parent, so interpolations still resolve
     with open_dict(node_copy):
-        for key in replaced & set(node_copy):
+        for key in set(without) & set(node_copy):
             del node_copy[key]
-    return hydra_instantiate(node_copy, _convert_="all", _partial_=True)
+    try:
+        made: partial[Any] = hydra_instantiate(node_copy, _convert_="all", _partial_=True)
+    except Exception as error:
+        _refuse(error, node)
+    return Builder(made.func, made.args, made.keywords, node)
+
+
+def section(path: str, value: Any) -> Any:
+    """Return a plain section of a configuration as a node that knows its path, for messages."""
+    from omegaconf import OmegaConf
+
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return OmegaConf.select(OmegaConf.create(value, flags={"allow_objects": True}), path)
+
+
+def _builder_at(path: str, value: Mapping[str, Any]) -> Builder:
+    return builder(section(path, value))
 
 
 def _refuse(error: Exception, node: DictConfig | ListConfig) -> NoReturn:

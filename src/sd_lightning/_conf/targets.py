@@ -1,4 +1,4 @@
-"""Lookup of what a ``_target_`` names: the callable, its annotations, and names that have moved."""
+"""Lookup of what a ``_target_`` names: the callable and its annotations."""
 
 from __future__ import annotations
 
@@ -15,50 +15,6 @@ from sd_lightning._errors import UsageError
 
 EXTRA_OF_PACKAGE = {"datasets": "datasets", "deepspeed": "deepspeed", "ray": "ray", "wandb": "loggers"}
 """Optional package that a ``_target_`` may name -> extra of this package that installs it."""
-MOVED = {
-    "sd_lightning.data.digits": "sd_lightning.data.sources.digits",
-    "sd_lightning.data.images.HuggingFaceImages": "sd_lightning.data.sources.huggingface.HuggingFaceImages",
-    "sd_lightning.data.images": "sd_lightning.data.sources.images",
-    "sd_lightning.encoder": "sd_lightning.models.encoder",
-    "sd_lightning.export.Request": "sd_lightning.apps.export.Request",
-    "sd_lightning.generate.Pretrained": "sd_lightning.apps.generate.Pretrained",
-    "sd_lightning.generate.Request": "sd_lightning.apps.generate.Request",
-    "sd_lightning.generation": "sd_lightning.models.generation",
-    "sd_lightning.latent_diffusion.load_model": "sd_lightning.loading.load_model",
-    "sd_lightning.latent_diffusion": "sd_lightning.models.latent_diffusion",
-    "sd_lightning.learned_token": "sd_lightning.models.adapters.learned_token",
-    "sd_lightning.lora": "sd_lightning.models.adapters.lora",
-    "sd_lightning.lr_schedules": "sd_lightning.training.lr_schedules",
-    "sd_lightning.module": "sd_lightning.training.module",
-    "sd_lightning.noise_schedule": "sd_lightning.diffusion.noise_schedule",
-    "sd_lightning.objective": "sd_lightning.diffusion.objective",
-    "sd_lightning.speed": "sd_lightning.training.speed",
-}
-"""Old module or name that a ``_target_`` may still use -> its current one."""
-
-
-def current_name(target: str) -> str:
-    """Return the current dotted name: an entry of :data:`MOVED`, or the entry above a name, is replaced."""
-    head = target
-    while head and head not in MOVED:
-        head = head.rpartition(".")[0]
-    return MOVED[head] + target.removeprefix(head) if head else target
-
-
-def update_moved(node: Any) -> dict[str, str]:
-    """Replace moved ``_target_`` names of a DictConfig or ListConfig in place.
-
-    Returns:
-        Replaced names -> current names.
-    """
-    from omegaconf import OmegaConf
-
-    moved = {}
-    for path, value in leaves(OmegaConf.to_container(node, resolve=False)):  # type: ignore[arg-type]
-        if path.rpartition(".")[2] == "_target_" and isinstance(value, str) and current_name(value) != value:
-            moved[value] = current_name(value)
-            OmegaConf.update(node, path, moved[value])
-    return moved
 
 
 def leaves(node: dict[Any, Any] | list[Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,7 +44,7 @@ def locate(target: Any, path: str) -> Callable[..., Any]:
     where = f"{join(path, '_target_')}={target}"
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         raise UsageError(f"{where}: expected a dotted name such as package.module.Class")
-    parent, *parts = current_name(target).split(".")
+    parent, *parts = target.split(".")
     found: Any = _import(parent, where)
     for part in parts:
         if not hasattr(found, part) and isinstance(found, ModuleType) and _exists(f"{parent}.{part}"):

@@ -6,19 +6,15 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sd_lightning import _conf
 from sd_lightning._conf.annotations import as_override
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps.preflight import LOAD_MODEL, is_lightning_checkpoint, is_resumed
+from sd_lightning.apps.preflight import is_resumed
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.data.sources.dreambooth import num_per_prompt
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.storage.new_folder import check_writable
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 log = logging.getLogger(__name__)
 
@@ -41,113 +37,101 @@ _SWITCHES = {
 """Switches -> settings that are unused unless the switch is on."""
 
 
-def check_used(cfg: DictConfig) -> None:
+def check_used(spec: RunSpec) -> None:
     """Check that the command line gives no settings whose switch is off.
 
     Raises:
         UsageError: It gives some, and does not give their switch.
     """
-    from omegaconf import OmegaConf
-
-    given, values = _conf.overridden_keys(), OmegaConf.to_container(cfg)
-    assert isinstance(values, dict)
     for switch, names in _SWITCHES.items():
-        unused = [name for name in names if name in given and values[name]]
-        if unused and not cfg[switch] and switch not in given:  # an explicit switch=false is meant
-            shown = " ".join(f"{name}={as_override(values[name])}" for name in unused)
+        unused = [name for name in names if name in spec.given and spec[name]]
+        if unused and not spec[switch] and switch not in spec.given:  # an explicit switch=false is meant
+            shown = " ".join(f"{name}={as_override(spec[name])}" for name in unused)
             raise UsageError(
                 f"dreambooth got {shown}, which nothing uses without {switch}; add {switch}=true, or leave "
                 f"{', '.join(unused)} out"
             )
 
 
-def check_once(cfg: DictConfig) -> None:
+def check_once(spec: RunSpec) -> None:
     """Check that the command line does not set the two names of one setting to different values.
 
     Raises:
         UsageError: It does.
     """
-    from omegaconf import OmegaConf
-
-    given = _conf.overridden_keys()
     for name, other in _SAME.items():
-        values = cfg[name], OmegaConf.select(cfg, other)
-        if {name, other} <= given and values[0] != values[1]:
+        values = spec[name], spec[other]
+        if {name, other} <= spec.given and values[0] != values[1]:
             raise UsageError(
                 f"dreambooth got {name}={values[0]} and {other}={values[1]}, two names of one setting; expected one of "
                 f"them; leave {other} out"
             )
 
 
-def check_folders(cfg: DictConfig) -> None:
+def check_folders(spec: RunSpec) -> None:
     """Check that the class images have a folder apart from the photos of the subject.
 
     Raises:
         UsageError: They have no folder, or one folder contains the other.
     """
-    if cfg.with_prior_preservation and not cfg.class_data_dir:
+    if spec["with_prior_preservation"] and not spec["class_data_dir"]:
         raise UsageError(
             "dreambooth got class_data_dir= without a value; expected a folder for the class images; leave "
             "class_data_dir out"
         )
-    photos, pictures = (Path(cfg[name]).resolve() for name in ("instance_data_dir", "class_data_dir"))
-    if cfg.with_prior_preservation and (photos.is_relative_to(pictures) or pictures.is_relative_to(photos)):
+    photos, pictures = (Path(spec[name]).resolve() for name in ("instance_data_dir", "class_data_dir"))
+    if spec["with_prior_preservation"] and (photos.is_relative_to(pictures) or pictures.is_relative_to(photos)):
         how = "the same folder" if photos == pictures else "one inside the other"
+        both = f"class_data_dir={spec['class_data_dir']} and instance_data_dir={spec['instance_data_dir']}"
         raise UsageError(
-            f"dreambooth got class_data_dir={cfg.class_data_dir} and instance_data_dir={cfg.instance_data_dir}, {how}; "
-            "expected two folders apart, or photos of the subject and pictures of its class are taken for each other; "
-            "leave class_data_dir out, or choose another class_data_dir=<folder>"
+            f"dreambooth got {both}, {how}; expected two folders apart, or photos of the subject and pictures of its "
+            "class are taken for each other; leave class_data_dir out, or choose another class_data_dir=<folder>"
         )
 
 
-def check_base(cfg: DictConfig) -> None:
+def check_base(spec: RunSpec) -> None:
     """Check that the run does not start from random weights.
 
     Raises:
         UsageError: No base model is given, and there is no run to resume.
     """
-    if base_of(cfg) is None and cfg.init_from is None and not is_resumed(cfg):
+    if base_of(spec) is None and spec["init_from"] is None and not is_resumed(spec):
         raise UsageError(
             f"dreambooth got model.pretrained=null and no init_from, and a subject cannot be taught to the random "
-            f"weights of {cfg.model.architecture}; expected a trained model; add model.pretrained=<hub id or folder>, "
-            "or init_from=<run or pipeline folder>"
+            f"weights of {spec['model.architecture']}; expected a trained model; add model.pretrained=<hub id or "
+            "folder>, or init_from=<run or pipeline folder>"
         )
 
 
-def check_drawing(cfg: DictConfig) -> None:
+def check_drawing(spec: RunSpec) -> None:
     """Check early what would otherwise fail only after class images have been drawn.
 
     Raises:
         UsageError: The data settings are invalid, or the class images cannot be written.
     """
-    if not cfg.with_prior_preservation:
+    if not spec["with_prior_preservation"]:
         return
-    _conf.instantiate(cfg.data, class_prompts=None)
+    spec.build("data", class_prompts=None)
     try:
-        check_writable(Path(cfg.class_data_dir))
+        check_writable(Path(spec["class_data_dir"]))
     except OSError as error:
-        name = "output_dir" if cfg.class_data_dir == f"{cfg.output_dir}-class-images" else "class_data_dir"
+        name = "output_dir" if spec["class_data_dir"] == f"{spec['output_dir']}-class-images" else "class_data_dir"
         raise UsageError(
-            f"dreambooth got {name}={cfg[name]}, and {cfg.class_data_dir} cannot be written ({error.strerror}); choose "
-            f"another {name}=<folder>"
+            f"dreambooth got {name}={spec[name]}, and {spec['class_data_dir']} cannot be written ({error.strerror}); "
+            f"choose another {name}=<folder>"
         ) from error
 
 
-def base_of(cfg: DictConfig) -> str | None:
+def base_of(spec: RunSpec) -> str | None:
     """Return the name of the model that a run starts from; None if nothing names one."""
-    if is_lightning_checkpoint(cfg.init_from):
-        return str(cfg.init_from)
-    base = cfg.model.get("pretrained")
-    if base is None and cfg.model["_target_"] != LOAD_MODEL:
-        base = cfg.model["_target_"]
-    return None if base is None else str(base)
+    return str(spec["init_from"]) if spec.starts_from_lightning else spec.model.name
 
 
-def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
+def check_prompts(spec: RunSpec, captions: Sequence[str]) -> list[str]:
     """Check the settings of prior preservation against each other.
 
     Args:
-        cfg: The configuration.
+        spec: The run.
         captions: Captions of the photos.
 
     Returns:
@@ -156,9 +140,9 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
     Raises:
         UsageError: They contradict each other, or a caption has no word that tells the subject from its class.
     """
-    if not cfg.with_prior_preservation:
+    if not spec["with_prior_preservation"]:
         return []
-    stripped = (prompt.strip() for prompt in [cfg.class_prompt or "", *cfg.class_prompts])
+    stripped = (prompt.strip() for prompt in [spec["class_prompt"] or "", *spec["class_prompts"]])
     prompts = [prompt for prompt in stripped if prompt]
     if not prompts:
         raise UsageError(
@@ -166,16 +150,18 @@ def check_prompts(cfg: DictConfig, captions: Sequence[str]) -> list[str]:
             "write 'class_prompt=a photo of a dog', or several with 'class_prompts=[a photo of a dog, a dog outdoors]'"
         )
     for name in ("num_class_images", "sample_batch_size"):
-        if cfg[name] < 1:
-            raise UsageError(f"dreambooth got {name}={cfg[name]}; expected at least 1; write {name}=100")
-    without = [prompt for prompt, count in num_per_prompt(prompts, cfg.num_class_images).items() if not count]
+        if spec[name] < 1:
+            raise UsageError(f"dreambooth got {name}={spec[name]}; expected at least 1; write {name}=100")
+    without = [prompt for prompt, count in num_per_prompt(prompts, spec["num_class_images"]).items() if not count]
     if without:
         raise UsageError(
-            f"dreambooth got num_class_images={cfg.num_class_images}, of which none is left for {without[0]!r}; "
+            f"dreambooth got num_class_images={spec['num_class_images']}, of which none is left for {without[0]!r}; "
             f"expected one for each of class_prompts; write num_class_images={len(prompts)}"
         )
     for caption, prompt in ((c, p) for c in captions for p in prompts):
-        is_told = cfg.learn_token and not _has_word(prompt, cfg.placeholder_token)  # every caption has the token
+        is_told = spec["learn_token"] and not _has_word(
+            prompt, spec["placeholder_token"]
+        )  # every caption has the token
         if not is_told and not _words([caption]) - _words([prompt]):
             raise UsageError(
                 f"dreambooth got instance_prompt={caption!r}, which has no word that tells the subject from its class "
@@ -200,14 +186,14 @@ def check_token(token: str, captions: Sequence[str]) -> None:
             )
 
 
-def warn_of_validation(cfg: DictConfig, captions: Sequence[str]) -> None:
+def warn_of_validation(spec: RunSpec, captions: Sequence[str], class_prompts: Sequence[str]) -> None:
     """Warn of a ``validation_prompt`` without a word for the subject: its pictures would show the class."""
-    subject = _words(captions) - _words(cfg.data.class_prompts) - _COMMON_WORDS
-    if cfg.data.class_prompts and subject and is_first_process() and not subject & _words([cfg.validation_prompt]):
+    subject = _words(captions) - _words(class_prompts) - _COMMON_WORDS
+    if class_prompts and subject and is_first_process() and not subject & _words([spec["validation_prompt"]]):
         log.warning(
             "validation_prompt=%r has none of the words for the subject (%s), so the pictures drawn during the run "
             "will show its class; write the word into it",
-            cfg.validation_prompt,
+            spec["validation_prompt"],
             ", ".join(sorted(subject)),
         )
 

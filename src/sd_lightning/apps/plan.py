@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sd_lightning import _conf
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.plan_command import train_command
 from sd_lightning.apps.plan_record import record, timeline_record
-from sd_lightning.apps.planning import described
+from sd_lightning.apps.planning import settings_of
+from sd_lightning.apps.run_spec import AUTO, RunSpec
 from sd_lightning.apps.text_table import aligned
-from sd_lightning.apps.trainer_checks import AUTO
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
-from sd_lightning.planner.candidates import CANDIDATES, Candidate
+from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.comparison import on_other_gpus, smallest, speedup_of_memory
 from sd_lightning.planner.devices import Device, tables
 from sd_lightning.planner.forecast import GB
@@ -33,7 +32,7 @@ from sd_lightning.planner.segments import EXPANDABLE
 from sd_lightning.report.plan import write_plan_page
 from sd_lightning.storage.atomic import new_file
 from sd_lightning.strategies import engine_of
-from sd_lightning.strategies.candidates import register_candidates
+from sd_lightning.strategies.presets import PRESETS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,38 +48,39 @@ def run(cfg: DictConfig) -> int:
         from sd_lightning.apps import calibrate
 
         return calibrate.run(cfg)
-    check(cfg)
-    device, speeds = hardware_of(cfg.gpu)
-    price = Price.of(cfg, device)
+    spec = RunSpec.of(cfg)
+    check(spec)
+    device, speeds = hardware_of(spec["gpu"])
+    price = Price.of(spec, device)
     started = time.perf_counter()
-    model = described(cfg)
-    training = run_of(cfg, model)
+    model = spec.model.describe()
+    training = run_of(spec, model)
     prepared = search(
         model,
         device,
-        cfg.gpus,
+        spec["gpus"],
         run=training,
-        host_memory=None if cfg.host_gb is None else int(cfg.host_gb * GB),
-        batch_size=cfg.data.batch_size,
-        checkpointing=cfg.speed.gradient_checkpointing,
-        candidates=None if cfg.strategy_name in (None, AUTO) else [chosen(cfg)],
-        tf32=cfg.speed.allow_tf32,
+        host_memory=None if spec["host_gb"] is None else int(spec["host_gb"] * GB),
+        batch_size=spec["data.batch_size"],
+        checkpointing=spec["speed.gradient_checkpointing"],
+        candidates=None if spec["strategy_name"] in (None, AUTO) else [chosen(spec)],
+        tf32=spec["speed.allow_tf32"],
         speeds=speeds,
     )
     found = prepared.plans()
     if not found.best and not found.too_large:
-        raise UsageError(f"plan: nothing can be predicted: {'; '.join(found.missing)}")
-    command = train_command(cfg, training, found.best[0].options()) if found.best else None
-    first = title(cfg, training, found.cluster)
-    print(*table(found, first, images=cfg.images, price=price, command=command), sep="\n")
+        raise UsageError(f"plan: nothing can be predicted: {'; '.join(found.skip_reasons)}")
+    command = train_command(spec, training, found.best[0].options()) if found.best else None
+    first = title(spec, training, found.cluster)
+    print(*table(found, first, images=spec["images"], price=price, command=command), sep="\n")
     if not found.best:
         print(*advice(remedies(prepared, found)), sep="\n")
-    hints = told_hints(prepared, found)
+    hints = hint_lines(prepared, found)
     print(*hints, sep="\n")
-    if cfg.output is not None:
-        data = {**record_of(cfg, training, found, price), "command": command, "hints": hints}
-        write(cfg, prepared, found, data)
-        print(f"written to {cfg.output} after {time.perf_counter() - started:.1f} s")
+    if spec["output"] is not None:
+        data = {**record_of(spec, training, found, price), "command": command, "hints": hints}
+        write(spec, prepared, found, data)
+        print(f"written to {spec['output']} after {time.perf_counter() - started:.1f} s")
     return 0 if found.best else 1
 
 
@@ -93,16 +93,16 @@ class Price:
     source: str
 
     @classmethod
-    def of(cls, cfg: DictConfig, device: Device) -> Price | None:
+    def of(cls, spec: RunSpec, device: Device) -> Price | None:
         """Return the price of the command line, or that of the GPU's table; None if there is none."""
-        if cfg.price is not None:
-            return cls(cfg.price, "given")
+        if spec["price"] is not None:
+            return cls(spec["price"], "given")
         if device.price_per_hour is None:
             return None
         return cls(device.price_per_hour, device.price_source or "from the GPU's table")
 
 
-def told_hints(prepared: Search, found: Plans) -> list[str]:
+def hint_lines(prepared: Search, found: Plans) -> list[str]:
     """Return what the allocator loses, the smallest GPU, and what more memory buys, as lines of text."""
     on_gpu = found.speeds.overlaps
     lines = _fragments(prepared, found.best[0]) if found.best and on_gpu else []
@@ -135,24 +135,24 @@ _LEAST_TOLD = 0.05 * GB
 """Less is printed as 0.0 GB."""
 
 
-def record_of(cfg: DictConfig, training: TrainingRun, found: Plans, price: Price | None) -> dict[str, Any]:
+def record_of(spec: RunSpec, training: TrainingRun, found: Plans, price: Price | None) -> dict[str, Any]:
     """Return what ``output`` holds, without what takes longer to compute."""
     made = f"given: {' '.join(sys.argv[1:])}; the others by default"
     found_record = record(
-        found, title=what_is_trained(cfg, training), settings=made, price=None if price is None else price.per_hour
+        found, title=what_is_trained(spec, training), settings=made, price=None if price is None else price.per_hour
     )
     return {
         **found_record,
-        "images": cfg.images,
+        "images": spec["images"],
         "price_source": None if price is None else price.source,
     }
 
 
-def write(cfg: DictConfig, prepared: Search, found: Plans, data: dict[str, Any]) -> None:
+def write(spec: RunSpec, prepared: Search, found: Plans, data: dict[str, Any]) -> None:
     """Write the page or the JSON file, with the timeline of the fastest plan and other GPUs."""
     data["timeline"] = timeline_record(prepared.timeline(found.best[0])) if found.best else None
     data["gpus"] = []
-    if cfg.compare:
+    if spec["compare"]:
         for each in on_other_gpus(prepared, found):
             price = each.cluster.device.price_per_hour
             data["gpus"].append(
@@ -166,28 +166,28 @@ def write(cfg: DictConfig, prepared: Search, found: Plans, data: dict[str, Any])
                     "dollars_per_million": None if price is None else each.dollars_per_million(price),
                 }
             )
-    if cfg.output.endswith(".html"):
-        write_plan_page(Path(cfg.output), data)
+    if spec["output"].endswith(".html"):
+        write_plan_page(Path(spec["output"]), data)
         return
-    with new_file(Path(cfg.output)) as path:
+    with new_file(Path(spec["output"])) as path:
         path.write_text(json.dumps(data, indent=1), encoding="utf-8")
 
 
-def check(cfg: DictConfig) -> None:
+def check(spec: RunSpec) -> None:
     """Check what no constructor sees.
 
     Raises:
         UsageError: A number is not positive, or the output is neither HTML nor JSON.
     """
     for name, example in (("images", "1e6"), ("price", "2.5"), ("host_gb", "64"), ("loader", "200")):
-        if cfg[name] is not None and not cfg[name] > 0:
-            raise UsageError(f"plan got {name}={cfg[name]}; expected a number above 0; write {name}={example}")
-    resolution = cfg.data.resolution
+        if spec[name] is not None and not spec[name] > 0:
+            raise UsageError(f"plan got {name}={spec[name]}; expected a number above 0; write {name}={example}")
+    resolution = spec["data.resolution"]
     if resolution is not None and (resolution < 8 or resolution % 8):
         raise UsageError(f"plan got data.resolution={resolution}; expected a multiple of 8 pixels, e.g. 512")
-    if cfg.output is not None and not cfg.output.endswith((".html", ".json")):
+    if spec["output"] is not None and not spec["output"].endswith((".html", ".json")):
         raise UsageError(
-            f"plan got output={cfg.output}; expected a file that ends with .html or .json; write output=plan.html"
+            f"plan got output={spec['output']}; expected a file that ends with .html or .json; write output=plan.html"
         )
 
 
@@ -208,57 +208,50 @@ def hardware_of(name: str | None) -> tuple[Device, Speeds]:
         raise UsageError(f"{error}; or write gpu=<name>, one of {known}, or a YAML file") from error
 
 
-def run_of(cfg: DictConfig, model: LatentDiffusion) -> TrainingRun:
+def run_of(spec: RunSpec, model: LatentDiffusion) -> TrainingRun:
     """Return the settings of the run; batch size, accumulation and checkpointing are chosen by the search."""
+    encoders = spec["encoders"]
     return TrainingRun(
         batch_size=1,
-        resolution=cfg.data.resolution or model.resolution,
-        precision=cfg.trainer.precision,
-        train_text_encoder=cfg.module.train_text_encoder,
-        lora=_conf.instantiate(cfg.get("lora")),
-        optimizer=_conf.instantiate(cfg.optimizer),
-        encoder_dtype=getattr(torch, cfg.module.encoder_dtype),
-        averages=cfg.ema,
-        encodes=cfg.encoders != "none",
-        cache_latents=cfg.encoders != "all",
-        offload_encoders=cfg.module.offload_encoders,
-        loaded_per_second=cfg.loader,
+        averages=spec["ema"],
+        encodes=encoders != "none",
+        cache_latents=encoders != "all",
+        loaded_per_second=spec["loader"],
+        **settings_of(spec, model),
     )
 
 
-def chosen(cfg: DictConfig) -> Candidate:
+def chosen(spec: RunSpec) -> Candidate:
     """Return the strategy of the command line.
 
     Raises:
         UsageError: It is not for so many GPUs.
     """
-    from omegaconf import OmegaConf
-
-    register_candidates()
-    known = next((each for each in CANDIDATES if each.strategy == cfg.strategy_name), None)
-    if known is not None and not known.suits(max(cfg.gpus, known.processes[0])):
+    name, gpus = spec["strategy_name"], spec["gpus"]
+    least, most = PRESETS[name].processes or (1, None) if name in PRESETS else (1, None)
+    if most is not None and max(gpus, least) > most:
         raise UsageError(
-            f"plan got strategy={cfg.strategy_name} and gpus={cfg.gpus}; at most {known.processes[1]} is expected; "
-            "write strategy=ddp, or leave gpus out"
+            f"plan got strategy={name} and gpus={gpus}; at most {most} is expected; write strategy=ddp, or leave gpus "
+            "out"
         )
-    own = sorted(key for key in _conf.overridden_keys() if key.startswith("strategy."))
-    settings = {key.removeprefix("strategy."): OmegaConf.select(cfg, key) for key in own}
-    return Candidate(cfg.strategy_name, lambda **_: engine_of(_conf.instantiate(cfg.strategy)), settings)
+    own = sorted(key for key in spec.given if key.startswith("strategy."))
+    settings = {key.removeprefix("strategy."): spec[key] for key in own}
+    return Candidate(name, lambda **_: engine_of(spec.strategy), settings)
 
 
-def what_is_trained(cfg: DictConfig, training: TrainingRun) -> str:
+def what_is_trained(spec: RunSpec, training: TrainingRun) -> str:
     """Return model, size, trained weights, precision and optimizer."""
     what = "all weights" if training.lora is None else f"LoRA of rank {training.lora.rank}"
-    optimizer = str(cfg.optimizer["_target_"]).rpartition(".")[2]
+    optimizer = spec.optimizer.target.__name__
     size = training.resolution
-    model = cfg.model.get("pretrained") or cfg.model.architecture
+    model = spec.model.get("pretrained") or spec.model.get("architecture")
     return f"{model} at {size} x {size}, {what}, {training.precision}, {optimizer}"
 
 
-def title(cfg: DictConfig, training: TrainingRun, cluster: Cluster) -> str:
+def title(spec: RunSpec, training: TrainingRun, cluster: Cluster) -> str:
     """Return the first line of the table."""
     return (
-        f"{what_is_trained(cfg, training)}, on {cluster.count} x {cluster.device.name} "
+        f"{what_is_trained(spec, training)}, on {cluster.count} x {cluster.device.name} "
         f"({cluster.device.memory_gib:g} GiB, with {cluster.host / GB:.0f} GB of host memory each)"
     )
 
@@ -276,7 +269,7 @@ def table(found: Plans, first: str, *, images: float | None, price: Price | None
     if found.too_large:
         lines += ["", "do not fit, with the smallest batch:"]
         lines += aligned([_row_too_large(each) for each in found.too_large])
-    lines += [f"not considered: {reason}" for reason in found.missing]
+    lines += [f"not considered: {reason}" for reason in found.skip_reasons]
     lines += ["", f"GB are predicted from shapes; seconds are {found.speeds.provenance}"]
     if price is not None:
         lines.append(f"dollars: {price.per_hour:g} per hour and GPU, {price.source}")

@@ -34,7 +34,7 @@ def record(found: Plans, *, title: str, settings: str, price: float | None = Non
         "price": price,
         "plans": [_plan(each, price) for each in found.best],
         "too_large": [_plan(each, price) for each in found.too_large],
-        "not_considered": list(found.missing),
+        "not_considered": list(found.skip_reasons),
         "considered": [
             {
                 "name": each.candidate.name,

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.encoding import Workers, num_workers
-from sd_lightning.apps.preflight import check_model, load_model
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.apps.stage_progress import StageProgress, shares
 from sd_lightning.apps.store_actions import ACTIONS, check_action
 from sd_lightning.apps.store_texts import Texts
@@ -71,10 +70,11 @@ def run(cfg: DictConfig) -> int:
     settings = Settings(**{each.name: cfg[each.name] for each in fields(Settings)})
     root = open_location(settings.store, key="store")
     root.check_writable()
-    check_model(cfg)
-    datamodule: SDDataModule = _conf.instantiate(cfg.data)
+    spec = RunSpec.of(cfg)
+    spec.model.check()
+    datamodule: SDDataModule = spec.build("data")
     sources = sources_of(datamodule)
-    model = load_model(cfg, without=("denoiser",) if settings.text else ("denoiser", "text_encoders"))
+    model = spec.model.load(deferred=("denoiser",) if settings.text else ("denoiser", "text_encoders"))
     store = LatentStore(root, recipe_of(model, datamodule, settings))
     sources = keep_held_out(store, sources)
     return encode(store, sources, model, datamodule, settings)

@@ -28,8 +28,8 @@ def preset_name(group: str, section: Any) -> str | None:
     """
     if not isinstance(section, Mapping) or not isinstance(section.get("_target_"), str):
         return None
-    target = _conf.current_name(section["_target_"])
-    alike = {name: option for name, option in _options(group).items() if option.get("_target_") == target}
+    target = section["_target_"]
+    alike = {name: option for name, option in options(group).items() if option.get("_target_") == target}
     if not alike:
         return target.rpartition(".")[2]
     differing = {name: _differing(option, section) for name, option in alike.items()}
@@ -44,6 +44,7 @@ def _differing(option: Mapping[str, Any], section: Mapping[str, Any]) -> list[st
 
 
 @cache
-def _options(group: str) -> dict[str, dict[str, Any]]:
+def options(group: str) -> dict[str, dict[str, Any]]:
+    """Return the options of a group of ``conf/``, by name."""
     files = sorted(Path(_conf.config_dir(), group).glob("*.yaml"))
     return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) or {} for file in files}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sd_lightning import _conf
 from sd_lightning._conf.annotations import as_override
 from sd_lightning.apps.presets import preset_name
 
@@ -52,7 +51,7 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if isinstance(value, Mapping):
                 target = value.get("_target_")
                 if isinstance(target, str):
-                    yield where, _conf.current_name(target).rpartition(".")[2]
+                    yield where, target.rpartition(".")[2]
                 yield from walk(value, where)
             elif key != "_target_" and not (path and _follows(str(key), value, config)):
                 yield where, value

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.preflight import check_model, load_model
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.apps.store_upkeep import stores
 from sd_lightning.data.store.metadata import CaptionImport, export_table
 from sd_lightning.data.store.store import LatentStore
@@ -31,9 +31,10 @@ def export_metadata(store: str, *, recipe: str | None, table: Path) -> int:
 
 def import_metadata(cfg: DictConfig, *, table: Path) -> int:
     """Replace captions of a store by those of a Parquet file; ``model=`` makes their token ids."""
-    check_model(cfg)
+    source = RunSpec.of(cfg).model
+    source.check()
     folder = chosen(cfg.store, cfg.recipe, action="import")
-    tokenizing = Tokenizing.of(load_model(cfg, without=("all",)))
+    tokenizing = Tokenizing.of(source.load(deferred=("all",)))
     with folder.locked(), tempfile.TemporaryDirectory(prefix="sd_lightning-") as scratch:
         job = CaptionImport(folder, table, tokenizing, Path(scratch))
         job.run()

@@ -5,26 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sd_lightning import _conf
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning._launchers import is_first_process
-from sd_lightning.apps.preflight import (
-    LOAD_MODEL,
-    Parts,
-    averages_by_lightning,
-    check_model,
-    is_lightning_checkpoint,
-    preflight,
-)
+from sd_lightning.apps.checks import check_trainer
+from sd_lightning.apps.preflight import preflight
 from sd_lightning.apps.results import callback_of, catch_up, checkpoints_of, finish, locked
-from sd_lightning.apps.trainer_checks import check_trainer, left_to_planner
+from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import new_file
@@ -32,57 +24,58 @@ from sd_lightning.storage.run_folder import PLAN
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import Strategy
     from omegaconf import DictConfig
 
-    from sd_lightning.apps.auto import Chosen
     from sd_lightning.data.datamodule import SDDataModule
     from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.planner.choice import Choice
     from sd_lightning.training.module import SDLightningModule
-
-    Prepare = Callable[[DictConfig, Strategy, Parts], None]
 
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
+def train(cfg: DictConfig) -> int:
+    """Train a latent-diffusion model; return the exit code of :func:`run`."""
+    return run(RunSpec.of(cfg))
+
+
+def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> int:
     """Train a latent-diffusion model.
 
     Args:
-        cfg: The configuration.
-        prepare: Called with ``cfg``, the strategy and the parts after all checks that need neither data nor model,
-            before these are built.
+        spec: The run.
+        prepare: Called after all checks that need neither data nor model, before these are built.
 
     Returns:
         Exit code: 0, or 75 if a signal stopped the run and ``resume=auto`` continues it.
     """
     use_expandable_segments()
-    run_dir = Path(cfg.output_dir)
-    resume, parts = preflight(cfg, run_dir)
-    trained = resume is not None and cfg.trainer.max_steps <= checkpoint.step_of(resume)
+    spec = preflight(spec)
+    run_dir, resume = spec.output_dir, spec.resume
+    trained = resume is not None and spec["trainer.max_steps"] <= checkpoint.step_of(resume)
     if resume is not None and trained and runs.is_finished(run_dir, checkpoint.step_of(resume)):
         log.info("%s is complete; raise trainer.max_steps to train on, results are in %s", resume, run_dir)
         return 0
     quiet_libraries()
-    chosen, parts = planned(cfg, parts, resume)
-    trainer = build_trainer(cfg, resume)
-    check_model(cfg)
-    parts = with_recomputation(cfg, trainer.strategy, parts, chosen)
+    spec, choice = planned(spec)
+    trainer = build_trainer(spec)
+    spec.model.check()
+    spec = with_recomputation(spec, choice)
     if prepare is not None:
-        prepare(cfg, trainer.strategy, parts)
-    datamodule = _conf.instantiate(cfg.data)
-    module = build_module(cfg, parts)
+        prepare(spec)
+    datamodule = spec.build("data")
+    module = build_module(spec)
     check_parts(trainer, module, datamodule)
-    open_run(cfg, run_dir, trainer, chosen)
+    open_run(spec, trainer, choice)
     from sd_lightning.strategies.processes.group import parting
 
     with parting(trainer):
         try:
             trainer.fit(module, datamodule)
         except torch.OutOfMemoryError as error:
-            if chosen is None:
+            if choice is None:
                 raise
-            raise chosen.out_of_memory() from error
+            raise choice.out_of_memory() from error
         saving = checkpoints_of(trainer)
         with locked(trainer, saving.folder):
             if saving.restored is not None and trainer.max_steps <= checkpoint.step_of(saving.restored):
@@ -90,88 +83,86 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
             return finish(trainer, datamodule, run_dir)
 
 
-def planned(cfg: DictConfig, parts: Parts, resume: Path | None) -> tuple[Chosen | None, Parts]:
-    """Let the planner choose what the configuration leaves to it, and print the choice."""
-    if not left_to_planner(cfg):
-        return None, parts
+def planned(spec: RunSpec) -> tuple[RunSpec, Choice | None]:
+    """Let the planner choose what the run leaves to it, and print the choice."""
+    if not spec.left_to_planner():
+        return spec, None
     from sd_lightning.apps import auto
     from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
 
-    check_model(cfg)
-    chosen = auto.choose(
-        cfg, parts, batch_size=None if resume is None else read_trainer_state(resume)["position"]["batch_size"]
-    )
-    check_trainer(cfg)
+    spec.model.check()
+    resumed = None if spec.resume is None else read_trainer_state(spec.resume)["position"]["batch_size"]
+    spec, choice = auto.choose(spec, batch_size=resumed)
+    check_trainer(spec)
     if is_first_process():
-        print(*chosen.lines(), sep="\n")
-    return chosen, replace(parts, speed=_conf.instantiate(cfg.speed))
+        print(*choice.lines(), sep="\n")
+    return spec, choice
 
 
-def with_recomputation(cfg: DictConfig, strategy: Strategy, parts: Parts, chosen: Chosen | None = None) -> Parts:
+def with_recomputation(spec: RunSpec, choice: Choice | None = None) -> RunSpec:
     """Choose what blocks keep for backward, if ``speed.gradient_checkpointing`` is a limit."""
-    if not parts.speed.limits_activations:
-        return parts
+    if not spec.speed.limits_activations:
+        return spec
     from sd_lightning.apps.planning import recomputation
 
-    return replace(parts, recomputation=recomputation(cfg, strategy, parts, None if chosen is None else chosen.plans))
+    return replace(spec, recomputation=recomputation(spec, None if choice is None else choice.plans))
 
 
-def build_trainer(cfg: DictConfig, resume: Path | None) -> pl.Trainer:
-    """Build the trainer with the configured callbacks, loggers and strategy."""
-    chosen = {name: node for name, node in cfg.callbacks.items() if node is not None}
-    given = {"checkpoint": {"resume": resume}}
-    callbacks = [_conf.instantiate(node, **given.get(name, {})) for name, node in chosen.items()]
-    nodes = [node for node in (cfg.get("logger") or {}).values() if node is not None]
-    if any(node["_target_"].endswith("WandbLogger") for node in nodes):
-        require("wandb", extra="loggers", who="logger=wandb")  # Lightning looks for it only at the first metric
-    loggers = [_conf.instantiate(node) for node in nodes]
-    options = {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": cfg.output_dir}
-    strategy = _conf.instantiate(cfg.strategy)
+def build_trainer(spec: RunSpec) -> pl.Trainer:
+    """Build the trainer with the callbacks, loggers and strategy of the run."""
     from sd_lightning.training.precision import precision_options
 
-    return _conf.instantiate(
-        cfg.trainer,
-        strategy=strategy,
-        **{"precision": None, **precision_options(cfg.trainer.precision, strategy)},
-        callbacks=callbacks,
+    loggers = [spec.build(f"logger.{name}") for name, node in (spec["logger"] or {}).items() if node is not None]
+    if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
+        require("wandb", extra="loggers", who="logger=wandb")  # Lightning looks for it only at the first metric
+    options = {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": spec["output_dir"]}
+    return spec.build(
+        "trainer",
+        strategy=spec.strategy,
+        **{"precision": None, **precision_options(spec["trainer.precision"], spec.strategy)},
+        callbacks=list(spec.callbacks.values()),
         logger=loggers or False,
         use_distributed_sampler=False,
-        **{key: value for key, value in options.items() if key not in cfg.trainer},
+        **{key: value for key, value in options.items() if key not in spec["trainer"]},
     )
 
 
-def build_module(cfg: DictConfig, parts: Parts) -> SDLightningModule:
+def build_module(spec: RunSpec) -> SDLightningModule:
     """Build the model, wrap it for training, and apply the speed switches."""
-    grows = cfg.get("learned_token") is not None  # a row is added to the weights that the text encoder's file holds
-    deferred = ("denoiser", "text_encoders") if cfg.module.train_text_encoder and not grows else ("denoiser",)
-    module = wrap(cfg, _conf.instantiate(cfg.model, **deferral(cfg, deferred)), parts)
-    if is_lightning_checkpoint(cfg.init_from):
-        runs.load_lightning_checkpoint(cfg.init_from, module)
-    chosen = parts.recomputation
-    parts.speed.apply_(module.trained_networks(), None if chosen is None else chosen.kept)
+    grows = spec.learned_token is not None  # a row is added to the weights that the text encoder's file holds
+    trains_texts = spec["module.train_text_encoder"] and not grows
+    module = wrap(spec, load_model(spec, ("denoiser", "text_encoders") if trains_texts else ("denoiser",)))
+    if spec.starts_from_lightning:
+        runs.load_lightning_checkpoint(spec["init_from"], module)
+    spec.speed.apply_(module.trained_networks(), None if spec.recomputation is None else spec.recomputation.kept)
     return module
 
 
-def wrap(cfg: DictConfig, latent_diffusion: LatentDiffusion, parts: Parts) -> SDLightningModule:
+def wrap(spec: RunSpec, latent_diffusion: LatentDiffusion) -> SDLightningModule:
     """Wrap a model for training, with LoRA adapters and a learned token if configured."""
-    optional = {"lora": parts.lora, "learned_token": parts.learned_token}  # users' own modules need not accept these
-    return _conf.instantiate(
-        cfg.module,
+    optional = {"lora": spec.lora, "learned_token": spec.learned_token}  # users' own modules need not accept these
+    return spec.build(
+        "module",
         latent_diffusion=latent_diffusion,
-        objective=parts.objective,
-        optimizer=parts.optimizer,
-        lr_scheduler=parts.lr_scheduler,
+        objective=spec.objective,
+        optimizer=spec.optimizer,
+        lr_scheduler=spec.lr_scheduler,
         **{name: part for name, part in optional.items() if part is not None},
     )
 
 
-def deferral(cfg: DictConfig, names: Sequence[str]) -> dict[str, Any]:
-    """Return the model argument that defers loading the weights of networks, or nothing where it is impossible."""
-    if cfg.model["_target_"] != LOAD_MODEL or is_lightning_checkpoint(cfg.init_from):
-        return {}  # a Lightning checkpoint is loaded into whole weights
-    if averages_by_lightning(cfg):
-        return {}  # it copies the module before a strategy has read its weights
-    return {"deferred": tuple(names)}
+def load_model(spec: RunSpec, deferred: Sequence[str]) -> LatentDiffusion:
+    """Load the run's model; the weights of networks are read later, where that is possible."""
+    return spec.model.load(deferred=deferred if can_defer(spec) else ())
+
+
+def can_defer(spec: RunSpec) -> bool:
+    """Return whether weights may be read when the strategy has placed the networks, not with the model.
+
+    A checkpoint of Lightning's is loaded into whole weights, and Lightning's averages copy the module before a strategy
+    has read them.
+    """
+    return spec.model.is_ours and not spec.starts_from_lightning and not spec.averages_by_lightning
 
 
 def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDataModule) -> None:
@@ -205,17 +196,18 @@ def check_parts(trainer: pl.Trainer, module: SDLightningModule, datamodule: SDDa
         )
 
 
-def open_run(cfg: DictConfig, run_dir: Path, trainer: pl.Trainer, chosen: Chosen | None) -> None:
+def open_run(spec: RunSpec, trainer: pl.Trainer, choice: Choice | None) -> None:
     """Create the run's directory, write the configuration and the plan into it, and start the loggers."""
-    from omegaconf import OmegaConf
-
     if not trainer.is_global_zero:
         return  # the others wait for rank 0 before they look into it
-    checkpoints_of(trainer).folder.open(overwrite=cfg.overwrite)
+    checkpoints_of(trainer).folder.open(overwrite=spec["overwrite"])
+    run_dir = spec.output_dir
     with new_file(run_dir / "config.yaml") as tmp:  # a link of that name is replaced, not followed
-        tmp.write_text(OmegaConf.to_yaml(cfg))
-    if chosen is not None:
-        chosen.write(run_dir)
+        tmp.write_text(spec.yaml())
+    if choice is not None:
+        from sd_lightning.apps import auto
+
+        auto.write(choice, run_dir)
     else:
         (run_dir / PLAN).unlink(missing_ok=True)  # of an earlier start of this run
     for logger in trainer.loggers:

@@ -81,8 +81,7 @@ class SampleGrid(StepCallback, TakesMemory):
     def planned(self, run: TrainingRun) -> TrainingRun:
         count = -(-len(self.prompts or range(2 * self.columns)) // run.world_size)
         options = self.options
-        size = (options.height or run.resolution, options.width or run.resolution)
-        count = min(options.batch_size, count)
+        size, count = (options.height, options.width), min(options.batch_size, count)
         return replace(run, sample_batch_size=count, drawn_size=size, vae_tiling=options.vae_tiling)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -111,7 +111,7 @@ def drawing_peak(
     family = model.family
     networks = meta_networks(model, [family.denoiser, "vae"])
     denoiser, vae = cast(networks[family.denoiser], dtype), cast(networks["vae"], vae_dtype)
-    height, width = run.drawn_size or (run.resolution, run.resolution)
+    height, width = (size or model.resolution for size in run.drawn_size)
     inputs, conditioning = _inputs(model, 2 * count, height, width)
 
     def denoise() -> None:

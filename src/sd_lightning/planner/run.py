@@ -47,8 +47,8 @@ class TrainingRun:
     """Whether images are encoded before training instead of in each step."""
     num_images: int = 100
     """Images whose moments are cached in host memory with ``cache_latents``."""
-    drawn_size: tuple[int, int] | None = None
-    """Height and width of generated images, pixels; ``resolution`` if not given."""
+    drawn_size: tuple[int | None, int | None] = (None, None)
+    """Height and width of generated images, pixels; None: the model's."""
     vae_tiling: bool = False
     """Whether generated images are decoded in tiles."""
     sample_batch_size: int = 0

@@ -124,7 +124,7 @@ class Plans:
     """The fastest plan of each candidate that fits, the fastest first."""
     too_large: tuple[Plan, ...]
     """Candidates that do not fit, with a micro-batch of 1 or the smallest allowed; the smallest first."""
-    missing: tuple[str, ...]
+    skip_reasons: tuple[str, ...]
     """Why candidates could not be considered."""
     speeds: Speeds
     cluster: Cluster
@@ -170,7 +170,7 @@ class Search:
             )
         self._model = model
         self.run = replace(run, world_size=cluster.count)
-        self._cluster = cluster
+        self.cluster = cluster
         self._measured = speeds or Speeds.of(cluster.device)
         self._speeds = self._measured.shared_by(cluster.count)
         self._batch_size = batch_size
@@ -187,17 +187,17 @@ class Search:
         found: list[Plan] = []
         considered: list[Plan] = []
         large: list[Plan] = []
-        missing: dict[str, None] = {}
+        skip_reasons: dict[str, None] = {}
         for candidate in self._candidates:
-            if not candidate.suits(self._cluster.count):
+            if not candidate.suits(self.cluster.count):
                 continue
             try:
                 made = [plan for each in self._choices for plan in self._of(candidate, each)]
             except UsageError as error:  # a package is missing, or the engine cannot train this
-                missing[str(error)] = None
+                skip_reasons[str(error)] = None
                 continue
             if not made:
-                missing[
+                skip_reasons[
                     f"{candidate.strategy or 'the strategy'} chooses what it offloads by measuring a step in the run, "
                     "so it cannot be predicted; write strategy=gemini with fractions to plan with it, or train with it "
                     "as it is"
@@ -210,7 +210,7 @@ class Search:
                 large.append(min(made, key=self._excess))
         too_large = tuple(sorted(large, key=self._excess))
         best = _fastest_first(found, max(_EQUAL, self._speeds.spread))
-        return Plans(best, too_large, tuple(missing), self._speeds, self._cluster, tuple(considered))
+        return Plans(best, too_large, tuple(skip_reasons), self._speeds, self.cluster, tuple(considered))
 
     def timeline(self, plan: Plan) -> Timeline:
         """Return the memory of a plan's step, operation by operation."""
@@ -230,13 +230,11 @@ class Search:
 
     def within(self, memory: int, candidates: Iterable[Candidate] | None = None) -> Search:
         """Return the same search for GPUs of which a plan may take another number of bytes."""
-        device = replace(
-            self._cluster.device, memory_gib=memory / self._cluster.memory * self._cluster.device.memory_gib
-        )
+        device = replace(self.cluster.device, memory_gib=memory / self.cluster.memory * self.cluster.device.memory_gib)
         return Search(
             self._model,
             self.run,
-            replace(self._cluster, device=device),
+            replace(self.cluster, device=device),
             speeds=self._measured,
             batch_size=self._batch_size,
             micro_batches=self._micro_batches,
@@ -256,7 +254,7 @@ class Search:
         """Return a plan with the smallest micro-batch that fits, if there is one; of the simplest strategy."""
         recompute = self._choices[-1]
         for candidate in self._candidates:
-            if not candidate.suits(self._cluster.count):
+            if not candidate.suits(self.cluster.count):
                 continue
             try:
                 footprint = candidate.footprint(self._forecaster(recompute).workload)
@@ -304,7 +302,7 @@ class Search:
         simulation = self._simulations[key]
         if least:
             return simulation.least(footprint.menu)
-        limit = int(_SIMULATED * self._cluster.memory)
+        limit = int(_SIMULATED * self.cluster.memory)
         return simulation.cheapest(forecaster.step_memory(footprint, size), limit, footprint.menu)
 
     @cached_property
@@ -330,7 +328,7 @@ class Search:
         settings: dict[str, Any] = {"recomputation": again, "tf32": self._tf32, "loading": loading}
         work = Work(run.world_size, accumulate, encoding, **settings, **_averaging(run, footprint))
         time = step_time(forecaster.trace(footprint), size, footprint.traffic, self._speeds, work)
-        return Plan(candidate, run, memory, time, self._cluster)
+        return Plan(candidate, run, memory, time, self.cluster)
 
     def _encoding(self, count: int) -> float:
         """Return the seconds to encode images and captions, which grow with their number."""
@@ -354,7 +352,7 @@ class Search:
         return min(equal, key=lambda plan: plan.run.batch_size)
 
     def _excess(self, plan: Plan) -> int:
-        return max(plan.memory.device - self._cluster.memory, plan.memory.host - self._cluster.host)
+        return max(plan.memory.device - self.cluster.memory, plan.memory.host - self.cluster.host)
 
 
 def _averaging(run: TrainingRun, footprint: Footprint) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,21 +17,20 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.calibration import hardware
-from sd_lightning.planner.candidates import CANDIDATES, Candidate
+from sd_lightning.planner.candidates import Candidate
+from sd_lightning.planner.choice import Choice, NothingFits
 from sd_lightning.planner.devices import Device
-from sd_lightning.planner.forecast import GB
 from sd_lightning.planner.here import cluster_here, hardware_here
 from sd_lightning.planner.roofline import Speeds
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.planner.search import Cluster, Plan, Plans, Search
 from sd_lightning.planner.segments import use_expandable_segments
 from sd_lightning.strategies.base import engine_of
-from sd_lightning.strategies.candidates import register_candidates
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.predicted import Predicted, predicted
+from sd_lightning.strategies.presets import register_candidates
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
-_RIVALS = 3
 _COUNTS = (2, 4, 8)
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
@@ -96,11 +95,12 @@ class AutoStrategy(DDPStrategy):
         with isolate_rng():  # a traced step may draw random numbers
             what = predicted(trainer, model, self._run)
             search = self._search(trainer, what)
-            found = search.plans()
-        if not found.best:
-            raise _nothing_fits(search, found)
-        plan = self._become(trainer, model, what, found)
-        for line in _lines(plan, found, what):
+            try:
+                choice = Choice.of(search, "AutoStrategy" + what.how)
+            except NothingFits as error:
+                raise error.with_remedy(_remedy(search)) from None
+        plan = self._become(trainer, model, what, choice.plans)
+        for line in replace(choice, plan=plan).lines():
             rank_zero_info(line)
 
     def _check(self, trainer: Any) -> None:
@@ -116,8 +116,7 @@ class AutoStrategy(DDPStrategy):
             )
 
     def _search(self, trainer: Any, what: Predicted) -> Search:
-        if not CANDIDATES:
-            register_candidates()
+        register_candidates()
         run = replace(what.run, precision=trainer.precision, accumulate=trainer.accumulate_grad_batches)
         cluster, speeds = self._hardware()
         return Search(
@@ -145,7 +144,7 @@ class AutoStrategy(DDPStrategy):
     def _become(self, trainer: Any, module: pl.LightningModule, what: Predicted, found: Plans) -> Plan:
         """Give the trainer the fastest strategy that takes the module, as if it had been passed to it."""
         connector = trainer._accelerator_connector
-        refused = list(found.missing)
+        refused = list(found.skip_reasons)
         for plan in found.best:
             engine = plan.candidate.build(**plan.candidate.settings)
             strategy = engine if isinstance(engine, Strategy) else connector._choose_strategy()
@@ -189,35 +188,15 @@ class _SameChoice(Callback):
             )
 
 
-def _told(plan: Plan, found: Plans) -> str:
-    memory = f"{plan.memory.device / GB:.2f} GB and {plan.memory.host / GB:.2f} GB of host memory"
-    return f"{plan.candidate.name}: {memory} per process, {plan.time.total:.3g} s a step ({found.speeds.provenance})"
-
-
-def _lines(chosen: Plan, found: Plans, what: Predicted) -> Iterator[str]:
-    """Yield the choice and its best rivals as lines of text."""
-    count, device = found.cluster.count, found.cluster.device.name
-    yield f"AutoStrategy on {count} x {device}{what.how}: {_told(chosen, found)}"
-    for plan in [plan for plan in found.best if plan is not chosen][:_RIVALS]:
-        yield f"  rival: {_told(plan, found)}"
-
-
-def _nothing_fits(search: Search, found: Plans) -> UsageError:
-    """Return an error that says what is missing, and what would help."""
-    cluster, nearest = found.cluster, next(iter(found.too_large), None)
-    if nearest is None:
-        return UsageError(f"AutoStrategy: no strategy can train this: {'; '.join(found.missing)}")
-    parts = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in nearest.memory.device_phase.parts.items() if size)
-    helps = []
-    for count in _COUNTS:
-        if count > cluster.count:
-            plan = search.with_changes(search.run, replace(cluster, count=count)).smallest_that_fits()
+def _remedy(search: Search) -> str:
+    """Return what would make a plan fit, in Python's words."""
+    count, helps = search.cluster.count, []
+    for more in _COUNTS:
+        if more > count:
+            plan = search.with_changes(search.run, replace(search.cluster, count=more)).smallest_that_fits()
             if plan is not None:
-                helps.append(f"devices={count}, with {plan.candidate.name}")
+                helps.append(f"devices={more}, with {plan.candidate.name}")
                 break
     helps.append(f"a batch below {search.run.batch_size} per process, or recomputed activations")
     helps += ["precision=bf16-mixed or bf16-true"] * (search.run.precision == "32-true")
-    return UsageError(
-        f"AutoStrategy: nothing fits on {cluster.count} x {cluster.device.name}; {nearest.candidate.name} is nearest, "
-        f"and lacks {nearest.lacks} (per process, GB on the device: {parts}); what may help: {'; '.join(helps)}"
-    )
+    return f"what may help: {'; '.join(helps)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,19 @@ from sd_lightning.planner.footprint import Footprint, Workload, replicated
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import TrainingState
 from sd_lightning.strategies.found_inf import give_found_inf, gradient_scaler, takes_found_inf
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a strategy can refuse before it is given to a trainer."""
+
+    precision: str
+    """Lightning's name: "16-mixed"."""
+    devices: int
+    """Processes on each machine."""
+    num_nodes: int = 1
+    channels_last: bool = False
+    """Whether convolution weights are to be in the NHWC layout."""
 
 
 class EngineStrategy:
@@ -33,6 +47,21 @@ class EngineStrategy:
     """Whether weights move between memory tiers; a reference to one would keep the memory it moved out of."""
     swaps_averages: bool = False
     """Whether a callback, which sets this, swaps averages in and out where validations of a fit start and end."""
+
+    keeps_layout: bool = True
+    """Whether weights keep their memory format; not if they are in flat tensors or shards."""
+
+    def check_settings(self, settings: RunSettings) -> None:
+        """Raise if a run of the programs cannot have these settings; called before anything else is built.
+
+        Raises:
+            UsageError: It cannot.
+        """
+        if settings.channels_last and not self.keeps_layout:
+            raise UsageError(
+                f"speed.channels_last=true: {type(self).__name__} keeps weights row by row, in flat tensors or shards; "
+                "write speed.channels_last=false or strategy=ddp"
+            )
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Raise if the run cannot work; called before processes start, and again by :meth:`setup`.
@@ -135,6 +164,15 @@ class _LightningsOwn(EngineStrategy):
 
     def __init__(self, strategy: Strategy | str) -> None:
         self._strategy = strategy
+
+    @override
+    def check_settings(self, settings: RunSettings) -> None:
+        devices, num_nodes = settings.devices, settings.num_nodes
+        if self._strategy == "auto" and devices * num_nodes > 1:
+            raise UsageError(
+                f"strategy=single is one process, but trainer.devices={devices} trainer.num_nodes={num_nodes} ask for "
+                f"{devices * num_nodes}; add strategy=ddp"
+            )
 
     @property
     @override

@@ -27,7 +27,7 @@ from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.eight_bit import is_eight_bit
 from sd_lightning.state.host_steps import step_on_host
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.strategies.base import EngineStrategy
+from sd_lightning.strategies.base import EngineStrategy, RunSettings
 from sd_lightning.strategies.fsdp_footprint import footprint_of
 from sd_lightning.strategies.fsdp_hooks import WholeWhereNeeded, local_rows, remedy_of
 from sd_lightning.strategies.networks import (
@@ -65,6 +65,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
     """
 
     loads_weights = True  # each rank reads its rows
+    keeps_layout = False
     _hooks: WrappedHooks | None = None
 
     def __init__(
@@ -90,6 +91,15 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
             param_dtype=None if param_dtype is None else getattr(torch, param_dtype),
             reduce_dtype=None if reduce_dtype is None else getattr(torch, reduce_dtype),
         )
+
+    @override
+    def check_settings(self, settings: RunSettings) -> None:
+        super().check_settings(settings)
+        if settings.precision.startswith("16"):
+            raise UsageError(
+                f"trainer.precision={settings.precision}: FSDP2 does not scale losses, and float16 underflows without; "
+                "write trainer.precision=bf16-mixed"
+            )
 
     @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -59,6 +59,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     """
 
     owns_precision = True
+    keeps_layout = False
     loads_weights = True  # each rank reads its shards of the chunks
 
     def __init__(self, config: GeminiConfig | None = None, *, timeout_seconds: float = 1800.0, **settings: Any) -> None:

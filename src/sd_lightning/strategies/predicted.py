@@ -9,13 +9,13 @@ but the module's trainer; it is AdamW if that fails, or if there are several.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -56,7 +56,7 @@ def predicted(trainer: pl.Trainer, module: pl.LightningModule, given: TrainingRu
     if told is not None:
         model, run = told
         run = replace(run, optimizer=_optimizer_of(module) or run.optimizer)
-        return Predicted(model, _with_callbacks(run, trainer), "", module)
+        return Predicted(model, _of_trainer(run, trainer), "", module)
     if given is not None:
         raise UsageError(
             f"AutoStrategy got run= for {type(module).__name__}; expected it for an SDLightningModule only: the batch "
@@ -69,17 +69,21 @@ def predicted(trainer: pl.Trainer, module: pl.LightningModule, given: TrainingRu
     run = TrainingRun(_batch_size(module), 0, encodes=False, from_files=False)
     run = replace(run, optimizer=factory or run.optimizer)
     how = f" (traced {traced.how}{'' if factory else ', AdamW assumed'})"
-    return Predicted(traced, _with_callbacks(run, trainer), how, checked)
+    return Predicted(traced, _of_trainer(run, trainer), how, checked)
 
 
-def _with_callbacks(run: TrainingRun, trainer: Any) -> TrainingRun:
-    run = replace(run, world_size=trainer.world_size)
-    for callback in trainer.callbacks:
+def with_callbacks(run: TrainingRun, callbacks: Iterable[Callback]) -> TrainingRun:
+    """Return the settings of a run with callbacks that take memory: ours, and Lightning's averages."""
+    for callback in callbacks:
         if isinstance(callback, TakesMemory):
             run = callback.planned(run)
         elif isinstance(callback, WeightAveraging):
             run = replace(run, averages=True)
     return run
+
+
+def _of_trainer(run: TrainingRun, trainer: Any) -> TrainingRun:
+    return with_callbacks(replace(run, world_size=trainer.world_size), trainer.callbacks)
 
 
 def _traced(module: pl.LightningModule) -> ModuleSubject:

@@ -50,6 +50,7 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
     """
 
     loads_weights = True  # into host memory, where the chunks are made
+    keeps_layout = False
 
     def __init__(
         self,

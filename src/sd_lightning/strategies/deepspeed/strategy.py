@@ -72,6 +72,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     """
 
     owns_precision = True
+    keeps_layout = False
 
     def __init__(
         self,

@@ -1,0 +1,295 @@
+"""A run, resolved once: what Hydra composed, as plain settings and the objects that are built from them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from sd_lightning import _conf
+from sd_lightning._errors import UsageError
+from sd_lightning.storage import runs
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import Strategy
+
+    from sd_lightning.diffusion.objective import Objective
+    from sd_lightning.models.adapters.learned_token import LearnedToken
+    from sd_lightning.models.adapters.lora import Lora
+    from sd_lightning.models.latent_diffusion import LatentDiffusion
+    from sd_lightning.planner.checkpointing import Recomputation
+    from sd_lightning.training.speed import Speed
+
+AUTO = "auto"
+OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
+"""Arguments of ``load_model`` that name a pretrained model."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where the model of a run comes from; reading it may take minutes, so it is built when it is asked for."""
+
+    build: _conf.Builder
+
+    @cached_property
+    def is_ours(self) -> bool:
+        """Whether :func:`sd_lightning.loading.load_model` builds it; users' own functions need not take its options."""
+        from sd_lightning.loading import load_model
+
+        return self.build.target is load_model
+
+    @property
+    def target(self) -> str:
+        """Dotted name of the function."""
+        return str(self.build.node["_target_"])
+
+    def get(self, name: str) -> Any:
+        """Return an argument of the function; None if it is not set."""
+        return self.build.arguments.get(name)
+
+    @property
+    def name(self) -> str | None:
+        """The pretrained model, or the function of one's own; None for random weights."""
+        if self.is_ours:
+            return self.get("pretrained")
+        return self.get("pretrained") or self.target
+
+    def check(self) -> None:
+        """Check that a pretrained pipeline has the architecture of ``model=``, before slow work on data or pictures.
+
+        Raises:
+            UsageError: The pipeline has another architecture, or cannot be trained; or there is none, and a setting
+                is meant for it.
+        """
+        if not self.is_ours:
+            return
+        if self.get("pretrained") is None:
+            from sd_lightning.models.pipeline_folder import check_unused
+
+            check_unused(**{key: self.get(key) for key in (*OF_PRETRAINED, "fresh_denoiser")})
+        else:
+            from sd_lightning.loading import check_pretrained
+
+            check_pretrained(self.get("architecture"), self.get("pretrained"), revision=self.get("revision"))
+
+    def describe(self) -> LatentDiffusion:
+        """Return the model without weights, on the meta device."""
+        from sd_lightning.models.latent_diffusion import LatentDiffusion
+
+        if self.get("pretrained") is None:
+            return LatentDiffusion.build(self.get("architecture"), device="meta")
+        return LatentDiffusion.describe(self.get("pretrained"), revision=self.get("revision"), vae=self.get("vae"))
+
+    def load(self, *, deferred: Sequence[str] = ()) -> LatentDiffusion:
+        """Build or load the model.
+
+        Args:
+            deferred: Networks whose weights are read later or never; users' own functions read them.
+        """
+        model: LatentDiffusion = self.build(**({"deferred": tuple(deferred)} if self.is_ours and deferred else {}))
+        return model
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run of a training program.
+
+    :meth:`of` ends Hydra. From there on nothing changes: :meth:`with_settings` returns another run, with the objects
+    of sections that differ built anew. Each object is built once, when it is first asked for; a section that cannot
+    be built raises a UsageError then. A run can be pickled: the other process builds its own objects.
+    """
+
+    settings: Mapping[str, Any]
+    """What ``config.yaml`` says: sections by name, plain values, nothing left to interpolate."""
+    given: frozenset[str] = frozenset()
+    """Keys and groups that the command line sets, not the defaults."""
+    resume: Path | None = None
+    """The checkpoint that is continued."""
+    recomputation: Recomputation | None = None
+    """What blocks keep for backward, if ``speed.gradient_checkpointing`` is a limit."""
+    _built: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, cfg: Any) -> Self:
+        """Return the run of a composed configuration and of this process's command line."""
+        from omegaconf import OmegaConf
+
+        settings: Any = OmegaConf.to_container(cfg, resolve=True)
+        return cls(settings, frozenset(_conf.overridden_keys()))
+
+    def __getitem__(self, path: str) -> Any:
+        """Return the setting or section at a dotted path; KeyError if there is none."""
+        node: Any = self.settings
+        for key in path.split("."):
+            if not isinstance(node, Mapping):
+                raise KeyError(path)
+            node = node[key]
+        return node
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the setting or section at a dotted path, or a default."""
+        try:
+            return self[path]
+        except KeyError:
+            return default
+
+    def with_settings(self, changes: Mapping[str, Any]) -> RunSpec:
+        """Return this run with other values at dotted paths; what is built from other sections is kept."""
+        settings: Any = copy.deepcopy(self.settings)
+        for path, value in changes.items():
+            *sections, key = path.split(".")
+            node = settings
+            for each in sections:
+                node = node[each]
+            node[key] = value
+        changed = {path.partition(".")[0] for path in changes}
+        return dataclasses.replace(self, settings=settings, _built=self._built_without(changed))
+
+    def resuming(self, checkpoint: Path | None) -> RunSpec:
+        """Return this run as the continuation of a checkpoint, if there is one."""
+        return dataclasses.replace(self, resume=checkpoint, _built=self._built_without({"callbacks"}))
+
+    def _built_without(self, sections: set[str]) -> dict[str, Any]:
+        return {name: each for name, each in self._built.items() if name not in sections}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_built": {}}
+
+    def _part(self, name: str) -> Any:
+        if name not in self._built:
+            self._built[name] = self.build(name)
+        return self._built[name]
+
+    def build(self, path: str, **kwargs: Any) -> Any:
+        """Build the object of a section; keyword arguments override the section's; None if there is no section."""
+        value = self.get(path)
+        return None if value is None else _conf.instantiate(_conf.section(path, value), **kwargs)
+
+    def builder(self, path: str) -> _conf.Builder:
+        """Return what builds the object of a section."""
+        return _conf.builder(_conf.section(path, self[path]))
+
+    @property
+    def strategy(self) -> Strategy | str:
+        """The strategy; "auto" is Lightning's for one process."""
+        return self._part("strategy")
+
+    @property
+    def objective(self) -> Objective:
+        return self._part("objective")
+
+    @property
+    def optimizer(self) -> _conf.Builder:
+        """Parameter groups -> optimizer."""
+        return self._part("optimizer")
+
+    @property
+    def lr_scheduler(self) -> _conf.Builder:
+        """Optimizer -> learning-rate scheduler."""
+        return self._part("lr_scheduler")
+
+    @property
+    def speed(self) -> Speed:
+        return self._part("speed")
+
+    @property
+    def lora(self) -> Lora | None:
+        return self._part("lora")
+
+    @property
+    def learned_token(self) -> LearnedToken | None:
+        return self._part("learned_token")
+
+    @property
+    def model(self) -> ModelSource:
+        if "model" not in self._built:
+            self._built["model"] = ModelSource(self.builder("model"))
+        return self._built["model"]
+
+    @property
+    def callbacks(self) -> Mapping[str, Callback]:
+        """The callbacks, by name, of a run that :func:`~sd_lightning.apps.preflight.preflight` has looked at."""
+        if "callbacks" not in self._built:
+            names = [name for name, node in self["callbacks"].items() if node is not None]
+            resume = {"checkpoint": {"resume": self.resume}}
+            self._built["callbacks"] = {n: self.build(f"callbacks.{n}", **resume.get(n, {})) for n in names}
+        return self._built["callbacks"]
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self["output_dir"])
+
+    @property
+    def starts_from_lightning(self) -> bool:
+        """Whether ``init_from`` is a checkpoint of Lightning."""
+        return str(self.get("init_from") or "").endswith(runs.LIGHTNING_SUFFIX)
+
+    @property
+    def averages_by_lightning(self) -> bool:
+        """Whether a callback of Lightning's averages the weights: ``WeightAveraging`` or ``EMAWeightAveraging``."""
+        from lightning.pytorch.callbacks import WeightAveraging
+
+        return any(isinstance(callback, WeightAveraging) for callback in self.callbacks.values())
+
+    @property
+    def cuda_devices(self) -> int:
+        """Number of CUDA devices that the run may use."""
+        import torch
+
+        return torch.cuda.device_count() if self["trainer.accelerator"] in ("auto", "cuda", "gpu") else 0
+
+    @property
+    def devices(self) -> int:
+        """Number of processes on each machine.
+
+        Raises:
+            UsageError: ``trainer.devices`` is no number of devices.
+        """
+        devices = self["trainer.devices"]
+        if devices in ("auto", -1, "-1"):
+            return max(self.cuda_devices, 1)
+        if isinstance(devices, int | str):
+            number = int(devices) if isinstance(devices, int) or devices.isdecimal() else 0
+        else:
+            number = len(devices)
+        if number < 1:
+            refuse("trainer.devices", devices, "a number of at least 1, a list of indices, or auto", "1")
+        return number
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on all machines."""
+        return self.devices * int(self["trainer.num_nodes"])
+
+    def left_to_planner(self) -> list[str]:
+        """Return the settings that the planner chooses: ``["strategy=auto", "data.batch_size=auto"]``, or fewer."""
+        is_auto = {"strategy": self.chooses_strategy, "data.batch_size": self["data.batch_size"] == AUTO}
+        return [f"{name}=auto" for name, each in is_auto.items() if each]
+
+    @property
+    def chooses_strategy(self) -> bool:
+        """Whether ``strategy=auto`` is to choose another strategy."""
+        from sd_lightning.strategies import AutoStrategy
+
+        return isinstance(self.strategy, AutoStrategy)
+
+    def yaml(self) -> str:
+        """Return the settings as ``config.yaml``."""
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_yaml(OmegaConf.create(dict(self.settings)))
+
+
+def refuse(setting: str, value: Any, expected: str, remedy: str) -> None:
+    """Raise an error for a value.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(f"{setting}={value}: expected {expected}; write {setting}={remedy}")

@@ -1,0 +1,87 @@
+"""The plan that a run takes, with its rivals, and what is said if there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sd_lightning._errors import UsageError
+from sd_lightning.planner.forecast import GB
+from sd_lightning.planner.search import Plan, Plans, Search
+
+_RIVALS = 3
+_SAFER = 0.9
+"""Part of the memory that a plan may take after one ran out of memory."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan of a run."""
+
+    plans: Plans
+    search: Search
+    who: str
+    """What the planner chose for: "strategy=auto"."""
+    plan: Plan
+
+    @classmethod
+    def of(cls, search: Search, who: str) -> Choice:
+        """Take the fastest plan that fits.
+
+        Raises:
+            NothingFits: There is none.
+        """
+        plans = search.plans()
+        if not plans.best:
+            raise NothingFits(plans, who)
+        return cls(plans, search, who, plans.best[0])
+
+    def lines(self) -> list[str]:
+        """Return the plan and its best rivals as lines of text."""
+        cluster = self.plans.cluster
+        first = f"{self.who} on {cluster.count} x {cluster.device.name}, seconds {self.plans.speeds.provenance}: "
+        rivals = [plan for plan in self.plans.best if plan is not self.plan][:_RIVALS]
+        return [first + description(self.plan), *(f"  rival: {description(plan)}" for plan in rivals)]
+
+    def out_of_memory(self) -> UsageError:
+        """Return the error of a run that ran out of the device's memory, with a plan that takes less."""
+        plan, cluster = self.plan, self.plans.cluster
+        safer = self.search.within(int(_SAFER * plan.memory.device)).plans().best
+        remedy = f"write {' '.join(safer[0].options())}" if safer else "no plan takes less; train on a larger GPU"
+        return UsageError(
+            f"{self.who}: out of memory with {' '.join(plan.options())}; {cluster.memory / GB:.1f} GB should be "
+            f"usable, and predicted were {plan.memory.device_phase.line().strip()}; {remedy}"
+        )
+
+
+class NothingFits(UsageError):
+    """No plan fits, or none can be predicted."""
+
+    def __init__(self, plans: Plans, who: str, remedy: str = "") -> None:
+        self.plans, self.who = plans, who
+        cluster = plans.cluster
+        on = f"{who} on {cluster.count} x {cluster.device.name}"
+        if not plans.too_large:
+            super().__init__(
+                f"{on}: no strategy can be planned: {'; '.join(plans.skip_reasons)}; choose a strategy and a batch size"
+            )
+            return
+        closest = plans.too_large[0]
+        parts = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in closest.memory.device_phase.parts.items() if size)
+        super().__init__(
+            f"{on}: nothing fits with {closest.run.batch_size} sample(s) per pass; the closest, "
+            f"{closest.candidate.name}, lacks {closest.lacks} (GB on the device: {parts}); {remedy}"
+        )
+
+    def with_remedy(self, remedy: str) -> NothingFits:
+        """Return the error with what would help."""
+        return NothingFits(self.plans, self.who, remedy)
+
+
+def description(plan: Plan) -> str:
+    """Return strategy, batch, memory and time of a plan in one line."""
+    each = " on each" if plan.cluster.count > 1 else ""
+    batch = f"{plan.run.accumulate} x " * (plan.run.accumulate > 1) + f"{plan.run.batch_size} samples a step{each}"
+    recomputed = {False: "", True: ", all blocks recomputed", "auto": ", some blocks recomputed"}[plan.recompute]
+    memory = f"{plan.memory.device / GB:.1f} GB, {plan.memory.host / GB:.1f} GB of host memory"
+    time = f"{plan.time.total:.3g} s a step, {plan.images_per_second:.3g} img/s"
+    return f"{plan.candidate.name}, {batch}{recomputed}: {memory}, {time}"

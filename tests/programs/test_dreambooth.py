@@ -294,12 +294,12 @@ def test_a_learned_token_is_found_beside_punctuation_and_tells_the_subject(
 def test_class_images_lie_beside_an_output_that_is_named_as_a_folder(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    prepared: list[Any] = []
-    monkeypatch.setattr(dreambooth.train, "train", lambda cfg, prepare: prepared.append(cfg) or 0)
+    specs: list[Any] = []
+    monkeypatch.setattr(dreambooth.train, "run", lambda spec, prepare: specs.append(spec) or 0)
     options = "with_prior_preservation=true 'class_prompts=[a handwritten digit]' init_from=base output_dir=slashed/"
     assert call(f"{DREAMBOOTH} {options}") == 0
-    assert prepared[0].output_dir == "slashed"
-    assert prepared[0].class_data_dir == prepared[0].data.class_data_dir == "slashed-class-images"
+    assert specs[0]["output_dir"] == "slashed"
+    assert specs[0]["class_data_dir"] == specs[0]["data.class_data_dir"] == "slashed-class-images"
 
 
 def test_class_images_without_the_switch_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from composing import Compose
-from sd_lightning import LatentDiffusion, UsageError
+from sd_lightning import LatentDiffusion, UsageError, _conf
 from sd_lightning import plan as program
 from sd_lightning.apps import plan, planning, preflight
 from sd_lightning.apps.plan_command import train_command
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_told_with_what_would(
     compose: Compose, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     card = tmp_path / "small.yaml"
-    table = Path(plan._conf.config_dir(), "devices", "t4.yaml").read_text(encoding="utf-8")
+    table = Path(_conf.config_dir(), "devices", "t4.yaml").read_text(encoding="utf-8")
     card.write_text(table.replace("\nmemory_gib: 15", "\nmemory_gib: 0.57", 1))
     code, text = planned(compose, capsys, f"gpu={card}")
     assert code == 1 and "nothing fits" in text and "GB of GPU memory more" in text

@@ -136,7 +136,7 @@ def test_pictures_encoders_and_averages_are_counted_where_they_are() -> None:
     assert parts["training"]["cached latents"] == 16 * 8 * 8 * 8 * 4
     drawn = [
         phases(of_tiny(sample_batch_size=count, drawn_size=size))["drawing images"]["activations"]
-        for count, size in ((1, None), (1, (64, 64)), (8, None))
+        for count, size in ((1, (None, None)), (1, (64, 64)), (8, (None, None)))
     ]
     assert drawn[1] > 2 * drawn[0] and drawn[2] > 4 * drawn[0]
     average = 4 * sum(p.numel() for p in networks["unet"].parameters())

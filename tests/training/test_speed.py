@@ -107,7 +107,8 @@ def test_16_mixed_is_refused_on_a_cpu_before_anything_is_built(tmp_path: Path, m
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("built")
 
-    monkeypatch.setattr(_conf, "instantiate", refuse)
+    for name in ("build_trainer", "build_module"):
+        monkeypatch.setattr(cli, name, refuse)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     spec = composed("trainer.precision=16-mixed", f"output_dir={tmp_path}/run")
     with pytest.raises(UsageError, match=r"trainer.precision=16-mixed needs a CUDA device.*bf16-mixed or 32"):
@@ -251,7 +252,11 @@ def test_a_limit_of_activations_is_kept_and_trains_bit_for_bit_alike(caplog: pyt
         ),
         ((), {"limit": -1}, "gradient_checkpointing=-1; expected true, false, auto, or GB of activations"),
         (("data.resolution=null",), {}, "needs the size of the images; write data.resolution="),
-        (("model._target_=my.model",), {}, "memory of model._target_=my.model cannot be predicted; write .*=true"),
+        (
+            ("model._target_=builtins.dict",),
+            {},
+            "memory of model._target_=builtins.dict cannot be predicted; write .*=true",
+        ),
     ],
 )
 def test_a_limit_that_cannot_be_kept_is_refused(overrides: Any, options: Any, message: str) -> None:

@@ -21,7 +21,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-full test-colossalai test-torchao lint format gpu-check gpu-site gpu-wheels constraints clean
+.PHONY: help install train test test-slow test-full test-colossalai test-torchao keep-losses lint format gpu-check gpu-site gpu-wheels constraints clean
 
 help:
 	@echo "make train [ARGS=\"hydra overrides\"]   set up $(VENV) and train the default model"
@@ -32,6 +32,7 @@ help:
 	@echo "make gpu-check PART=smoke              ten minutes of what needs one CUDA GPU; without PART, the names"
 	@echo "make gpu-wheels [WHEELS=folder]        what a GPU machine without a network needs, as wheels"
 	@echo "make constraints                       pin what $(VENV) holds now in constraints.txt"
+	@echo "make keep-losses                       write the losses that tests compare with again, after a change on purpose"
 	@echo "make lint | format                     ruff and mypy | ruff format"
 	@echo "make install | clean                   only set up $(VENV) | remove what builds and caches left"
 
@@ -76,6 +77,10 @@ test-colossalai: $(STAMP)
 test-torchao: $(STAMP)
 	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torchao]'
 	$(RUN) -m pytest -m "torchao and not gpu" tests/quantization/test_quantization.py $(PYTEST_ARGS)
+
+# Minutes; name the change in CHANGELOG.md.
+keep-losses: $(STAMP)
+	$(RUN) tests/support/kept_losses.py
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

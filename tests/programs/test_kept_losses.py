@@ -1,0 +1,35 @@
+"""A seed trains to the losses that it always has, under every strategy and objective, on every CPU."""
+
+import json
+
+import pytest
+
+from kept_losses import CASES, FILE, STEPS, train_all
+from suites import wanted
+
+KEPT: dict[str, list[float]] = json.loads(FILE.read_text())
+ALWAYS = ("single v_prediction", "single flow")
+"""What the default suite trains; the rest takes minutes."""
+
+
+@pytest.fixture(scope="module")
+def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    chosen = wanted(request)
+    if any(not case.startswith("single") for case in chosen):
+        pytest.importorskip("deepspeed")
+    return train_all([case for case in CASES if case in chosen], tmp_path_factory.mktemp("losses"))
+
+
+def test_there_are_losses_for_every_strategy_and_objective() -> None:
+    assert sorted(KEPT) == sorted(CASES), "run make keep-losses, and name the change in CHANGELOG.md"
+    assert all(len(losses) == STEPS for losses in KEPT.values())
+
+
+@pytest.mark.needs("{case}")
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.slow) for each in CASES]
+)
+def test_losses_are_those_that_were_kept(losses: dict[str, list[float]], case: str) -> None:
+    assert losses[case] == pytest.approx(KEPT[case], abs=1e-5), (
+        "meant? then make keep-losses, and name it in CHANGELOG.md"
+    )

@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sd_lightning.gemini import chunked
+from sd_lightning.gemini import engine as engine_file
 from sd_lightning.gemini.collectives import Collectives, Pending
-from sd_lightning.gemini.compute_weights import ChunkStorage
-from sd_lightning.gemini.memory import Arrival, Memory
-from sd_lightning.gemini.page_locked import PageLocked
-from sd_lightning.gemini.tiers import Buffer, Kind, Tier
+from sd_lightning.gemini.memory import Arrival, Memory, PageLocked
+from sd_lightning.gemini.placement import Buffer, Kind, Tier
+from sd_lightning.gemini.weights import ChunkStorage
 
 
 class Race(Exception):
@@ -293,7 +292,7 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
         return made
 
     with pytest.MonkeyPatch.context() as patch, Watch(device):
-        patch.setattr(chunked, "Memory", WatchedMemory)
+        patch.setattr(engine_file, "Memory", WatchedMemory)
         patch.setattr(torch, "empty", allocate_small)
         patch.setattr(ChunkStorage, "__init__", create_known)
         patch.setattr(ChunkStorage, "resize", resize)

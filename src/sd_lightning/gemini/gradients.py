@@ -1,226 +1,127 @@
-"""The gradients of one chunk on one rank: whole gradients, their reduction, and the accumulated shard."""
+"""Whole gradients for user code, outside of backward passes."""
 
 from __future__ import annotations
 
-from collections import deque
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from sd_lightning.gemini.collectives import Pending
-from sd_lightning.gemini.compute_weights import ChunkState, ComputeWeights
-from sd_lightning.gemini.memory import Arrival
-from sd_lightning.gemini.tiers import Buffer, Kind, Tier
-from sd_lightning.state.host_steps import host_step
+from sd_lightning._errors import UsageError
+from sd_lightning.gemini.guarded import OUTSIDE
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
+    from sd_lightning.gemini.optimizer import GeminiOptimizer
 
 
-class ChunkGradients:
-    """Whole gradients of a backward pass, and the accumulated shard of their sum over ranks and passes.
-
-    Whole gradients overwrite gathered weights. They have separate memory if the weights are resident, or if gradients
-    are kept for more than one pass. The sum lives on the tier where the optimizer steps.
+class WholeGradients:
+    """Gradients averaged over the ranks and added up since the last step, gathered on first touch.
 
     Args:
-        weights: The compute weights of the chunk.
+        engine: The networks and their chunks.
+        close: Writes back all that user code may have written.
     """
 
-    def __init__(self, weights: ComputeWeights) -> None:
-        self.accumulated: Buffer | None = None
-        """This rank's shard of the reduced gradients."""
-        self._weights = weights
-        self._memory = weights.memory
-        self._whole: Buffer | None = None
-        """Whole gradients in separate memory."""
-        self._filled: set[str] = set()
-        """Parameters whose gradient of this pass is in its slot."""
-        self._pending = Pending()
-        self._reduced: Tensor | None = None
-        """The shard that receives the sums of the current reduction."""
-        self._offloaded: tuple[Buffer, Arrival] | None = None
-        """Reduced gradients that are being copied to the slow tier."""
-        self._landing: deque[tuple[Buffer, Arrival]] = deque()
-        """Offloaded gradients of later passes, not yet added to ``accumulated``."""
-        self._landed = Arrival()
-        """Arrival of the accumulated gradients on the slow tier."""
+    def __init__(self, engine: GeminiEngine, close: Callable[[], None]) -> None:
+        self._engine = engine
+        self._close = close
+        self._whole: dict[int, Tensor] = {}
+        """By chunk: whole gradients that user code sees."""
+        self._touched: dict[GeminiOptimizer, set[nn.Parameter]] = {}
+        """By optimizer: parameters with gradients on any rank."""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there are no gradients on this rank, reduced or not."""
-        return not (self._filled or self.accumulated or self._whole or self._offloaded)
+    def is_open(self) -> bool:
+        """Whether user code holds any."""
+        return bool(self._whole or self._touched)
 
-    def put(self, parameter: nn.Parameter, gradient: Tensor, *, keep: bool) -> None:
-        """Write the gradient of one parameter, divided by the number of ranks, into its slot.
+    def read(self, parameter: nn.Parameter, *, is_asked_to_drop: bool) -> Tensor | None:
+        """Return the gradient of a parameter.
 
         Args:
-            parameter: One of this chunk.
-            gradient: In the shape of the parameter.
-            keep: Keep whole gradients for more than one pass: add them up in float32, in separate memory.
+            parameter: The parameter.
+            is_asked_to_drop: Only to be set to None, as Lightning does before each validation.
         """
-        weights = self._weights
-        slot = weights.storage.slots[parameter]
-        target = self._slots(keep)[slot.begin : slot.end].view(gradient.shape)
-        scale = 1.0 / weights.collectives.world_size
-        if slot.name in self._filled:
-            target.add_(gradient, alpha=scale)
-        elif gradient.dtype == target.dtype:
-            torch.mul(gradient, scale, out=target)
-        else:
-            target.copy_(gradient).mul_(scale)
-        self._filled.add(slot.name)
-        if weights.state is ChunkState.OVERWRITTEN:
-            weights.note_overwritten(parameter)
+        optimizer = self._optimizer_of(parameter)
+        if optimizer is None or is_asked_to_drop and optimizer.has_stepped:
+            return None
+        return self._gathered(parameter) if self._has_gradient(parameter, optimizer) else None
 
-    def has_overwritten(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient has overwritten this weight."""
-        weights = self._weights
-        return weights.state is ChunkState.OVERWRITTEN and weights.storage.slots[parameter].name in self._filled
-
-    def reduce(self) -> None:
-        """Start to reduce-scatter the gradients."""
-        weights, layout = self._weights, self._weights.layout
-        slots = self._slots(keep=False)
-        for slot in layout.slots:
-            if slot.name not in self._filled:
-                slots[slot.begin : slot.end].zero_()  # not used on this rank, but maybe on others
-        for begin, end in layout.gaps():
-            slots[begin:end].zero_()
-        self._filled.clear()
-        slots = self._widened(slots)
-        self._pending, self._reduced = weights.collectives.reduce_scatter(slots, layout.index)
-        if weights.placement.step_tier is Tier.SLOW and not weights.collectives.is_direct:
-            self._offload()
-
-    def finish_reduction(self) -> None:
-        """Add the result of :meth:`reduce` to the accumulated gradients."""
-        if self._weights.placement.step_tier is Tier.SLOW:
-            if self._offloaded is None:
-                self._offload()
-            self._receive()
-        else:
-            self._pending.wait()
-            self._accumulate()
-        self._reduced = None
-        self._free_whole()
-
-    def allocate(self) -> None:
-        """Accumulate onto zeros if there are no gradients yet."""
-        weights = self._weights
-        if self.accumulated is None:
-            numel, dtype = weights.bounds.numel, weights.layout.master_dtype
-            tier = weights.placement.step_tier
-            self.accumulated = self._memory.allocate(tier, Kind.ACCUMULATED, numel, dtype, zero=True)
-
-    def wait_on_host(self) -> None:
-        """Block the host until all gradients are accumulated."""
-        self._landed.wait()
-        while self._landing:
-            self._add_landed(self._landing[0][0])
-
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Set the whole and accumulated gradients of one parameter to zero."""
-        slot = self._weights.storage.slots[parameter]
-        self._filled.discard(slot.name)
-        if self._weights.placement.step_tier is Tier.SLOW:
-            self.wait_on_host()
-        if self._whole is not None:
-            self._whole.tensor[slot.begin : slot.end].zero_()
-        if self.accumulated is not None:
-            self._weights.bounds.view_of(slot, self.accumulated.tensor).zero_()
-
-    def drop(self) -> None:
-        """Free all gradients, including those being reduced."""
-        self._pending.wait()
-        self._filled.clear()
-        if self._offloaded is not None:
-            (buffer, arrival), self._offloaded = self._offloaded, None
-            arrival.join()
-            self._memory.free(buffer)
-        while self._landing:
-            self._memory.free(self._landing.popleft()[0])
-        self._reduced = None
-        self._free_whole()
-        if self.accumulated is not None:
-            self._memory.free(self.accumulated)
-            self.accumulated = None
-
-    def move(self, tier: Tier) -> None:
-        """Move the accumulated gradients to another tier."""
-        if self.accumulated is not None:
-            self.accumulated = self._memory.moved(self.accumulated, tier)
-
-    def _slots(self, keep: bool) -> Tensor:
-        """Return the memory of whole gradients; allocate it if needed."""
-        weights, layout = self._weights, self._weights.layout
-        if self._whole is None and not keep and not weights.is_resident:
-            return weights.lend()
-        if self._whole is None:
-            is_alone = weights.collectives.is_alone and weights.placement.step_tier is Tier.FAST
-            dtype = layout.master_dtype if keep or is_alone else layout.dtype
-            self._whole = self._memory.allocate(Tier.FAST, Kind.GRADIENTS, layout.numel, dtype)
-        return self._whole.tensor
-
-    def _widened(self, slots: Tensor) -> Tensor:
-        """Return whole gradients in the type in which they are sent, copied if it is wider."""
-        dtype = self._weights.collectives.sent_dtype(slots.dtype)
-        if dtype == slots.dtype:
-            return slots
-        wide = self._memory.allocate(Tier.FAST, Kind.GRADIENTS, slots.numel(), dtype)
-        wide.tensor.copy_(slots)
-        self._free_whole()
-        self._whole = wide
-        return wide.tensor
-
-    def _accumulate(self) -> None:
-        """Add the reduced gradients to the accumulated ones on the fast tier."""
-        assert self._reduced is not None
-        weights, whole = self._weights, self._whole
-        dtype = weights.layout.master_dtype
-        if self.accumulated is not None:
-            self.accumulated.tensor.add_(self._reduced)
-        elif whole is not None and whole.tensor.dtype == dtype and weights.collectives.is_alone:
-            # With one rank the whole gradients are the reduced ones.
-            whole.kind, self._whole, self.accumulated = Kind.ACCUMULATED, None, whole
-            self._memory.ledger.relabel(Tier.FAST, Kind.GRADIENTS, Kind.ACCUMULATED, whole.nbytes)
-        else:
-            self.accumulated = self._memory.allocate(Tier.FAST, Kind.ACCUMULATED, weights.bounds.numel, dtype)
-            self.accumulated.tensor.copy_(self._reduced)
-
-    def _offload(self) -> None:
-        """Copy the reduced gradients to the slow tier after the reduction, overlapping the computation."""
-        assert self._reduced is not None
-        dtype = self._weights.layout.master_dtype if self.accumulated is None else self._reduced.dtype
-        with self._memory.copying(Tier.SLOW) as arrival:
-            self._pending.wait()
-            buffer = self._memory.allocate(Tier.SLOW, Kind.ACCUMULATED, self._weights.bounds.numel, dtype)
-            self._memory.copy(buffer.tensor, self._reduced, Tier.FAST, Tier.SLOW)
-        self._offloaded = buffer, arrival
-
-    def _receive(self) -> None:
-        """Add the gradients copied to the slow tier to the accumulated ones there."""
-        assert self._offloaded is not None
-        (buffer, arrival), self._offloaded = self._offloaded, None
-        arrival.join()  # their source memory will be reused
-        if self.accumulated is None:
-            self.accumulated, self._landed = buffer, arrival
+    def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        """Replace the gradient of a parameter."""
+        engine, optimizer = self._engine, self._optimizer_of(parameter)
+        if value is None:
+            if optimizer is not None and not optimizer.has_stepped and self._has_gradient(parameter, optimizer):
+                self._close()
+                engine.chunk_of[parameter].gradients.forget(parameter)
+                engine.runtime.touched.discard(parameter)
+                engine.runtime.gradients_version += 1
             return
-        self._landing.append((buffer, arrival))
-        self._memory.land(arrival, partial(self._add_landed, buffer))
+        if optimizer is None:
+            raise UsageError(
+                f"Gemini got a gradient of {engine.name_of(parameter)} from outside, and no optimizer steps it; "
+                "expected a parameter of an optimizer"
+            )
+        if not self._has_gradient(parameter, optimizer):
+            engine.chunk_of[parameter].gradients.allocate()
+            engine.runtime.touched.add(parameter)
+            self._touched[optimizer].add(parameter)
+        self._gathered(parameter).copy_(value)
 
-    def _add_landed(self, buffer: Buffer) -> None:
-        """Add ``buffer`` to the accumulated gradients if it is the oldest one landing; otherwise do nothing."""
-        if not self._landing or self._landing[0][0] is not buffer:
-            return
-        (_, arrival), self._landed = self._landing.popleft(), Arrival()
-        arrival.wait()  # earlier copies are done then, too
-        assert self.accumulated is not None
-        with host_step():
-            self.accumulated.tensor.add_(buffer.tensor)
-        self._memory.free(buffer, arrival)
+    def release(self) -> dict[int, Tensor]:
+        """Let go of whole gradients, and return them by chunk."""
+        whole, self._whole = self._whole, {}
+        self._touched.clear()
+        return whole
 
-    def _free_whole(self) -> None:
-        if self._whole is not None:
-            self._memory.free(self._whole)
-            self._whole = None
-        if self._weights.state is ChunkState.OVERWRITTEN:
-            self._weights.release()
+    def write_back(self, whole: Mapping[int, Tensor]) -> None:
+        """Take over this rank's parts of whole gradients."""
+        for index, gradients in whole.items():
+            accumulated = self._engine.chunks[index].gradients.accumulated
+            if accumulated is not None:
+                accumulated.tensor.copy_(self._engine.collectives.shard(gradients) * self._scale)
+        if whole:
+            self._engine.runtime.gradients_version += 1
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
+        if torch._C._current_graph_task_id() != OUTSIDE:
+            raise UsageError(
+                f"Gemini got {self._engine.name_of(parameter)}.grad inside of a backward pass, where gradients are not "
+                "summed yet; use it in on_after_backward or on_before_optimizer_step"
+            )
+        return next((optimizer for optimizer in self._engine.optimizers if optimizer.owns(parameter)), None)
+
+    def _has_gradient(self, parameter: nn.Parameter, optimizer: GeminiOptimizer) -> bool:
+        """Return whether a parameter has a gradient on any rank; a collective call."""
+        if optimizer.has_stepped:
+            raise UsageError(
+                f"Gemini got {self._engine.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
+                "stepped, which frees the gradients; use it between the backward pass and the step, in "
+                "on_after_backward or on_before_optimizer_step"
+            )
+        if optimizer not in self._touched:
+            self._engine.collectives.meet(f"touches {self._engine.name_of(parameter)}.grad")
+            self._touched[optimizer] = set(optimizer.touched)
+        return parameter in self._touched[optimizer]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _gathered(self, parameter: nn.Parameter) -> Tensor:
+        engine, chunk = self._engine, self._engine.chunk_of[parameter]
+        if chunk.index not in self._whole:
+            engine.collectives.meet(f"touches {engine.name_of(parameter)}.grad")
+            chunk.gradients.wait_on_host()
+            accumulated = chunk.gradients.accumulated
+            assert accumulated is not None
+            whole = torch.empty(chunk.layout.numel, dtype=chunk.layout.master_dtype, device=engine.memory.device)
+            engine.collectives.shard(whole).copy_(accumulated.tensor)
+            engine.collectives.all_gather(whole, chunk.index).wait()
+            self._whole[chunk.index] = whole.div_(self._scale)
+        return chunk.part_of(parameter, self._whole[chunk.index])
+
+    @property
+    def _scale(self) -> float | Tensor:
+        """The factor of gradients in chunks, without which they are shown."""
+        return 1.0 if self._engine.loss_scale is None else self._engine.loss_scale.used

@@ -1,11 +1,15 @@
-"""The class of a chunk's parameter outside of its block's forward: it gives user code whole values."""
+"""The class of a chunk's parameter outside of its block's forward, which functions write it, and who wrote it inside.
+
+It gives user code whole values: those of :class:`~sd_lightning.gemini.outside.OutsideAccess`.
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +17,10 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.gemini.memory import Arrival, Memory
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.outside import OutsideAccess
 
 _READ = (
     "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized "
@@ -38,33 +46,31 @@ _ON_ITSELF: set[Any] = {
     torch._has_compatible_shallow_copy_type,
 }
 """What needs no values."""
+OUTSIDE = -1
+"""Autograd's number of the current graph task if none runs."""
+THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+ALIASES: set[Any] = {Tensor.data.__get__, SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
+"""What returns the memory of a tensor, or replaces it."""
+RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
+"""In-place functions that change the shape of a tensor, or its memory."""
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_IN_PLACE.add("__setitem__")
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+_NUM_SUMS = 251
+"""A prime: values that change places change sums of bytes, too."""
+_NUM_WATCHED = 1
+"""Forward passes of a unit that are watched for writes, at the beginning of a run."""
 _APPLY = nn.Module._apply.__code__
 _MOVES: set[Any] = {Tensor.to, Tensor.cpu, Tensor.cuda}
 """What a module calls for each of its parameters to move to a device."""
 
 
-class Access(Protocol):
-    """What gives the values: :class:`~sd_lightning.gemini.outside.OutsideAccess`."""
-
-    is_active: bool
-
-    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of torch with whole weights in place of parameters."""
-        ...
-
-    def gradient(self, parameter: nn.Parameter, *, is_asked_to_drop: bool = False) -> Tensor | None:
-        """Return a whole gradient."""
-        ...
-
-    def set_gradient(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        """Replace a gradient."""
-        ...
-
-
 class GuardedParameter(nn.Parameter):
     """The class of a chunk's parameter, except while its unit's forward runs: its values are those of the engine."""
 
-    chunk_access: weakref.ref[Access]
+    chunk_access: weakref.ref[OutsideAccess]
 
     @classmethod
     def __torch_function__(
@@ -95,13 +101,13 @@ class GuardedParameter(nn.Parameter):
         caller = sys._getframe(1).f_code
         if caller is _APPLY:
             return None
-        return access.gradient(self, is_asked_to_drop=caller is nn.Module.zero_grad.__code__)
+        return access.gradients.read(self, is_asked_to_drop=caller is nn.Module.zero_grad.__code__)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         access = self.chunk_access()
         if access is not None and access.is_active:
-            access.set_gradient(self, value)
+            access.gradients.write(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -109,10 +115,105 @@ class GuardedParameter(nn.Parameter):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return memo[id(self)]
+        copy: nn.Parameter | None = memo.get(id(self))
+        if copy is None:
+            copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copy
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class ForwardWatch:
+    """Notice of weights that a unit has written in its forward, where they are a copy of those that are trained.
+
+    Args:
+        memory: Copies the results to the host.
+        name_of: Returns a parameter's name.
+    """
+
+    def __init__(self, memory: Memory, name_of: Callable[[nn.Parameter], str]) -> None:
+        self._memory = memory
+        self._name_of = name_of
+        self._num_watched: Counter[int] = Counter()
+        """By unit: forward passes that were watched."""
+        self._before: dict[int, tuple[list[nn.Parameter], Tensor]] = {}
+        """By unit: gathered weights, and their digests when its forward began."""
+        self._after: dict[int, tuple[list[nn.Parameter], Tensor, Arrival]] = {}
+        """By unit: gathered weights, and whether its forward has written them; read a pass later."""
+
+    def begin(
+        self, unit: int, parameters: Sequence[nn.Parameter], is_trained_itself: Callable[[nn.Parameter], bool]
+    ) -> None:
+        """Watch a unit that is about to run, in its first passes."""
+        self._before.pop(unit, None)  # of a pass that raised
+        if self._num_watched[unit] < _NUM_WATCHED and torch.is_grad_enabled():
+            self._num_watched[unit] += 1
+            copies = [parameter for parameter in parameters if not is_trained_itself(parameter)]
+            if copies:
+                self._before[unit] = copies, digests(copies)
+
+    def end(self, unit: int) -> None:
+        """Compare the weights of a unit that has run."""
+        if unit in self._before:
+            copies, before = self._before.pop(unit)
+            self._after[unit] = copies, *self._memory.copy_to_host((digests(copies) != before).any(1))
+
+    def check(self, unit: int) -> None:
+        """Raise if the last watched pass of a unit has written its weights; the host waits for that pass.
+
+        Raises:
+            UsageError: It has.
+        """
+        if unit not in self._after:
+            return
+        copies, is_written, arrival = self._after.pop(unit)
+        arrival.wait()
+        for parameter in (each for each, written in zip(copies, is_written.tolist()) if written):
+            raise UsageError(
+                f"Gemini got {self._name_of(parameter)} written inside of its network's forward, where it is a "
+                "gathered copy, so that the change would be lost; write it in a hook (on_train_batch_end), or make it "
+                "a buffer"
+            )
+
+    def check_all(self) -> None:
+        """Raise if any unit has written its weights; otherwise its next pass raises.
+
+        Raises:
+            UsageError: A unit has.
+        """
+        for unit in list(self._after):
+            self.check(unit)
+
+    def clear(self) -> None:
+        """Forget what was not checked."""
+        self._after.clear()
+
+
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether a function of torch writes its first argument."""
+    name = func.__name__
+    return name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
+
+
+def digests(values: Sequence[Tensor]) -> Tensor:
+    """Return sums of the bytes of tensors, a row each; they change with the order of values, too."""
+    return torch.stack([sums_of(each) for each in values])
+
+
+def sums_of(values: Tensor) -> Tensor:
+    """Return sums of bytes, in int64 on the device of the values; they change with the order of values, too."""
+    flat = values.detach().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // _NUM_SUMS * _NUM_SUMS
+    sums = flat[:whole].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
+    sums[: flat.numel() - whole].add_(flat[whole:])
+    return sums
+
+
+def may_alias(result: Any, weight: Tensor) -> bool:
+    """Return whether user code may write a weight through what a function returned."""
+    return any(
+        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
+        for leaf in tree_leaves(result)
+    )

@@ -1,6 +1,6 @@
-"""The class of a chunk's parameter outside of its block's forward, which functions write it, and who wrote it inside.
+"""Parameters of chunks outside of their blocks' forward: their class, gradients, and the functions that write them.
 
-It gives user code whole values: those of :class:`~sd_lightning.gemini.outside.OutsideAccess`.
+User code gets whole values there: weights of :class:`~sd_lightning.gemini.outside.OutsideAccess`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.gemini.memory import Arrival, Memory
 
 if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
+    from sd_lightning.gemini.optimizer import GeminiOptimizer
     from sd_lightning.gemini.outside import OutsideAccess
 
 _READ = (
@@ -123,6 +125,111 @@ class GuardedParameter(nn.Parameter):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class WholeGradients:
+    """Gradients averaged over the ranks and added up since the last step, gathered on first touch.
+
+    Args:
+        engine: The networks and their chunks.
+        close: Writes back all that user code may have written.
+    """
+
+    def __init__(self, engine: GeminiEngine, close: Callable[[], None]) -> None:
+        self._engine = engine
+        self._close = close
+        self.whole: dict[int, Tensor] = {}
+        """By chunk: whole gradients that user code sees."""
+        self.touched: dict[GeminiOptimizer, set[nn.Parameter]] = {}
+        """By optimizer: parameters with gradients on any rank."""
+
+    def read(self, parameter: nn.Parameter, *, is_asked_to_drop: bool) -> Tensor | None:
+        """Return the gradient of a parameter.
+
+        Args:
+            parameter: The parameter.
+            is_asked_to_drop: Only to be set to None, as Lightning does before each validation.
+        """
+        optimizer = self._optimizer_of(parameter)
+        if optimizer is None or is_asked_to_drop and optimizer.has_stepped:
+            return None
+        return self._gathered(parameter) if self._has_gradient(parameter, optimizer) else None
+
+    def write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        """Replace the gradient of a parameter."""
+        engine, optimizer = self._engine, self._optimizer_of(parameter)
+        if value is None:
+            if optimizer is not None and not optimizer.has_stepped and self._has_gradient(parameter, optimizer):
+                self._close()
+                engine.chunk_of[parameter].gradients.forget(parameter)
+                engine.runtime.touched.discard(parameter)
+                engine.runtime.gradients_version += 1
+            return
+        if optimizer is None:
+            raise UsageError(
+                f"Gemini got a gradient of {engine.name_of(parameter)} from outside, and no optimizer steps it; "
+                "expected a parameter of an optimizer"
+            )
+        if not self._has_gradient(parameter, optimizer):
+            engine.chunk_of[parameter].gradients.allocate()
+            engine.runtime.touched.add(parameter)
+            self.touched[optimizer].add(parameter)
+        self._gathered(parameter).copy_(value)
+
+    def release(self) -> dict[int, Tensor]:
+        """Let go of whole gradients, and return them by chunk."""
+        whole, self.whole = self.whole, {}
+        self.touched.clear()
+        return whole
+
+    def write_back(self, whole: Mapping[int, Tensor]) -> None:
+        """Take over this rank's parts of whole gradients."""
+        for index, gradients in whole.items():
+            accumulated = self._engine.chunks[index].gradients.accumulated
+            if accumulated is not None:
+                accumulated.tensor.copy_(self._engine.collectives.shard(gradients) * self._scale)
+        if whole:
+            self._engine.runtime.gradients_version += 1
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
+        if torch._C._current_graph_task_id() != OUTSIDE:
+            raise UsageError(
+                f"Gemini got {self._engine.name_of(parameter)}.grad inside of a backward pass, where gradients are not "
+                "summed yet; use it in on_after_backward or on_before_optimizer_step"
+            )
+        return next((optimizer for optimizer in self._engine.optimizers if optimizer.owns(parameter)), None)
+
+    def _has_gradient(self, parameter: nn.Parameter, optimizer: GeminiOptimizer) -> bool:
+        """Return whether a parameter has a gradient on any rank; a collective call."""
+        if optimizer.has_stepped:
+            raise UsageError(
+                f"Gemini got {self._engine.name_of(parameter)}.grad after {type(optimizer.inner).__name__} has "
+                "stepped, which frees the gradients; use it between the backward pass and the step, in "
+                "on_after_backward or on_before_optimizer_step"
+            )
+        if optimizer not in self.touched:
+            self._engine.collectives.meet(f"touches {self._engine.name_of(parameter)}.grad")
+            self.touched[optimizer] = set(optimizer.touched)
+        return parameter in self.touched[optimizer]
+
+    def _gathered(self, parameter: nn.Parameter) -> Tensor:
+        engine, chunk = self._engine, self._engine.chunk_of[parameter]
+        if chunk.index not in self.whole:
+            engine.collectives.meet(f"touches {engine.name_of(parameter)}.grad")
+            with torch.inference_mode(False), torch.no_grad():
+                chunk.gradients.wait_on_host()
+                accumulated = chunk.gradients.accumulated
+                assert accumulated is not None
+                whole = torch.empty(chunk.layout.numel, dtype=chunk.layout.master_dtype, device=engine.memory.device)
+                engine.collectives.shard(whole).copy_(accumulated.tensor)
+                engine.collectives.all_gather(whole, chunk.index).wait()
+                self.whole[chunk.index] = whole.div_(self._scale)
+        return chunk.part_of(parameter, self.whole[chunk.index])
+
+    @property
+    def _scale(self) -> float | Tensor:
+        """The factor of gradients in chunks, without which they are shown."""
+        return 1.0 if self._engine.loss_scale is None else self._engine.loss_scale.used
 
 
 class ForwardWatch:

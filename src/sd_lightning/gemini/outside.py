@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.gradients import WholeGradients
 from sd_lightning.gemini.guarded import (
     ALIASES,
     OUTSIDE,
@@ -28,6 +27,7 @@ from sd_lightning.gemini.guarded import (
     THAWS,
     ForwardWatch,
     GuardedParameter,
+    WholeGradients,
     digests,
     is_in_place,
     may_alias,
@@ -131,7 +131,7 @@ class OutsideAccess:
     @property
     def is_open(self) -> bool:
         """Whether user code holds whole weights or gradients."""
-        return bool(self._weights) or self.gradients.is_open
+        return bool(self._weights or self.gradients.whole or self.gradients.touched)
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch with whole weights in place of parameters."""

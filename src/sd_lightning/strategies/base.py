@@ -146,7 +146,7 @@ class EngineStrategy:
         return self
 
 
-class _LightningsOwn(EngineStrategy):
+class _LightningAdapter(EngineStrategy):
     """Wrapper of one of Lightning's own strategies, or of the name of one that is not built yet."""
 
     def __init__(self, strategy: Strategy | str) -> None:
@@ -161,7 +161,7 @@ class _LightningsOwn(EngineStrategy):
 
 def engine_of(strategy: Strategy | str) -> EngineStrategy:
     """Return a strategy's interface: the strategy itself if it is ours, else a wrapper."""
-    return strategy if isinstance(strategy, EngineStrategy) else _LightningsOwn(strategy)
+    return strategy if isinstance(strategy, EngineStrategy) else _LightningAdapter(strategy)
 
 
 def is_partitioned(parameter: Tensor) -> bool:

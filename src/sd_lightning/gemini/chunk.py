@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.layout import ChunkLayout
 from sd_lightning.gemini.memory import Arrival, Memory
-from sd_lightning.gemini.placement import Buffer, ChunkPlacement, Kind, Tier
+from sd_lightning.gemini.placement import ChunkPlacement, Kind, Tier, TierBuffer
 from sd_lightning.gemini.weights import ChunkState, ComputeWeights, MasterWeights
 from sd_lightning.state.host import host_step
 
@@ -27,20 +27,20 @@ class ChunkGradients:
     """
 
     def __init__(self, weights: ComputeWeights) -> None:
-        self.accumulated: Buffer | None = None
+        self.accumulated: TierBuffer | None = None
         """This rank's shard of the reduced gradients."""
         self._weights = weights
         self._memory = weights.memory
-        self._whole: Buffer | None = None
+        self._whole: TierBuffer | None = None
         """Whole gradients in separate memory."""
         self._filled: set[str] = set()
         """Parameters whose gradient of this pass is in its slot."""
         self._pending = Pending()
         self._reduced: Tensor | None = None
         """The shard that receives the sums of the current reduction."""
-        self._offloaded: tuple[Buffer, Arrival] | None = None
+        self._offloaded: tuple[TierBuffer, Arrival] | None = None
         """Reduced gradients that are being copied to the slow tier."""
-        self._landing: deque[tuple[Buffer, Arrival]] = deque()
+        self._landing: deque[tuple[TierBuffer, Arrival]] = deque()
         """Offloaded gradients of later passes, not yet added to ``accumulated``."""
         self._landed = Arrival()
         """Arrival of the accumulated gradients on the slow tier."""
@@ -208,7 +208,7 @@ class ChunkGradients:
         self._landing.append((buffer, arrival))
         self._memory.land(arrival, partial(self._add_landed, buffer))
 
-    def _add_landed(self, buffer: Buffer) -> None:
+    def _add_landed(self, buffer: TierBuffer) -> None:
         """Add ``buffer`` to the accumulated gradients if it is the oldest one landing; otherwise do nothing."""
         if not self._landing or self._landing[0][0] is not buffer:
             return
@@ -246,7 +246,7 @@ class Chunk:
         self.weights = ComputeWeights(layout, placement, memory, collectives)
         self.master = MasterWeights(self.weights)
         self.gradients = ChunkGradients(self.weights)
-        self.states: dict[str, Buffer] = {}
+        self.states: dict[str, TierBuffer] = {}
         """Optimizer states by name."""
         self.bounds = self.weights.bounds
         """The shard that this rank owns."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.placement import Buffer, Kind, Ledger, Tier, mib
+from sd_lightning.gemini.placement import Kind, Ledger, Tier, TierBuffer, mib
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class Memory:
 
     @torch.inference_mode(False)  # memory allocated in validation may be reused in training
     @torch.no_grad()
-    def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:
+    def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> TierBuffer:
         """Return a new flat buffer."""
         if tier is Tier.FAST:
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
@@ -234,9 +234,9 @@ class Memory:
         self.ledger.add(tier, kind, tensor.nbytes)
         if zero:
             tensor.zero_()
-        return Buffer(tensor, tier, kind)
+        return TierBuffer(tensor, tier, kind)
 
-    def free(self, buffer: Buffer, last_use: Arrival | None = None) -> None:
+    def free(self, buffer: TierBuffer, last_use: Arrival | None = None) -> None:
         """Free a buffer, which must not be used again.
 
         Args:
@@ -257,7 +257,7 @@ class Memory:
         Values cross in the narrower of the two types. Exception: torch widens before a copy from an accelerator to the
         host, since the host does not wait to widen afterwards.
         """
-        staged: Buffer | None = None
+        staged: TierBuffer | None = None
         if self.on_accelerator and source_tier is not target_tier and target.dtype.itemsize < source.dtype.itemsize:
             if target_tier is Tier.FAST:
                 # torch would convert into pageable memory, and copies from that block the host.
@@ -273,7 +273,7 @@ class Memory:
         width = target.element_size() if is_widened else min(target.element_size(), source.element_size())
         self.ledger.move(source_tier, target_tier, target.numel() * width)
 
-    def moved(self, buffer: Buffer, tier: Tier) -> Buffer:
+    def moved(self, buffer: TierBuffer, tier: Tier) -> TierBuffer:
         """Move a buffer to another tier: return the new buffer and free the old one."""
         if buffer.tier == tier:
             return buffer

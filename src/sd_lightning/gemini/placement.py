@@ -86,7 +86,7 @@ class Ledger:
 
 
 @dataclass(eq=False)
-class Buffer:
+class TierBuffer:
     """A flat tensor on a tier, counted in the ledger until it is freed."""
 
     tensor: Tensor

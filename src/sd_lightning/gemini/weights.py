@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.layout import ChunkLayout, Shard, Slot
 from sd_lightning.gemini.memory import Arrival, Memory
-from sd_lightning.gemini.placement import Buffer, ChunkPlacement, Kind, Tier
+from sd_lightning.gemini.placement import ChunkPlacement, Kind, Tier, TierBuffer
 
 
 class ChunkState(Enum):
@@ -120,7 +120,7 @@ class ComputeWeights:
         self.bounds = Shard(layout, collectives.rank, collectives.world_size)
         self.storage = ChunkStorage(layout, memory.device)
         self.state = ChunkState.GATHERED
-        self._shard: Buffer | None = None
+        self._shard: TierBuffer | None = None
         self._pending = Pending()
         self._gathered, self._refreshed = Arrival(), Arrival()
         self._versions: dict[nn.Parameter, int] = {}
@@ -254,7 +254,7 @@ class ComputeWeights:
         self.memory.ledger.add(Tier.FAST, kind, -self.storage.full.untyped_storage().nbytes())
         self.storage.discard()
 
-    def _allocate_shard(self) -> Buffer:
+    def _allocate_shard(self) -> TierBuffer:
         return self.memory.allocate(self.placement.param_tier, Kind.WEIGHTS, self.bounds.numel, self.layout.dtype)
 
     def _free_shard(self) -> None:
@@ -284,7 +284,7 @@ class MasterWeights:
 
     def __init__(self, compute: ComputeWeights) -> None:
         self._compute = compute
-        self._buffer: Buffer | None = None
+        self._buffer: TierBuffer | None = None
         """Memory beside the compute weights; during a swap also if they are otherwise the only copy."""
         self._is_swapped = False
         if compute.layout.is_trained and not compute.is_master:
@@ -343,7 +343,7 @@ class MasterWeights:
         if not compute.layout.is_trained:
             return
         is_aliased = placement.aliases_master(compute.layout)
-        new: Buffer | None = None
+        new: TierBuffer | None = None
         if self._is_swapped or not is_aliased:
             tier, kind = (Tier.SLOW, Kind.SWAPPED) if is_aliased else (placement.optim_tier, Kind.OPTIMIZER)
             new = self._allocate(tier, kind)
@@ -359,6 +359,6 @@ class MasterWeights:
             self._compute.memory.free(self._buffer)
             self._buffer = None
 
-    def _allocate(self, tier: Tier, kind: Kind) -> Buffer:
+    def _allocate(self, tier: Tier, kind: Kind) -> TierBuffer:
         compute = self._compute
         return compute.memory.allocate(tier, kind, compute.bounds.numel, compute.layout.master_dtype)

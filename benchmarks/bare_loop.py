@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from sd_lightning import LatentDiffusion
-from sd_lightning.callbacks.pauses import paused
+from sd_lightning.callbacks.steps import paused
 from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.sources.digits import Digits

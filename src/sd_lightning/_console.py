@@ -7,6 +7,10 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _ADVICE = (
     r".*does not have many workers.*",  # tiny data sets are read in the training process on purpose
@@ -47,3 +51,31 @@ def print_lines(lines: Iterable[str]) -> None:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def start_bar(activity: str, total: int | None, done: int = 0) -> Progress | None:
+    """Start a bar that shows an activity, how much of it is done, and a ``text``.
+
+    Returns:
+        None in a file, a pipe or a notebook, where plain lines tell the progress.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+    from rich.table import Column
+
+    console = Console()
+    if not console.is_terminal or console.is_jupyter:
+        return None
+    bar = Progress(
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("{task.description}"),
+        BarColumn(None, complete_style="cyan", finished_style="green", table_column=Column(ratio=1)),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}", style="dim", markup=False),
+        console=console,
+        refresh_per_second=2,
+        expand=True,
+    )
+    bar.add_task(activity, total=total, completed=done, text="")
+    bar.start()
+    return bar

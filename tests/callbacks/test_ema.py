@@ -13,6 +13,9 @@ from torch import Tensor
 import small_training as small
 from sd_lightning import UsageError
 from sd_lightning.callbacks import EMA, PortableCheckpoint
+from sd_lightning.strategies import restoring
+from sd_lightning.strategies.gemini import GeminiStrategy
+from sd_lightning.strategies.processes.group import leave_process_group
 
 
 class Layer(pl.LightningModule):
@@ -216,6 +219,18 @@ def test_a_second_fit_with_a_new_callback_continues_from_the_trained_weights_too
     fit(module, 4, second, ema := EMA(0.9))
     assert ema.num_updates == 4
     assert_close(shadow(ema), averages(first.weights[-1], second.weights, lambda step: warm_up(0.9, step - 1)))
+
+
+def test_a_module_that_stays_in_parts_goes_on_from_its_trained_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "free_host_bytes", lambda: 0)
+    ours, theirs, module, whole = EMA(0.9), EMA(0.9), Layer(), Layer()
+    for steps in (5, 4):
+        fit(module, steps, ours, strategy=GeminiStrategy())
+        fit(whole, steps, theirs)
+    leave_process_group()
+    assert ours.num_updates == 9
+    for key, average in theirs.shadow.items():
+        torch.testing.assert_close(ours.shadow[key], average.flatten())
 
 
 def test_another_module_gets_an_average_of_its_own() -> None:

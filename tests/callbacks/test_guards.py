@@ -23,7 +23,7 @@ from torch import Tensor
 import small_training as small
 from places import SUPPORT
 from sd_lightning import SDLightningModule, UsageError
-from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
+from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal, guards
 from sd_lightning.callbacks.checkpoint import opening, writer
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.state.shards import TensorRange, tensor_of
@@ -57,6 +57,12 @@ def _handlers_are_given_back() -> Any:
     for number, handler in before.items():
         signal.signal(number, handler)
     assert after == before
+
+
+def test_lightning_has_what_callbacks_replace() -> None:
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert guards._SIGTERM_BROADCAST in vars(type(trainer.fit_loop.epoch_loop)), "no longer asks before every batch"
+    assert vars(trainer._signal_connector)["received_sigterm"] is trainer.received_sigterm is False
 
 
 @SIGNALS

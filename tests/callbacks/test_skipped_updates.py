@@ -14,7 +14,7 @@ from torch import Tensor
 import small_training as small
 from sd_lightning import SDLightningModule, UsageError
 from sd_lightning.callbacks import NonFiniteLossGuard
-from sd_lightning.callbacks.lagged import Lagged
+from sd_lightning.callbacks.steps import Lagged
 from sd_lightning.strategies import EngineStrategy
 
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -117,9 +117,9 @@ def test_a_second_fit_does_not_hear_of_the_first(caplog: pytest.LogCaptureFixtur
 
 def test_values_are_read_when_the_next_ones_come() -> None:
     lagged = Lagged()
-    assert lagged.take() is None
+    assert lagged.pop() is None
     values = torch.tensor([1.0, 2.0])
     assert lagged.swap(values) is None
     values += 1  # the copy has been made
     assert lagged.swap(values) == [1.0, 2.0]
-    assert lagged.take() == [2.0, 3.0] and lagged.take() is None
+    assert lagged.pop() == [2.0, 3.0] and lagged.pop() is None

@@ -18,13 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gemini_jobs import BATCH, Blocks, Job, _Fails, inputs, loss_of
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.accumulation import spare_bytes
-from sd_lightning.gemini.auto import Call
+from sd_lightning.gemini.auto import AllocatorProbe, NetworkCall, peak_allocated, spare_bytes
 from sd_lightning.gemini.collectives import Collectives
+from sd_lightning.gemini.layout import place_others
 from sd_lightning.gemini.memory import Memory
-from sd_lightning.gemini.networks import place_others
-from sd_lightning.gemini.probe import AllocatorProbe, peak_allocated
-from sd_lightning.gemini.tiers import Kind, Tier
+from sd_lightning.gemini.placement import Kind, Tier
 from sd_lightning.models.families.blocks import execution_position, repeated_blocks
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.state.shards import SavedParameter
@@ -81,7 +79,7 @@ def test_a_write_inside_of_a_forward_is_refused_before_its_weights_are_used_or_s
         if reads == "the next pass":
             loss_of(network, batch, torch.float32)
         elif reads == "a checkpoint":
-            engine.state.shards()
+            engine.state.parameter_shards()
         else:
             engine.restore()
     assert len(calls) == 1
@@ -186,11 +184,11 @@ def test_chunks_of_a_unet_are_packed_in_the_order_in_which_they_run() -> None:
     blocks = list(repeated_blocks(unet).values())
     config = GeminiConfig(offload_param_frac=1.0, chunk_numel=20_000)
     engine = GeminiEngine({"unet": unet}, config, blocks=blocks, order=order)
-    seen: list[int] = []
+    seen: list[str] = []
     engine.runtime.observer = lambda phase, unit: seen.append(unit)
     with torch.no_grad():
         unet(torch.randn(1, 4, 8, 8), torch.tensor([3]), torch.randn(1, 8, 64))
-    assert seen == list(range(len(engine.runtime.units))), [engine.runtime.units[i].name for i in seen]
+    assert seen == [unit.name for unit in engine.runtime.units]
     registered = GeminiEngine({"unet": LatentDiffusion.build("tiny", seed=0).denoiser}, config).runtime.units
     assert [unit.name for unit in registered] != [unit.name for unit in engine.runtime.units]
 
@@ -224,7 +222,7 @@ def test_the_engine_tells_once_how_gradients_accumulate(
 ) -> None:
     network = Blocks()
     engine = engine_of(network, reduce_once=reduce_once, chunk_numel=1500)
-    with caplog.at_level(logging.INFO, "sd_lightning.gemini.accumulation"):
+    with caplog.at_level(logging.INFO, "sd_lightning.gemini.gathering"):
         for step in range(3):
             with engine.no_sync():
                 loss_of(network, inputs(step, Job("accumulate")), torch.float32).backward()
@@ -257,7 +255,7 @@ def test_what_the_first_step_leaves_decides_how_gradients_accumulate(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("sd_lightning.gemini.accumulation.spare_bytes", lambda memory, world_size: spare)
+    monkeypatch.setattr("sd_lightning.gemini.gathering.spare_bytes", lambda memory, world_size: spare)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     monkeypatch.setattr(Collectives, "sum_with_order", lambda self, values: values)  # a fake group adds nothing up
     try:
@@ -265,7 +263,7 @@ def test_what_the_first_step_leaves_decides_how_gradients_accumulate(
         engine = engine_of(network, reduce_once="auto", chunk_numel=1500)
         optimizer = engine.optimizer(torch.optim.SGD(network.parameters(), lr=1e-6))
         found = []
-        with caplog.at_level(logging.INFO, "sd_lightning.gemini.accumulation"):
+        with caplog.at_level(logging.INFO, "sd_lightning.gemini.gathering"):
             for step in range(3):
                 before = engine.runtime.statistics["reductions"]
                 with engine.no_sync():
@@ -347,7 +345,7 @@ def test_only_calls_with_larger_inputs_are_measured_again(caplog: pytest.LogCapt
 
 
 def test_a_call_covers_those_with_inputs_that_are_larger_nowhere() -> None:
-    call = Call("unet", True, True, ((4, 3, 8), (4,)))
+    call = NetworkCall("unet", True, True, ((4, 3, 8), (4,)))
     assert call.covers(call) and call.covers(call._replace(shapes=((2, 3, 8), (4,))))
     assert not call.covers(call._replace(shapes=((2, 3, 9), (4,))))
     assert not call.covers(call._replace(shapes=((4, 3, 8),)))
@@ -441,8 +439,10 @@ def test_8_bit_states_are_saved_as_values_and_quantised_again_when_loaded(least:
         return engine
 
     def states(engine: GeminiEngine) -> dict[str, torch.Tensor]:
-        values = {f"{kind}/{owned.name}": s for owned in engine.state.shards() for kind, s in owned.states.items()}
-        values |= {f"master/{owned.name}": owned.master for owned in engine.state.shards()}
+        values = {
+            f"{kind}/{owned.name}": s for owned in engine.state.parameter_shards() for kind, s in owned.states.items()
+        }
+        values |= {f"master/{owned.name}": owned.master for owned in engine.state.parameter_shards()}
         return {key: (s if isinstance(s, torch.Tensor) else s()).clone() for key, s in values.items()}
 
     saved = states(trained(3))
@@ -455,10 +455,10 @@ def test_8_bit_states_are_saved_as_values_and_quantised_again_when_loaded(least:
         name: SavedParameter(tuple(p.shape), dict.fromkeys(("state1", "state2"), tuple(p.shape)), {"step": 3})
         for name, p in fresh.trained.items()
     }
-    fresh.state.load(read, records)
+    fresh.state.load(records, fresh.state.optimizer_groups(), read)
     loaded = states(fresh)
     assert loaded.keys() == saved.keys() and len(saved) == 3 * len(fresh.trained)
-    assert {owned.scalars["step"] for owned in fresh.state.shards()} == {3}
+    assert {owned.scalars["step"] for owned in fresh.state.parameter_shards()} == {3}
     for key, values in saved.items():
         assert values.dtype == torch.float32 and values.abs().max() > 0
         exact = least == 4096 or key.startswith("master")
@@ -486,7 +486,7 @@ def test_states_on_disk_stay_live_though_their_files_have_no_names(tmp_path: Pat
     engine = engine_of(network, offload_optim_frac=1.0, disk_optim_frac=1.0, offload_dir=tmp_path, chunk_numel=1500)
     optimizer = engine.optimizer(torch.optim.AdamW(network.parameters(), lr=1e-3))
     assert list(tmp_path.iterdir()) == [] and engine.ledger.current[Tier.DISK] > 0
-    masters = [owned.master for owned in engine.state.shards()]
+    masters = [owned.master for owned in engine.state.parameter_shards()]
     before = [master.clone() for master in masters]
     loss_of(network, inputs(0, Job("disk")), torch.float32).backward()
     optimizer.step()

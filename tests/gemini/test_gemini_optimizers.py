@@ -30,7 +30,6 @@ from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import SavedParameter
 from sd_lightning.strategies.ddp import DDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
-from sd_lightning.strategies.gemini_state import GeminiState
 from sd_lightning.strategies.processes.group import leave_process_group
 
 PLACES = [name for name in PLACEMENTS if "gathered" not in name and name != "sharded"]
@@ -210,7 +209,7 @@ def test_states_go_to_plain_torch_and_back(name: str) -> None:
         if changed:
             optimizer.param_groups[0].update(settings)
             optimizer.adopt()
-        return network, optimizer, GeminiState(engine, [optimizer])
+        return network, optimizer, engine.state
 
     def values(state: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -253,13 +252,13 @@ def test_scalars_of_another_optimizer_are_refused() -> None:
     network = Blocks()
     engine = GeminiEngine({"": network}, GeminiConfig(chunk_numel=1500))
     engine.optimizer(torch.optim.NAdam(network.parameters()))
-    groups = GeminiState(engine, engine.optimizers).optimizer_groups()
+    groups = engine.state.optimizer_groups()
     saved = {
         name: SavedParameter(tuple(p.shape), dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape)), {"step": 3})
         for name, p in engine.trained.items()
     }
     with pytest.raises(UsageError, match="resume: the checkpoint holds exp_avg, exp_avg_sq, step of .*mu_product"):
-        GeminiState(engine, engine.optimizers).load(saved, groups, lambda *_: None)
+        engine.state.load(saved, groups, lambda *_: None)
 
 
 @pytest.mark.slow

@@ -16,18 +16,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gemini_jobs import Blocks
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.calls import Route, merged
 from sd_lightning.gemini.layout import ALIGNMENT, ChunkLayout, ParameterSpec, Shard, align, pack, search_chunk_numel
+from sd_lightning.gemini.passes import Route, merged
 from sd_lightning.gemini.placement import (
+    ChunkPlan,
     Demand,
-    Plan,
+    Tier,
     fast_bytes,
     plan_auto,
     plan_static,
     plan_trace,
     whole_gradient_bytes,
 )
-from sd_lightning.gemini.tiers import Tier
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 5000))
@@ -165,7 +165,7 @@ def test_an_automatic_plan_fits_and_offloads_optimizers_before_weights(
     assert _num_slow(more) <= _num_slow(plan), "more memory offloads more"
 
 
-def _num_slow(plan: Plan) -> int:
+def _num_slow(plan: ChunkPlan) -> int:
     return sum((place.optim_tier is Tier.SLOW) + (place.param_tier is Tier.SLOW) for place in plan.chunks)
 
 
@@ -182,7 +182,7 @@ def test_engines_of_all_ranks_own_every_element_once(world_size: int) -> None:
         try:
             torch.manual_seed(0)
             engine = GeminiEngine({"": Blocks()}, GeminiConfig(chunk_numel=1500))
-            for owned in engine.state.shards():
+            for owned in engine.state.parameter_shards():
                 counts[owned.name][owned.begin : owned.end] += 1
                 values[owned.name][owned.begin : owned.end] = owned.master
         finally:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.loss_scale import LossScale
+from sd_lightning.gemini.optimizer import LossScale
 from sd_lightning.state.shards import tensor_of
 
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -38,7 +38,7 @@ def backward(network: nn.Module, engine: GeminiEngine, step: int, factor: float 
 
 def state_of(engine: GeminiEngine) -> dict[str, Tensor]:
     found = {}
-    for shard in engine.state.shards():
+    for shard in engine.state.parameter_shards():
         found[shard.name] = tensor_of(shard.master).clone()
         found |= {f"{name}/{shard.name}": tensor_of(value).clone() for name, value in shard.states.items()}
         found |= {f"{name}/{shard.name}": torch.as_tensor(value) for name, value in shard.scalars.items()}

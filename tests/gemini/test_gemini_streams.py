@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gemini_jobs import Blocks, Job, _Fails, inputs, loss_of
 from pretended_accelerator import Device, Race, pretended_accelerator
-from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunked
-from sd_lightning.gemini.placement import plan_static
-from sd_lightning.gemini.tiers import Kind, Tier
+from sd_lightning.gemini import GeminiConfig, GeminiEngine
+from sd_lightning.gemini import engine as engine_file
+from sd_lightning.gemini.placement import Kind, Tier, plan_static
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fast": {},
@@ -66,12 +66,12 @@ def _act(made: GeminiEngine, act: str, step: int, backward: Callable[[int], None
         made.move(plan_static(made.layouts, GeminiConfig(offload_optim_frac=optim, offload_param_frac=param)))
     if act == "swap":
         with torch.no_grad() if step else torch.inference_mode():  # as Lightning validates on accelerators
-            made.state.swap_in({(s.name, s.begin): torch.zeros(s.end - s.begin) for s in made.state.shards()})
+            made.state.swap_in({(s.name, s.begin): torch.zeros(s.end - s.begin) for s in made.state.parameter_shards()})
             made.networks[""](inputs(0, Job("streams"))[0].to(made.config.compute_dtype))
-            assert all(float(shard.master.abs().sum()) >= 0 for shard in made.state.shards())
+            assert all(float(shard.master.abs().sum()) >= 0 for shard in made.state.parameter_shards())
             made.state.swap_out()
     if act == "load":
-        made.state.load(_read_zeros)
+        made.state.load({}, None, _read_zeros)
     if act == "fail":
         handle = made.networks[""].blocks[0].register_forward_hook(lambda _, __, output: _Fails.apply(output))
         with pytest.raises(ZeroDivisionError):
@@ -102,7 +102,7 @@ def test_copies_in_both_directions_go_on_beside_the_computation() -> None:
         made = GeminiEngine({"": network}, config)
         optimizer = made.optimizer(torch.optim.AdamW(network.parameters()))
 
-        def observe(phase: str, unit: int) -> None:
+        def observe(phase: str, unit: str) -> None:
             for stream in (made.memory._to_fast, made.memory._to_slow):
                 ahead[stream.name].append(stream.clock[stream.name] - device.compute.clock[stream.name])
 
@@ -142,7 +142,7 @@ def test_the_host_waits_for_nothing_that_has_just_been_sent() -> None:
 
 def test_host_memory_is_used_again_only_after_copies_to_it() -> None:
     with pretended_accelerator(with_network=False):
-        memory = chunked.Memory(torch.device("cpu"))
+        memory = engine_file.Memory(torch.device("cpu"))
         target, source = (memory.allocate(tier, Kind.WEIGHTS, 8, torch.float32) for tier in (Tier.SLOW, Tier.FAST))
         with memory.copying(Tier.SLOW):
             memory.copy(target.tensor, source.tensor, Tier.FAST, Tier.SLOW)

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from host_waits import DEVICE, HostWaits
 from sd_lightning.planner.recording import record
-from sd_lightning.state import averaging, pinned
+from sd_lightning.state import averaging, host
 from sd_lightning.state.averaging import Averaging, room_bytes
-from sd_lightning.state.pinned import host_memory, pinned_bytes
+from sd_lightning.state.host import host_memory, pinned_bytes
 
 FRACTIONS = (1.0, 0.75, 0.1, 1e-4)
 
@@ -37,7 +37,7 @@ def some_weights(dtype: torch.dtype) -> list[Tensor]:
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(averaging, "GROUP_BYTES", 4 * 96)
-    monkeypatch.setattr(pinned, "BLOCK_BYTES", 4 * 1000)
+    monkeypatch.setattr(host, "BLOCK_BYTES", 4 * 1000)
 
 
 def reference(start: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
@@ -263,7 +263,7 @@ def test_updates_come_after_the_optimizer_and_before_the_next_one(monkeypatch: p
         are_pinned.append(pin_memory)
         return empty(*args, **options)
 
-    for module in (averaging, pinned):
+    for module in (averaging, host):
         monkeypatch.setattr(module, "streams_of", lambda device: streams)
     monkeypatch.setattr(torch, "empty", noting)
     weights = some_weights(torch.bfloat16)

@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from gemini_jobs import Blocks, Job, inputs, loss_of
-from sd_lightning.gemini import GeminiConfig, GeminiEngine, gradients
-from sd_lightning.state import host_steps
+from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunk
+from sd_lightning.state import host
 from sd_lightning.state.averaging import Averaging
-from sd_lightning.state.host_steps import host_step, num_threads, step_on_host, usable_cores
+from sd_lightning.state.host import host_step, num_threads, step_on_host, usable_cores
 from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy, Offload
 from sd_lightning.strategies.fsdp import FSDPStrategy
 
@@ -35,8 +35,8 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
-        monkeypatch.setattr(host_steps, "_CPU_MAX", tmp_path / "cpu.max")
-        monkeypatch.setattr(host_steps, "_CPU_QUOTA", tmp_path / "cpu.cfs_quota_us")
+        monkeypatch.setattr(host, "_CPU_MAX", tmp_path / "cpu.max")
+        monkeypatch.setattr(host, "_CPU_QUOTA", tmp_path / "cpu.cfs_quota_us")
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
         monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
         monkeypatch.setattr(torch, "set_num_threads", lambda threads: count.__setitem__(0, threads))
@@ -77,7 +77,7 @@ def test_a_control_group_may_allow_less_than_all_cores(
     assert usable_cores() == cores
     for name in ("quota", "period"):  # as version 1 writes it
         (tmp_path / f"cpu.cfs_{name}_us").write_text(quota.replace("max", "-1").split()[name == "period"])
-    monkeypatch.setattr(host_steps, "_CPU_MAX", tmp_path / "none")
+    monkeypatch.setattr(host, "_CPU_MAX", tmp_path / "none")
     assert usable_cores() == cores
 
 
@@ -175,7 +175,7 @@ def test_gemini_steps_and_adds_gradients_up_with_more_threads(launch: Launch, mo
             found["landed"].add(torch.get_num_threads())
             yield
 
-    monkeypatch.setattr(gradients, "host_step", landing)
+    monkeypatch.setattr(chunk, "host_step", landing)
     for micro in range(2):
         loss_of(network, inputs(micro, Job("threads")), torch.float32).backward()
     optimizer.clip_grad_norm_(0.1)

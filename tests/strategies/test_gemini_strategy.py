@@ -14,6 +14,7 @@ import small_training
 from sd_lightning.callbacks import EMA
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.processes.group import leave_process_group
+from sd_lightning.strategies.sharding import CPU_AND_CUDA
 
 OFFLOADED = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "gathered_budget": 0}
 
@@ -120,3 +121,10 @@ def test_two_optimizers_stepped_by_hand_train_as_without_an_engine(settings: dic
 def test_networks_in_float64_stay_in_float64() -> None:
     plain, ours = (losses(strategy, dtype=torch.float64) for strategy in ("auto", GeminiStrategy(**OFFLOADED)))
     assert ours == pytest.approx(plain, abs=1e-13)
+
+
+def test_lightning_makes_the_group_with_the_backends_that_the_strategy_sets() -> None:
+    """``_process_group_backend`` is private: this fails when a release of Lightning reads another attribute."""
+    strategy = GeminiStrategy()
+    strategy._process_group_backend = CPU_AND_CUDA
+    assert strategy.process_group_backend == strategy._get_process_group_backend() == CPU_AND_CUDA

@@ -25,7 +25,7 @@ import held_out_models
 import ranks
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.networks import Reader
+from sd_lightning.gemini.layout import Reader
 from sd_lightning.gemini.placement import Demand, smallest_budget
 
 BATCH, WIDTH, CLASSES, STEPS = 8, 24, 6, 12
@@ -520,7 +520,7 @@ def _act(training: Training, step: int) -> None:
             with torch.inference_mode():
                 loss_of(training.network, inputs(1000 + step, job), training.dtype)
     if job.act == "swap" and step % 3 == 1:
-        owned = engine.state.shards()
+        owned = engine.state.parameter_shards()
         engine.state.swap_in({(s.name, s.begin): torch.full_like(s.master, 0.01) for s in owned})
         with torch.no_grad():
             swapped = loss_of(training.network, inputs(7, job), training.dtype)

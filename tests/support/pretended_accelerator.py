@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sd_lightning.gemini import chunked
+from sd_lightning.gemini import engine as engine_file
 from sd_lightning.gemini.collectives import Collectives, Pending
-from sd_lightning.gemini.compute_weights import ChunkStorage
-from sd_lightning.gemini.memory import Arrival, Memory
-from sd_lightning.gemini.page_locked import PageLocked
-from sd_lightning.gemini.tiers import Buffer, Kind, Tier
+from sd_lightning.gemini.memory import Arrival, Memory, PageLocked
+from sd_lightning.gemini.placement import Kind, Tier, TierBuffer
+from sd_lightning.gemini.weights import ChunkStorage
 
 
 class Race(Exception):
@@ -245,7 +244,7 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
             self._to_fast, self._to_slow = device.Stream("to fast"), device.Stream("to slow")
             self._page_locked = PageLocked(device, self.device, device.timelines)
 
-        def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:
+        def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> TierBuffer:
             buffer = super().allocate(tier, kind, numel, dtype)
             device.know(buffer.tensor, tier)
             if zero:
@@ -257,7 +256,7 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
             super().copy(target, source, source_tier, target_tier)
             device.is_copying = device.is_leaving = False
 
-        def free(self, buffer: Buffer, last_use: Arrival | None = None) -> None:
+        def free(self, buffer: TierBuffer, last_use: Arrival | None = None) -> None:
             if buffer.tier is Tier.FAST:  # the allocator gives it to the computation again
                 device.use(device.compute, buffer.tensor, is_write=True)
             super().free(buffer, last_use)
@@ -293,7 +292,7 @@ def pretended_accelerator(*, with_network: bool) -> Iterator[Device]:
         return made
 
     with pytest.MonkeyPatch.context() as patch, Watch(device):
-        patch.setattr(chunked, "Memory", WatchedMemory)
+        patch.setattr(engine_file, "Memory", WatchedMemory)
         patch.setattr(torch, "empty", allocate_small)
         patch.setattr(ChunkStorage, "__init__", create_known)
         patch.setattr(ChunkStorage, "resize", resize)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from sd_lightning._console import start_bar
 from sd_lightning.callbacks.progress import clock_time
 from sd_lightning.data.store.encoding import STAGES, Encoded, EncodeTask
 from sd_lightning.data.store.texts import EmbeddedTexts
@@ -42,22 +43,7 @@ class StageProgress:
         self._is_encoding = False
 
     def __enter__(self) -> StageProgress:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.table import Column
-
-        console = Console()
-        if console.is_terminal and not console.is_jupyter:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(None, complete_style="cyan", finished_style="green", table_column=Column(ratio=1)),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[text]}", style="dim", markup=False),
-                console=console,
-                expand=True,
-            )
-            self._bar.add_task("reading", total=self.total, text="")
-            self._bar.start()
+        self._bar = start_bar("reading", self.total)
         return self
 
     def __exit__(

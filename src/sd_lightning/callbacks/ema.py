@@ -18,11 +18,10 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.steps import StepCallback
 from sd_lightning.planner.run import TakesMemory, TrainingRun
 from sd_lightning.state.averaging import Averaging
-from sd_lightning.state.pinned import host_memory
-from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.state.shards import ParameterShard, TrainingState, tensor_of
+from sd_lightning.state.host import host_memory
+from sd_lightning.state.shards import ParameterShard, SwappableWeights, TrainingState, tensor_of
 from sd_lightning.strategies import engine_of, training_state
-from sd_lightning.strategies.plain_module import PlainState
+from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.whole_tensors import whole
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,10 @@ class EMA(StepCallback, TakesMemory):
         self.offload = offload
         self.num_updates = 0
         self._shadow: dict[tuple[str, int], Tensor] = {}
-        self._state: TrainingState | PlainState | None = None
+        self._state: TrainingState | None = None
+        """During a fit."""
+        self._weights: SwappableWeights | None = None
+        """During a fit and after it."""
         self._module: pl.LightningModule | None = None
         self._averaging = Averaging()
         self._owned: set[tuple[str, int]] = set()
@@ -71,7 +73,8 @@ class EMA(StepCallback, TakesMemory):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._moves = False
         self._swapped = False
-        self._given_back: EMA | None = None
+        self._restored: EMA | None = None
+        """The callback that has restored the trained weights for the fit that begins."""
         self._updates_before: int | None = None
 
     def planned(self, run: TrainingRun) -> TrainingRun:
@@ -88,23 +91,18 @@ class EMA(StepCallback, TakesMemory):
         if stage != "fit":
             return
         is_other = self._module is not None and self._module is not pl_module
-        self._updates_before, self._given_back = self.num_updates, None
+        self._updates_before, self._restored = self.num_updates, None
         if is_other or trainer.ckpt_path is not None:
             self.num_updates = 0
-        holder = _holding_average.get(pl_module)
-        if holder is not None and (holder._module is not pl_module or holder._replicated is not None):
-            del _holding_average[pl_module]
-            self._given_back = holder if holder._give_back(pl_module) else None
+        holder = _holding_average.pop(pl_module, None)
+        self._restored = holder if holder is not None and holder._restore(pl_module) else None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        holder = _holding_average.pop(pl_module, None)
-        if holder is not None:
-            holder._swap_out()  # sharded weights cannot be replaced between two fits
-        self._updates_before = self._given_back = None
+        self._updates_before = self._restored = None
         if (self._module is not None and self._module is not pl_module) or trainer.ckpt_path is not None:
             self._shadow, self._swapped = {}, False  # belongs to another module or to replaced weights
         state = training_state(trainer)
-        self._module, self._state = pl_module, state
+        self._module, self._state, self._weights = pl_module, state, state
         shards = state.parameter_shards()
         self._divide_anew(trainer, shards)
         engine = engine_of(trainer.strategy)
@@ -141,7 +139,7 @@ class EMA(StepCallback, TakesMemory):
 
     def _follow(self, fraction: float) -> None:
         """Move the average towards the weights by a fraction."""
-        assert self._state is not None and not isinstance(self._state, PlainState)
+        assert self._state is not None
         if not self._moves:
             self._averaging.update(fraction)
             return
@@ -191,35 +189,29 @@ class EMA(StepCallback, TakesMemory):
             new |= {shard.key: flat[shard.begin : shard.end].clone() for shard in shards if shard.name == name}
         self._shadow = new
 
-    @property
-    def _replicated(self) -> ReplicatedState | PlainState | None:
-        """The state if the module has whole weights, which users may replace; otherwise None."""
-        state = self._state
-        return state if isinstance(state, PlainState) or type(state) is ReplicatedState else None
-
-    def _give_back(self, pl_module: pl.LightningModule) -> bool:
+    def _restore(self, pl_module: pl.LightningModule) -> bool:
         """Swap the trained weights back in, unless others were loaded since; return whether it did."""
-        if self._module is not pl_module or self._replicated is None:
+        if self._module is not pl_module or self._weights is None:
             return False
-        if self._replicated.holds(self.shadow):
+        if self._weights.holds(self.shadow):
             self._swap_out()
             return True
         log.warning(
             "EMA: weights were loaded since the last fit; training continues from them, and the average starts there"
         )
-        self._replicated.forget()
+        self._weights.forget()
         self._shadow, self.num_updates, self._swapped = {}, 0, False
         return False
 
     def _swap_in(self) -> None:
-        if self._state is None:
+        if self._weights is None:
             raise RuntimeError("EMA.averaged() needs a running trainer")
-        self._state.swap_in(self.shadow)
+        self._weights.swap_in(self.shadow)
         self._swapped = True
 
     def _swap_out(self) -> None:
-        if self._state is not None and self._swapped:
-            self._state.swap_out()
+        if self._weights is not None and self._swapped:
+            self._weights.swap_out()
             self._swapped = False
 
     @contextlib.contextmanager
@@ -245,22 +237,23 @@ class EMA(StepCallback, TakesMemory):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._updates_before is not None:  # the fit was refused before it began
             self.num_updates, self._updates_before = self._updates_before, None
-            if self._given_back is not None:
-                self._given_back._hold(pl_module)
+            if self._restored is not None:
+                self._restored._hold(pl_module)
         elif self._module is pl_module and pl_module not in _holding_average:
             self._swap_out()  # interrupted during validation
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._averaging.settle()
         self._averaging = Averaging()
-        self._state = training_state(trainer)  # the engine has restored the plain module by now
+        self._state = None
+        self._weights = engine_of(trainer.strategy).swappable_weights()  # by now the module is whole again
         self._hold(pl_module)
 
     def _hold(self, pl_module: pl.LightningModule) -> None:
         self._swap_in()
-        if self._replicated is not None:
-            self._shapes = {name: tuple(p.shape) for name, p in pl_module.named_parameters() if p.requires_grad}
-            self._replicated.unshare(self.shadow)  # loading weights into the module must not change the average
+        assert self._weights is not None
+        self._shapes = {name: whole_shape(p) for name, p in pl_module.named_parameters() if p.requires_grad}
+        self._weights.unshare(self.shadow)  # loading weights into the module must not change the average
         _holding_average[pl_module] = self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from sd_lightning._errors import UsageError
 from sd_lightning.report.memory import TIMELINE_NAME
 from sd_lightning.storage.atomic import new_file
+from sd_lightning.strategies import EngineStrategy, engine_of
 
 
 class EngineMemory(Callback):
@@ -32,17 +34,15 @@ class EngineMemory(Callback):
         self.every_n_steps = every_n_steps
         self.trace_step = trace_step
         self._events: list[dict[str, Any]] | None = None
-        self._engine: Any = None
+        self._is_tracing = False
 
     def check(self, strategy: Strategy) -> None:
-        """Raise unless the strategy is Gemini, which counts its bytes.
+        """Raise unless the strategy counts its bytes.
 
         Raises:
-            UsageError: The strategy is not Gemini.
+            UsageError: It does not.
         """
-        from sd_lightning.strategies.gemini import GeminiStrategy
-
-        if not isinstance(strategy, GeminiStrategy):
+        if not engine_of(strategy).counts_bytes:
             raise UsageError(
                 f"EngineMemory got strategy={type(strategy).__name__}, which keeps no account of its bytes; "
                 "expected strategy=gemini, or leave callbacks=memory out"
@@ -50,31 +50,27 @@ class EngineMemory(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.check(trainer.strategy)
-        self._engine = trainer.strategy.engine  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._events is None and trainer.global_step + 1 == self.trace_step:
-            self._events = []
-            self._engine.runtime.observer = self._observe
+            self._events, self._is_tracing = [], True
+            engine = engine_of(trainer.strategy)
+            engine.observe_units(partial(self._note, engine))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self._engine.runtime.observer is not None and trainer.global_step == self.trace_step:
-            self._engine.runtime.observer = None
-            self._note("step", "")
+        engine = engine_of(trainer.strategy)
+        if self._is_tracing and trainer.global_step == self.trace_step:
+            self._is_tracing = False
+            engine.observe_units(None)
+            self._note(engine, "step", "")
             if trainer.is_global_zero:
                 timeline = {"step": self.trace_step, "rank": trainer.global_rank, "events": self._events}
                 with new_file(self.run_dir / TIMELINE_NAME) as tmp:
                     tmp.write_text(json.dumps(timeline), encoding="utf-8")
         if trainer.global_step % self.every_n_steps == 0:
-            values = {f"gemini/{name}": float(value) for name, value in self._engine.statistics().items()}
+            values = {f"gemini/{name}": float(value) for name, value in engine.statistics().items()}
             pl_module.log_dict(values, batch_size=1)
 
-    def _observe(self, phase: str, unit: int) -> None:
-        self._note(phase, self._engine.runtime.units[unit].name)
-
-    def _note(self, phase: str, unit: str) -> None:
+    def _note(self, engine: EngineStrategy, phase: str, unit: str) -> None:
         assert self._events is not None
-        tiers: dict[str, dict[str, int]] = {}
-        for (tier, kind), nbytes in self._engine.ledger.by_kind.items():
-            tiers.setdefault(str(tier), {})[str(kind)] = nbytes
-        self._events.append({"phase": phase, "unit": unit, "bytes": tiers})
+        self._events.append({"phase": phase, "unit": unit, "bytes": engine.bytes_by_tier()})

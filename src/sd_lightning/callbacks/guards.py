@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.lagged import Lagged
-from sd_lightning.callbacks.steps import StepCallback
+from sd_lightning.callbacks.steps import Lagged, StepCallback
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies import engine_of
 
@@ -48,12 +47,8 @@ class StopOnSignal(StepCallback):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
-        connector = trainer._signal_connector
-        if connector.received_sigterm:  # during data preparation; Lightning would exit without a checkpoint
-            connector.received_sigterm = False
+        if _take_over_sigterm(trainer):
             self.received = signal.SIGTERM
-        # Before every batch, Lightning asks all processes whether one has got its signal, and waits for the devices.
-        vars(trainer.fit_loop.epoch_loop)[_ASKS] = _ask_nobody
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is signal.SIGINT and number == signal.SIGINT:
@@ -82,17 +77,29 @@ class StopOnSignal(StepCallback):
         self._restore(trainer)
 
     def _restore(self, trainer: pl.Trainer) -> None:
-        vars(trainer.fit_loop.epoch_loop).pop(_ASKS, None)
+        vars(trainer.fit_loop.epoch_loop).pop(_SIGTERM_BROADCAST, None)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
 
 
-_ASKS = "_broadcast_sigterm_tensor"
-"""Method of Lightning's loop that asks all processes for its own signal."""
+_SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
+"""Method of Lightning's loop: before every batch it asks all processes for its own signal, and waits for the devices.
+
+The only private parts of Lightning that callbacks use are here; ``test_lightning_has_what_callbacks_replace`` fails
+when a release changes them.
+"""
 
 
-def _ask_nobody() -> None:
+def _take_over_sigterm(trainer: pl.Trainer) -> bool:
+    """Leave a fit's signals to :class:`StopOnSignal`; return whether one has come during the data's preparation."""
+    vars(trainer.fit_loop.epoch_loop)[_SIGTERM_BROADCAST] = _no_broadcast
+    has_come = trainer.received_sigterm  # Lightning would exit without a checkpoint
+    trainer._signal_connector.received_sigterm = False
+    return has_come
+
+
+def _no_broadcast() -> None:
     pass
 
 
@@ -176,7 +183,7 @@ class NonFiniteLossGuard(Callback):
 
     def _hear(self) -> bool:
         """Read the latest step's loss, if it is not read yet; return whether it is bad on any rank."""
-        latest = self._latest.take()
+        latest = self._latest.pop()
         if latest is None:
             return False
         loss, is_bad = latest
@@ -185,8 +192,8 @@ class NonFiniteLossGuard(Callback):
             return False
         self.bad_steps += 1
         self.total_bad_steps += 1
-        told = "not finite on another process" if math.isfinite(loss) else f"{loss}"
-        log.warning("step %d: the loss is %s; no update", self._step, told)
+        value = "not finite on another process" if math.isfinite(loss) else f"{loss}"
+        log.warning("step %d: the loss is %s; no update", self._step, value)
         return True
 
     def _stop_if_hopeless(self, trainer: pl.Trainer) -> None:

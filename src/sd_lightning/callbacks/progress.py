@@ -12,9 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
+from sd_lightning._console import start_bar
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.lagged import Lagged
-from sd_lightning.callbacks.pauses import PauseListener
+from sd_lightning.callbacks.steps import Lagged, PauseListener
 from sd_lightning.callbacks.throughput import Throughput
 from sd_lightning.data.contract import TunableData
 
@@ -81,7 +81,7 @@ class TrainingProgress(ProgressBar, PauseListener):
         self._warm, self._loss, self._losses = None, None, Lagged()
         self._activities.clear()
         if self._enabled:
-            self._open(_total_steps(trainer), trainer.global_step)
+            self._bar = start_bar("training", _total_steps(trainer), trainer.global_step)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -120,30 +120,9 @@ class TrainingProgress(ProgressBar, PauseListener):
 
     def _note(self, loss: torch.Tensor | None) -> None:
         """Remember the last loss, or show it from now on if there is no new one."""
-        before = self._losses.take() if loss is None else self._losses.swap(loss.reshape(1))
+        before = self._losses.pop() if loss is None else self._losses.swap(loss.reshape(1))
         if before is not None:
             (self._loss,) = before
-
-    def _open(self, total: int | None, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-        from rich.table import Column
-
-        console = Console()
-        if not console.is_terminal or console.is_jupyter:
-            return
-        self._bar = Progress(
-            SpinnerColumn(finished_text="[green]✓"),
-            TextColumn("{task.description}"),
-            BarColumn(None, complete_style="cyan", finished_style="green", table_column=Column(ratio=1)),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}", style="dim", markup=False),
-            console=console,
-            refresh_per_second=1 / _REDRAW_SECONDS,
-            expand=True,
-        )
-        self._bar.add_task("training", total=total, completed=done, text="")
-        self._bar.start()
 
     def _close(self) -> None:
         if self._bar is not None:

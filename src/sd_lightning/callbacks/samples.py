@@ -17,8 +17,7 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
-from sd_lightning.callbacks.pauses import paused
-from sd_lightning.callbacks.steps import StepCallback
+from sd_lightning.callbacks.steps import StepCallback, paused
 from sd_lightning.data.source import BadSample, Judge, Source, as_source
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.planner.run import TakesMemory, TrainingRun

@@ -15,16 +15,18 @@ from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.hardware import compute_dtype, peak_flops, peak_memory_bytes
-from sd_lightning.callbacks.pauses import PauseListener, TrainingClock, paused
-from sd_lightning.callbacks.steps import StepCallback
+from sd_lightning.callbacks.steps import PauseListener, StepCallback, paused
 from sd_lightning.data.contract import global_batch_size
+from sd_lightning.gemini.auto import peak_allocated, peak_resident
 
 log = logging.getLogger(__name__)
 
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _SAVE = "save_checkpoint"
 _GIB = 2**30
+_DENSE_16BIT_FLOPS = {"h100 nvl": 835.5e12, "h200": 989.5e12}
+"""Dense bf16/fp16 tensor-core FLOP/s (NVIDIA datasheets: half of the "with sparsity" figure). Only chips for which
+Lightning's table has the sparse figure, or no entry under the driver's name."""
 
 
 @runtime_checkable
@@ -34,6 +36,29 @@ class CountsFlops(Protocol):
     def flops_per_sample(self, batch: Any) -> int:
         """Return the FLOPs of one training step per sample of ``batch``, forward and backward."""
         ...
+
+
+class TrainingClock:
+    """Clock of the seconds since its start, without those between ``pause`` and ``resume``, which nest."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._origin = now()
+        self._depth = 0
+        self._paused_at = 0.0
+
+    def read(self) -> float:
+        return (self._paused_at if self._depth else self._now()) - self._origin
+
+    def pause(self) -> None:
+        if self._depth == 0:
+            self._paused_at = self._now()
+        self._depth += 1
+
+    def resume(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._origin += self._now() - self._paused_at
 
 
 class _Mark(NamedTuple):
@@ -238,6 +263,59 @@ def _num_samples(batch: Any) -> int:
         return len(batch)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
     for part in parts:
-        if isinstance(part, torch.Tensor | Mapping | list | tuple) and (found := _num_samples(part)):
-            return found
+        if isinstance(part, torch.Tensor | Mapping | list | tuple) and (num := _num_samples(part)):
+            return num
     return 0
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the largest memory use so far: allocated on a CUDA ``device``, else resident in this process.
+
+    Returns:
+        Bytes, or None on Windows without CUDA, where the standard library cannot tell.
+    """
+    return peak_allocated(device) if device.type == "cuda" else peak_resident()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the peak FLOP/s of one device: the vendor's dense figure, else the best of a few matrix products.
+
+    Args:
+        device: The device that computes; a CPU means this process's threads.
+        dtype: Dtype of the matrix products.
+    """
+    from lightning.fabric.utilities.throughput import get_available_flops
+
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device).lower()
+        if dtype in (torch.bfloat16, torch.float16):
+            for chip, flops in _DENSE_16BIT_FLOPS.items():
+                if all(word in name for word in chip.split()):
+                    return flops
+        known = get_available_flops(device, dtype)
+        if known:
+            return float(known)
+    return _measured_flops(device, dtype)
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    n = 4096 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    out = torch.empty_like(a)
+    best = float("inf")
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * n**3 / best
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    for name, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
+        if precision.startswith(name):
+            return dtype
+    return torch.float32

@@ -75,7 +75,8 @@ def _shifted(half: np.ndarray, other: np.ndarray, key: np.uint64, modulus: np.ui
     """Add a hash of the other half to ``half``, modulo ``modulus``."""
     half = half + (_mixed(other + key) >> np.uint64(32)) * modulus // np.uint64(2**32)
     # The difference wraps to a huge number where the sum is below the modulus.
-    return np.minimum(half, half - modulus)
+    shifted: np.ndarray = np.minimum(half, half - modulus)
+    return shifted
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Mapping, Set
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from sd_lightning.gemini.chunked import ChunkedNetworks
-from sd_lightning.gemini.placement import Demand, Plan, fast_bytes, plan_auto, plan_trace
-from sd_lightning.gemini.probe import AllocatorProbe, Probe, SavedTensorsProbe
-from sd_lightning.gemini.tiers import mib
+from sd_lightning.gemini.guarded import OUTSIDE
+from sd_lightning.gemini.memory import Memory
+from sd_lightning.gemini.placement import ChunkPlan, Demand, Tier, fast_bytes, mib, plan_auto, plan_trace
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
 
 log = logging.getLogger(__name__)
 
+_USABLE = 0.9
+"""Usable part of the fast tier. The rest is for fragmentation and collective buffers, as with ``memory_cap=0.9``."""
 
-class Call(NamedTuple):
+
+class NetworkCall(NamedTuple):
     """What determines the memory of a network call."""
 
     network: str
@@ -31,7 +40,7 @@ class Call(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of all input tensors."""
 
-    def covers(self, other: Call) -> bool:
+    def covers(self, other: NetworkCall) -> bool:
         """Return whether another call takes no more memory: the same kind, with no larger input dimension."""
         same = self[:3] == other[:3] and [len(s) for s in self.shapes] == [len(s) for s in other.shapes]
         return same and all(a >= b for mine, its in zip(self.shapes, other.shapes) for a, b in zip(mine, its))
@@ -72,7 +81,7 @@ class AutoPlacement:
         UsageError: The largest unit alone does not fit under ``memory_cap``.
     """
 
-    def __init__(self, engine: ChunkedNetworks) -> None:
+    def __init__(self, engine: GeminiEngine) -> None:
         self._engine = engine
         memory = engine.memory
         cap = engine.config.memory_cap_bytes(fast_tier_bytes(memory.device, engine.collectives.world_size))
@@ -84,15 +93,16 @@ class AutoPlacement:
         """Bytes of the cap left after chunks, activations and the largest unit; None before there is a plan."""
         self.trace: list[tuple[str, str, int]] = []
         """Last measured pass on this rank: (phase, unit, bytes that are not in chunks)."""
-        self._probe: Probe = AllocatorProbe(memory) if memory.on_accelerator else SavedTensorsProbe(self._is_weight)
         self._storages: set[int] = set()
-        self._known: list[Call] = []
+        """Addresses of the storages of chunks, whose tensors are no activations."""
+        self._probe: Probe = AllocatorProbe(memory) if memory.on_accelerator else SavedTensorsProbe(self._storages)
+        self._known: list[NetworkCall] = []
         """Calls that the plan covers."""
-        self._new: list[Call] = []
+        self._new: list[NetworkCall] = []
         """Calls of the pass being measured."""
         self._measurement = Measurement.NONE
         self._is_stale = True
-        self._last: Plan | None = None
+        self._last: ChunkPlan | None = None
         self._depth = 0
         """Number of nested network calls now running."""
         plan_auto(engine.layouts, self._demand())
@@ -102,7 +112,7 @@ class AutoPlacement:
             begin = network.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             end = network.register_forward_hook(after, always_call=True)
             engine.runtime.undo += [begin.remove, end.remove]
-        engine.runtime.monitor = self
+        engine.runtime.auto = self
 
     def make_room(self) -> None:
         """Move all chunks to the slow tier, before a measurement or a new optimizer."""
@@ -111,28 +121,31 @@ class AutoPlacement:
         self.spare_bytes = None
 
     def access(self, phase: str, unit: int) -> None:
+        """Note that a unit's weights are about to be gathered."""
         if self._measurement in _UNDER_WAY:
             self.trace.append((phase, self._engine.runtime.units[unit].name, self._probe.note()))
 
     def end_backward(self) -> None:
+        """Note that a backward pass has ended."""
         if self._measurement is Measurement.UNTIL_BACKWARD:
             self._complete()
 
     def abort(self) -> None:
+        """Forget the current pass."""
         self._depth = 0  # an interrupted call may not have ended
         self._probe.exit()
         if self._measurement in _UNDER_WAY:
             self._begin()
 
     def _before(self, name: str, network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != OUTSIDE:
             return  # recomputation of a checkpointed block
         self._depth += 1
         if self._depth > 1:
             return
         self._engine.runtime.recover()
         tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-        call = Call(name, torch.is_grad_enabled(), network.training, tuple(tuple(t.shape) for t in tensors))
+        call = NetworkCall(name, torch.is_grad_enabled(), network.training, tuple(tuple(t.shape) for t in tensors))
         is_new = not any(known.covers(call) for known in [*self._known, *self._new])
         with torch.inference_mode(False), torch.no_grad():
             is_new_anywhere = self._agree(is_new)
@@ -145,11 +158,12 @@ class AutoPlacement:
                     self._plan()
         if is_new:
             self._new.append(call)
-        self._storages = {chunk.weights.storage.full.untyped_storage()._cdata for chunk in self._engine.chunks}
+        self._storages.clear()
+        self._storages.update(chunk.weights.storage.full.untyped_storage()._cdata for chunk in self._engine.chunks)
         self._probe.enter()
 
     def _after(self, network: nn.Module, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != OUTSIDE:
             return
         self._depth -= 1
         if self._depth == 0:
@@ -211,8 +225,131 @@ class AutoPlacement:
             sent_dtype=engine.collectives.widest_sent_dtype,
         )
 
-    def _is_weight(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._storages
+
+class Probe(Protocol):
+    """Measurement of one pass at a time."""
+
+    def begin(self) -> None:
+        """Start a measurement."""
+
+    def enter(self) -> None:
+        """Note that a network's forward begins, with or without gradients."""
+        return None
+
+    def exit(self) -> None:
+        """Note that the network's forward has ended."""
+        return None
+
+    def note(self) -> int:
+        """Return the bytes taken now; called between units."""
+
+    def end(self) -> int:
+        """Return the peak bytes since :meth:`begin`."""
+
+
+_peaks: dict[torch.device, int] = {}
+"""By device: the allocator's peak before probes reset it; global, like the allocator's statistics."""
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Return the peak bytes that this process allocated on an accelerator, including before a probe's reset."""
+    return max(_peaks.get(device, 0), int(torch.get_device_module(device).max_memory_allocated(device)))
+
+
+def peak_resident() -> int | None:
+    """Return the peak bytes of host memory of this process; None on Windows: the standard library cannot tell."""
+    if sys.platform == "win32":
+        return None
+    status = Path("/proc/self/status")  # ru_maxrss also counts what the process that started this one held
+    own = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text() if status.is_file() else "", re.MULTILINE)
+    if own is not None:
+        return 1024 * int(own[1])
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class AllocatorProbe(Probe):
+    """Probe that reads the peak of the accelerator's allocator, and resets it at every note.
+
+    The allocator has one peak only, so a probe must reset it; :func:`peak_allocated` remembers the peak of the whole
+    process. The current bytes of chunks are subtracted from the peak since the last note. Chunks that were freed in
+    between count as activations, which errs on the safe side.
+
+    Args:
+        memory: Counts the bytes of chunks.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._module = torch.get_device_module(memory.device)
+        self._peak = 0
+
+    def begin(self) -> None:
+        self._reset()
+        self._peak = 0
+
+    def note(self) -> int:
+        in_chunks = self._memory.ledger.current[Tier.FAST]
+        peak = self._module.max_memory_allocated(self._memory.device) - in_chunks
+        self._peak = max(self._peak, peak)
+        self._reset()
+        return max(int(self._module.memory_allocated(self._memory.device)) - in_chunks, 0)
+
+    def end(self) -> int:
+        self.note()
+        return self._peak
+
+    def _reset(self) -> None:
+        device = self._memory.device
+        _peaks[device] = peak_allocated(device)
+        self._module.reset_peak_memory_stats(device)
+
+
+class SavedTensorsProbe(Probe):
+    """Probe that counts tensors saved for the backward pass; the host has no allocator statistics.
+
+    Inputs of checkpointed blocks are kept by the blocks themselves and are not counted.
+
+    Args:
+        of_weights: Addresses of storages that are not counted, which may change over time.
+    """
+
+    def __init__(self, of_weights: Set[int]) -> None:
+        self._of_weights = of_weights
+        self._seen: set[int] = set()
+        self._bytes = 0
+        self._hooks: saved_tensors_hooks | None = None
+        self._measures = False
+
+    def begin(self) -> None:
+        self._measures, self._bytes = True, 0
+        self._seen.clear()
+
+    def enter(self) -> None:
+        if self._measures:
+            self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+            self._hooks.__enter__()
+
+    def exit(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+
+    def note(self) -> int:
+        return self._bytes
+
+    def end(self) -> int:
+        self._measures = False
+        return self._bytes
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen and storage._cdata not in self._of_weights:
+            self._seen.add(storage.data_ptr())
+            self._bytes += storage.nbytes()
+        return tensor
 
 
 def fast_tier_bytes(device: torch.device, world_size: int) -> int:
@@ -221,3 +358,14 @@ def fast_tier_bytes(device: torch.device, world_size: int) -> int:
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local
     return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def spare_bytes(memory: Memory, world_size: int) -> int:
+    """Return the bytes that this process can still take of its fast tier, beyond its peak so far."""
+    if not memory.on_accelerator:
+        peak = peak_resident()
+        return 0 if peak is None else int(_USABLE * fast_tier_bytes(memory.device, world_size)) - peak
+    module = torch.get_device_module(memory.device)
+    free, _ = module.mem_get_info(memory.device)
+    reachable = free + module.memory_reserved(memory.device)
+    return int(_USABLE * reachable) - peak_allocated(memory.device)

@@ -1,109 +1,230 @@
-"""A chunk: flat memory for many parameters, with weights, gradients and optimizer states."""
+"""A chunk on one rank: flat memory for many parameters, with weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from sd_lightning.gemini.collectives import Collectives
-from sd_lightning.gemini.compute_weights import ComputeWeights
-from sd_lightning.gemini.gradients import ChunkGradients
+from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.layout import ChunkLayout
-from sd_lightning.gemini.memory import Memory
-from sd_lightning.gemini.placement import ChunkPlacement
-from sd_lightning.gemini.tiers import Buffer, Kind, Tier
+from sd_lightning.gemini.memory import Arrival, Memory
+from sd_lightning.gemini.placement import ChunkPlacement, Kind, Tier, TierBuffer
+from sd_lightning.gemini.weights import ChunkState, ComputeWeights, MasterWeights
+from sd_lightning.state.host import host_step
 
 
-class MasterWeights:
-    """This rank's shard of a chunk in float32, or float64 if that is the compute type.
+class ChunkGradients:
+    """Whole gradients of a backward pass, and the accumulated shard of their sum over ranks and passes.
 
-    It is the shard of the compute weights if these have that type and live on the same tier, or are frozen.
+    Whole gradients overwrite gathered weights. They have separate memory if the weights are resident, or if gradients
+    are kept for more than one pass. The sum lives on the tier where the optimizer steps.
 
     Args:
-        compute: The compute weights of the chunk.
+        weights: The compute weights of the chunk.
     """
 
-    def __init__(self, compute: ComputeWeights) -> None:
-        self._compute = compute
-        self._buffer: Buffer | None = None
-        """Memory beside the compute weights; during a swap also if they are otherwise the only copy."""
-        self._is_swapped = False
-        if compute.layout.is_trained and not compute.is_master:
-            self._buffer = self._allocate(compute.placement.optim_tier, Kind.OPTIMIZER)
+    def __init__(self, weights: ComputeWeights) -> None:
+        self.accumulated: TierBuffer | None = None
+        """This rank's shard of the reduced gradients."""
+        self._weights = weights
+        self._memory = weights.memory
+        self._whole: TierBuffer | None = None
+        """Whole gradients in separate memory."""
+        self._filled: set[str] = set()
+        """Parameters whose gradient of this pass is in its slot."""
+        self._pending = Pending()
+        self._reduced: Tensor | None = None
+        """The shard that receives the sums of the current reduction."""
+        self._offloaded: tuple[TierBuffer, Arrival] | None = None
+        """Reduced gradients that are being copied to the slow tier."""
+        self._landing: deque[tuple[TierBuffer, Arrival]] = deque()
+        """Offloaded gradients of later passes, not yet added to ``accumulated``."""
+        self._landed = Arrival()
+        """Arrival of the accumulated gradients on the slow tier."""
 
     @property
-    def tensor(self) -> Tensor:
-        """The trained weights, also during a swap."""
-        return self._compute.shard if self._buffer is None else self._buffer.tensor
+    def is_empty(self) -> bool:
+        """Whether there are no gradients on this rank, reduced or not."""
+        return not (self._filled or self.accumulated or self._whole or self._offloaded)
 
-    def fill(self, values: Tensor) -> None:
-        """Set this rank's master and compute weights."""
-        compute = self._compute
-        self.tensor.copy_(values)
-        if not compute.is_master:
-            compute.memory.copy(compute.shard, values, Tier.SLOW, Tier.SLOW)
-        compute.invalidate()
-
-    def refresh(self, changed: Iterable[nn.Parameter] | None = None) -> None:
-        """Update the compute weights from the master weights.
+    def put(self, parameter: nn.Parameter, gradient: Tensor, *, keep: bool) -> None:
+        """Write the gradient of one parameter, divided by the number of ranks, into its slot.
 
         Args:
-            changed: Parameters whose values changed; all by default.
+            parameter: One of this chunk.
+            gradient: In the shape of the parameter.
+            keep: Keep whole gradients for more than one pass: add them up in float32, in separate memory.
         """
-        if not self._compute.is_master:
-            self._compute.refresh(self.tensor)
-        self._compute.invalidate(changed)
+        weights = self._weights
+        slot = weights.storage.slots[parameter]
+        target = self._slots(keep)[slot.begin : slot.end].view(gradient.shape)
+        scale = 1.0 / weights.collectives.world_size
+        if slot.name in self._filled:
+            target.add_(gradient, alpha=scale)
+        elif gradient.dtype == target.dtype:
+            torch.mul(gradient, scale, out=target)
+        else:
+            target.copy_(gradient).mul_(scale)
+        self._filled.add(slot.name)
+        if weights.state is ChunkState.OVERWRITTEN:
+            weights.note_overwritten(parameter)
 
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Swap other weights in: by name and first element, the parts of parameters that this rank owns."""
-        compute = self._compute
-        if compute.is_master:
-            self._buffer = self._allocate(Tier.SLOW, Kind.SWAPPED)
-            compute.memory.copy(self._buffer.tensor, compute.shard, compute.placement.param_tier, Tier.SLOW)
-            compute.memory.wait_for_copies()
-        self._is_swapped = True
-        compute.wait()
-        for slot in compute.layout.slots:
-            begin, end = compute.bounds.owned(slot)
-            if begin < end:
-                compute.bounds.view_of(slot, compute.shard).copy_(weights[slot.name, begin].reshape(-1))
-        compute.invalidate()
+    def has_overwritten(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient has overwritten this weight."""
+        weights = self._weights
+        return weights.state is ChunkState.OVERWRITTEN and weights.storage.slots[parameter].name in self._filled
 
-    def swap_out(self) -> None:
-        """Restore the trained weights."""
-        self._compute.wait()
-        self._compute.shard.copy_(self.tensor)
-        if self._compute.is_master:
-            self.discard()
-        self._is_swapped = False
-        self._compute.invalidate()
+    def reduce(self) -> None:
+        """Start to reduce-scatter the gradients."""
+        weights, layout = self._weights, self._weights.layout
+        slots = self._slots(keep=False)
+        for slot in layout.slots:
+            if slot.name not in self._filled:
+                slots[slot.begin : slot.end].zero_()  # not used on this rank, but maybe on others
+        for begin, end in layout.gaps():
+            slots[begin:end].zero_()
+        self._filled.clear()
+        slots = self._widened(slots)
+        self._pending, self._reduced = weights.collectives.reduce_scatter(slots, layout.index)
+        if weights.placement.step_tier is Tier.SLOW and not weights.collectives.is_direct:
+            self._offload()
 
-    def move(self, placement: ChunkPlacement) -> None:
-        """Move to another tier; call before the compute weights move."""
-        compute, old = self._compute, self._buffer
-        if not compute.layout.is_trained:
+    def finish_reduction(self) -> None:
+        """Add the result of :meth:`reduce` to the accumulated gradients."""
+        if self._weights.placement.step_tier is Tier.SLOW:
+            if self._offloaded is None:
+                self._offload()
+            self._receive()
+        else:
+            self._pending.wait()
+            self._accumulate()
+        self._reduced = None
+        self._free_whole()
+
+    def allocate(self) -> None:
+        """Accumulate onto zeros if there are no gradients yet."""
+        weights = self._weights
+        if self.accumulated is None:
+            numel, dtype = weights.bounds.numel, weights.layout.master_dtype
+            tier = weights.placement.step_tier
+            self.accumulated = self._memory.allocate(tier, Kind.ACCUMULATED, numel, dtype, zero=True)
+
+    def wait_on_host(self) -> None:
+        """Block the host until all gradients are accumulated."""
+        self._landed.wait()
+        while self._landing:
+            self._add_landed(self._landing[0][0])
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Set the whole and accumulated gradients of one parameter to zero."""
+        slot = self._weights.storage.slots[parameter]
+        self._filled.discard(slot.name)
+        if self._weights.placement.step_tier is Tier.SLOW:
+            self.wait_on_host()
+        if self._whole is not None:
+            self._whole.tensor[slot.begin : slot.end].zero_()
+        if self.accumulated is not None:
+            self._weights.bounds.view_of(slot, self.accumulated.tensor).zero_()
+
+    def drop(self) -> None:
+        """Free all gradients, including those being reduced."""
+        self._pending.wait()
+        self._filled.clear()
+        if self._offloaded is not None:
+            (buffer, arrival), self._offloaded = self._offloaded, None
+            arrival.join()
+            self._memory.free(buffer)
+        while self._landing:
+            self._memory.free(self._landing.popleft()[0])
+        self._reduced = None
+        self._free_whole()
+        if self.accumulated is not None:
+            self._memory.free(self.accumulated)
+            self.accumulated = None
+
+    def move(self, tier: Tier) -> None:
+        """Move the accumulated gradients to another tier."""
+        if self.accumulated is not None:
+            self.accumulated = self._memory.moved(self.accumulated, tier)
+
+    def _slots(self, keep: bool) -> Tensor:
+        """Return the memory of whole gradients; allocate it if needed."""
+        weights, layout = self._weights, self._weights.layout
+        if self._whole is None and not keep and not weights.is_resident:
+            return weights.lend()
+        if self._whole is None:
+            is_alone = weights.collectives.is_alone and weights.placement.step_tier is Tier.FAST
+            dtype = layout.master_dtype if keep or is_alone else layout.dtype
+            self._whole = self._memory.allocate(Tier.FAST, Kind.GRADIENTS, layout.numel, dtype)
+        return self._whole.tensor
+
+    def _widened(self, slots: Tensor) -> Tensor:
+        """Return whole gradients in the type in which they are sent, copied if it is wider."""
+        dtype = self._weights.collectives.sent_dtype(slots.dtype)
+        if dtype == slots.dtype:
+            return slots
+        wide = self._memory.allocate(Tier.FAST, Kind.GRADIENTS, slots.numel(), dtype)
+        wide.tensor.copy_(slots)
+        self._free_whole()
+        self._whole = wide
+        return wide.tensor
+
+    def _accumulate(self) -> None:
+        """Add the reduced gradients to the accumulated ones on the fast tier."""
+        assert self._reduced is not None
+        weights, whole = self._weights, self._whole
+        dtype = weights.layout.master_dtype
+        if self.accumulated is not None:
+            self.accumulated.tensor.add_(self._reduced)
+        elif whole is not None and whole.tensor.dtype == dtype and weights.collectives.is_alone:
+            # With one rank the whole gradients are the reduced ones.
+            whole.kind, self._whole, self.accumulated = Kind.ACCUMULATED, None, whole
+            self._memory.ledger.relabel(Tier.FAST, Kind.GRADIENTS, Kind.ACCUMULATED, whole.nbytes)
+        else:
+            self.accumulated = self._memory.allocate(Tier.FAST, Kind.ACCUMULATED, weights.bounds.numel, dtype)
+            self.accumulated.tensor.copy_(self._reduced)
+
+    def _offload(self) -> None:
+        """Copy the reduced gradients to the slow tier after the reduction, overlapping the computation."""
+        assert self._reduced is not None
+        dtype = self._weights.layout.master_dtype if self.accumulated is None else self._reduced.dtype
+        with self._memory.copying(Tier.SLOW) as arrival:
+            self._pending.wait()
+            buffer = self._memory.allocate(Tier.SLOW, Kind.ACCUMULATED, self._weights.bounds.numel, dtype)
+            self._memory.copy(buffer.tensor, self._reduced, Tier.FAST, Tier.SLOW)
+        self._offloaded = buffer, arrival
+
+    def _receive(self) -> None:
+        """Add the gradients copied to the slow tier to the accumulated ones there."""
+        assert self._offloaded is not None
+        (buffer, arrival), self._offloaded = self._offloaded, None
+        arrival.join()  # their source memory will be reused
+        if self.accumulated is None:
+            self.accumulated, self._landed = buffer, arrival
             return
-        is_aliased = placement.aliases_master(compute.layout)
-        new: Buffer | None = None
-        if self._is_swapped or not is_aliased:
-            tier, kind = (Tier.SLOW, Kind.SWAPPED) if is_aliased else (placement.optim_tier, Kind.OPTIMIZER)
-            new = self._allocate(tier, kind)
-            source_tier = compute.placement.param_tier if old is None else old.tier
-            compute.memory.copy(new.tensor, self.tensor, source_tier, tier)
-            compute.memory.wait_for_copies()
-        self.discard()
-        self._buffer = new
+        self._landing.append((buffer, arrival))
+        self._memory.land(arrival, partial(self._add_landed, buffer))
 
-    def discard(self) -> None:
-        """Free the memory beside the compute weights."""
-        if self._buffer is not None:
-            self._compute.memory.free(self._buffer)
-            self._buffer = None
+    def _add_landed(self, buffer: TierBuffer) -> None:
+        """Add ``buffer`` to the accumulated gradients if it is the oldest one landing; otherwise do nothing."""
+        if not self._landing or self._landing[0][0] is not buffer:
+            return
+        (_, arrival), self._landed = self._landing.popleft(), Arrival()
+        arrival.wait()  # earlier copies are done then, too
+        assert self.accumulated is not None
+        with host_step():
+            self.accumulated.tensor.add_(buffer.tensor)
+        self._memory.free(buffer, arrival)
 
-    def _allocate(self, tier: Tier, kind: Kind) -> Buffer:
-        compute = self._compute
-        return compute.memory.allocate(tier, kind, compute.bounds.numel, compute.layout.master_dtype)
+    def _free_whole(self) -> None:
+        if self._whole is not None:
+            self._memory.free(self._whole)
+            self._whole = None
+        if self._weights.state is ChunkState.OVERWRITTEN:
+            self._weights.release()
 
 
 class Chunk:
@@ -125,7 +246,7 @@ class Chunk:
         self.weights = ComputeWeights(layout, placement, memory, collectives)
         self.master = MasterWeights(self.weights)
         self.gradients = ChunkGradients(self.weights)
-        self.states: dict[str, Buffer] = {}
+        self.states: dict[str, TierBuffer] = {}
         """Optimizer states by name."""
         self.bounds = self.weights.bounds
         """The shard that this rank owns."""
@@ -134,6 +255,12 @@ class Chunk:
     @property
     def placement(self) -> ChunkPlacement:
         return self.weights.placement
+
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return the view of one parameter in whole values of the chunk."""
+        slot = self.slots[parameter]
+        with torch._C.DisableTorchFunctionSubclass():
+            return whole[slot.begin : slot.end].view(parameter.shape)
 
     def wait_on_host(self) -> None:
         """Block the host until it may change weights and read accumulated gradients on the slow tier."""

@@ -161,7 +161,7 @@ class Collectives:
         most, least = self.all_reduce(torch.tensor([digest, -digest]), dist.ReduceOp.MAX).tolist()
         return bool(most == -least)
 
-    def meet(self, what: str) -> None:
+    def meet(self, action: str) -> None:
         """Wait until all ranks have come to the same point of user code, before collectives that hooks begin.
 
         Raises:
@@ -173,25 +173,25 @@ class Collectives:
         store = dist.distributed_c10d._get_process_group_store(self.group)
         number = next(_MEETINGS)
         keys = [f"gemini/meeting/{number}/{rank}" for rank in range(self.world_size)]
-        store.set(keys[self.rank], what)
+        store.set(keys[self.rank], action)
         try:
             store.wait(keys, timedelta(seconds=self.patience_seconds))
         except dist.DistStoreError as error:
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise UsageError(
-                f"Gemini: rank {self.rank} {what} outside of the forward pass, and ranks {absent} did not do so within "
-                f"{self.patience_seconds:.0f} s; expected the same on every rank, as weights are gathered from all: do "
-                "not ask for the rank (is_global_zero) before it, only before writing to logs and files"
+                f"Gemini: rank {self.rank} {action} outside of the forward pass, and ranks {absent} did not do so "
+                f"within {self.patience_seconds:.0f} s; expected the same on every rank, as weights are gathered from "
+                "all: do not ask for the rank (is_global_zero) before it, only before writing to logs and files"
             ) from error
         others = [store.get(key).decode() for key in keys]
-        if any(other != what for other in others):
+        if any(other != action for other in others):
             raise UsageError(
-                f"Gemini: rank {self.rank} {what} outside of the forward pass, while other ranks do something else "
-                f"({', '.join(sorted({*others} - {what}))}); expected the same on every rank"
+                f"Gemini: rank {self.rank} {action} outside of the forward pass, while other ranks do something else "
+                f"({', '.join(sorted({*others} - {action}))}); expected the same on every rank"
             )
         store.delete_key(f"gemini/meeting/{number - 1}/{self.rank}")  # all ranks have left that one
 
-    def require_agreement(self, what: str, description: str) -> None:
+    def require_agreement(self, subject: str, description: str) -> None:
         """Check that all ranks made the same decision.
 
         Raises:
@@ -199,8 +199,8 @@ class Collectives:
         """
         if not self.agree(description):
             raise UsageError(
-                f"Gemini: the ranks disagree on {what}; expected the same model, settings and inputs' shapes on every "
-                f"rank; rank {self.rank} has {description[:300]}"
+                f"Gemini: the ranks disagree on {subject}; expected the same model, settings and inputs' shapes on "
+                f"every rank; rank {self.rank} has {description[:300]}"
             )
 
     def sum_with_order(self, values: Tensor) -> Tensor:

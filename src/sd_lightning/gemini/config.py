@@ -122,10 +122,12 @@ class GeminiConfig:
         return int(number * 2 ** (10 * "BKMGT".index((unit or "B")[0])))
 
     def _check_auto(self) -> None:
-        given = [name for name in (*_FRACTIONS, "gathered_budget") if getattr(self, name) != getattr(type(self), name)]
-        if given:
+        decided = [
+            name for name in (*_FRACTIONS, "gathered_budget") if getattr(self, name) != getattr(type(self), name)
+        ]
+        if decided:
             remedy = "auto decides these: leave them out, or set placement=static"
-            raise _refused(f"placement=auto and {', '.join(given)}; {remedy}")
+            raise _refused(f"placement=auto and {', '.join(decided)}; {remedy}")
         if self.memory_cap is None:
             raise _refused("placement=auto without memory_cap; expected e.g. memory_cap=0.9")
 

@@ -1,9 +1,13 @@
-"""Allocation of flat buffers on the tiers, and copies between tiers that overlap the computation."""
+"""Memory of one rank: flat buffers on the tiers, page-locked host memory, and copies that overlap the computation."""
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
 import tempfile
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +18,123 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.page_locked import PageLocked
-from sd_lightning.gemini.tiers import Buffer, Kind, Ledger, Tier
+from sd_lightning.gemini.placement import Kind, Ledger, Tier, TierBuffer, mib
+
+log = logging.getLogger(__name__)
+
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``."""
+_LAST_COPIES_S = 5.0
+"""Seconds that the end of the process waits for copies; the device may hang."""
+
+_left: list[Tensor] = []
+"""Memory that could not be unlocked: it is never freed, since the device may still use it."""
+
+
+class PageLocked:
+    """Blocks of whole pages that are locked when allocated, and unlocked before they are freed.
+
+    torch's own allocator of page-locked memory is left alone: it rounds sizes up to powers of two, which takes up to
+    twice the memory. Its setting against that, which holds for the whole process, may hand out blocks that are too
+    small. It also keeps what is freed until the process ends.
+
+    torch knows nothing of this memory: whoever unlocks it, or uses it again, waits for the copies before.
+
+    Args:
+        module: The device module, ``torch.cuda``.
+        device: Copies from and to the memory.
+        streams: Streams of these copies; they are waited for if the owner is lost, or the process ends.
+    """
+
+    def __init__(self, module: Any, device: torch.device, streams: Sequence[Any]) -> None:
+        self._module = module
+        self._device = device
+        self._locked: dict[int, Tensor] = {}
+        """By address."""
+        weakref.finalize(self, _unlock_rest, self._locked, module, device, streams, os.getpid())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are locked."""
+        return sum(memory.nbytes for memory in self._locked.values())
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return locked memory.
+
+        Args:
+            nbytes: At least 1.
+
+        Raises:
+            UsageError: There is not enough memory, or the system does not let the process lock more.
+        """
+        try:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise self._refusal(nbytes, str(error)) from error
+        # A forked process, such as a worker of a data loader, would copy all locked pages.
+        pages.madvise(mmap.MADV_DONTFORK)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        cudart = self._module.cudart()
+        with self._module.device(self._device):
+            code = cudart.cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)
+        if int(code) != 0:
+            raise self._refusal(nbytes, str(cudart.cudaGetErrorString(code)))
+        self._locked[memory.data_ptr()] = memory
+        return memory
+
+    def unlock(self, memory: Tensor) -> None:
+        """Unlock memory, or a view of all of it, that no copy uses any more; it is freed with its last view."""
+        if memory.nbytes:
+            address = memory.data_ptr()
+            _unlock(self._module, self._device, self._locked.pop(address))
+
+    def _refusal(self, nbytes: int, reason: str) -> UsageError:
+        return UsageError(
+            f"Gemini could not page-lock {mib(nbytes)} of host memory beside the {mib(self.nbytes)} it has ({reason}); "
+            "expected room for all that is offloaded; lower offload_optim_frac and offload_param_frac, free host "
+            "memory, or raise the system's limit (ulimit -l; docker run --ulimit memlock=-1)"
+        )
+
+
+def _unlock(module: Any, device: torch.device, memory: Tensor) -> None:
+    with module.device(device):  # another thread, such as the garbage collector's, may be on another device
+        code = module.cudart().cudaHostUnregister(memory.data_ptr())
+    if int(code) != 0:
+        _leave([memory], f"CUDA error {int(code)}")
+
+
+def _unlock_rest(
+    locked: dict[int, Tensor], module: Any, device: torch.device, streams: Sequence[Any], process: int
+) -> None:
+    """Unlock what is still locked when its owner is gone or the process ends; do nothing in a forked process."""
+    if os.getpid() != process:
+        _left.extend(locked.values())  # its addresses may be in use for something else
+        return
+    if locked and not _are_idle(streams):
+        _leave(list(locked.values()), f"its copies did not end within {_LAST_COPIES_S:g} s, or failed")
+        return
+    while locked:
+        _unlock(module, device, locked.popitem()[1])
+
+
+def _leave(memory: list[Tensor], reason: str) -> None:
+    _left.extend(memory)
+    log.warning("Gemini leaves %s of host memory page-locked: %s", mib(sum(m.nbytes for m in memory)), reason)
+
+
+def _are_idle(streams: Sequence[Any]) -> bool:
+    """Return whether copies are done, or will be in a moment."""
+    until = time.monotonic() + _LAST_COPIES_S
+    try:
+        while not all(stream.query() for stream in streams):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+    except RuntimeError:  # the device has failed
+        return False
+    return True
+
 
 _MAX_LANDING = 4
 """Pending copies to the host before the host waits for one; as many as reductions."""
@@ -104,7 +223,7 @@ class Memory:
 
     @torch.inference_mode(False)  # memory allocated in validation may be reused in training
     @torch.no_grad()
-    def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Buffer:
+    def allocate(self, tier: Tier, kind: Kind, numel: int, dtype: torch.dtype, *, zero: bool = False) -> TierBuffer:
         """Return a new flat buffer."""
         if tier is Tier.FAST:
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
@@ -115,9 +234,9 @@ class Memory:
         self.ledger.add(tier, kind, tensor.nbytes)
         if zero:
             tensor.zero_()
-        return Buffer(tensor, tier, kind)
+        return TierBuffer(tensor, tier, kind)
 
-    def free(self, buffer: Buffer, last_use: Arrival | None = None) -> None:
+    def free(self, buffer: TierBuffer, last_use: Arrival | None = None) -> None:
         """Free a buffer, which must not be used again.
 
         Args:
@@ -138,7 +257,7 @@ class Memory:
         Values cross in the narrower of the two types. Exception: torch widens before a copy from an accelerator to the
         host, since the host does not wait to widen afterwards.
         """
-        staged: Buffer | None = None
+        staged: TierBuffer | None = None
         if self.on_accelerator and source_tier is not target_tier and target.dtype.itemsize < source.dtype.itemsize:
             if target_tier is Tier.FAST:
                 # torch would convert into pageable memory, and copies from that block the host.
@@ -154,7 +273,7 @@ class Memory:
         width = target.element_size() if is_widened else min(target.element_size(), source.element_size())
         self.ledger.move(source_tier, target_tier, target.numel() * width)
 
-    def moved(self, buffer: Buffer, tier: Tier) -> Buffer:
+    def moved(self, buffer: TierBuffer, tier: Tier) -> TierBuffer:
         """Move a buffer to another tier: return the new buffer and free the old one."""
         if buffer.tier == tier:
             return buffer
@@ -184,12 +303,12 @@ class Memory:
             yield arrival
         arrival.after([stream])
 
-    def tell(self, value: Tensor) -> tuple[Tensor, Arrival]:
+    def copy_to_host(self, value: Tensor) -> tuple[Tensor, Arrival]:
         """Begin to copy a value from the fast tier; the host may read it after its arrival."""
-        told = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.on_accelerator)
-        told.copy_(value, non_blocking=True)
+        copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.on_accelerator)
+        copy.copy_(value, non_blocking=True)
         arrival = Arrival(self._module, self.device)
-        return told, arrival.after([self._module.current_stream(self.device)] if self.on_accelerator else [])
+        return copy, arrival.after([self._module.current_stream(self.device)] if self.on_accelerator else [])
 
     def land(self, arrival: Arrival, receive: Callable[[], None]) -> None:
         """Call ``receive`` on the host without waiting: now if the copies have arrived, otherwise later.

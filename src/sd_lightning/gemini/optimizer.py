@@ -1,21 +1,100 @@
-"""The optimizer that steps chunks with the parameter groups of the user's optimizer."""
+"""The optimizer that steps chunks with the parameter groups of the user's optimizer, and its loss scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.accumulation import Accumulation
-from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.chunked import ChunkedNetworks
-from sd_lightning.gemini.loss_scale import LossScale
 from sd_lightning.gemini.stepper import GradientAgreement, Stepper
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
+
+
+class LossScale:
+    """A factor on the loss that keeps small float16 gradients above zero (Micikevicius et al. 2018, section 3.2).
+
+    The defaults are those of ``torch.amp.GradScaler``. The numbers live on the device, so that a step need not wait for
+    them; reading one waits.
+
+    Args:
+        device: Of the chunks.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.growth_factor = 2.0
+        self.backoff_factor = 0.5
+        self.growth_interval = 2000
+        """Steps without overflow after which the scale grows."""
+        self._value = torch.full((), 2.0**16, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), device=device)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.used = self._value.clone()
+        """The scale of the current gradients: several optimizers may step after one backward pass."""
+        self._good_steps_before = self._good_steps.clone()
+        self._found_inf = torch.zeros_like(self._value)
+        """1 if one of these optimizers overflowed; the scale changes once for all of them."""
+
+    @property
+    def value(self) -> float:
+        """The scale of the next loss."""
+        return float(self._value)
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value.fill_(value)
+
+    @property
+    def good_steps(self) -> int:
+        """Steps since the last change."""
+        return int(self._good_steps)
+
+    @property
+    def skipped(self) -> int:
+        """Optimizer steps skipped because of an overflow."""
+        return int(self._skipped)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss for backward."""
+        self._begin()
+        return loss * self.used
+
+    def update(self, found_inf: Tensor) -> None:
+        """Note an optimizer's step, and whether its gradients were not finite: 1 or 0."""
+        found_inf = found_inf.to(self._value.device)
+        self._skipped += found_inf
+        self._found_inf = torch.maximum(self._found_inf, found_inf)
+        self._value.copy_(self.used)
+        self._good_steps.copy_(self._good_steps_before)
+        torch._amp_update_scale_(
+            self._value,
+            self._good_steps,
+            self._found_inf,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the scale and its settings as plain numbers."""
+        names = ("value", "growth_factor", "backoff_factor", "growth_interval", "good_steps", "skipped")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load what :meth:`state_dict` returned, of this or an earlier release."""
+        for name in ("growth_factor", "backoff_factor", "growth_interval", "value"):
+            setattr(self, name, state.get(name, getattr(self, name)))
+        self._good_steps.fill_(min(int(state.get("good_steps", 0)), self.growth_interval - 1))
+        self._skipped.fill_(int(state.get("skipped", 0)))
 
 
 class GeminiOptimizer(torch.optim.Optimizer):
@@ -27,20 +106,12 @@ class GeminiOptimizer(torch.optim.Optimizer):
     Args:
         inner: An elementwise optimizer over trained parameters of the engine.
         engine: Owns the chunks.
-        accumulation: Is notified of steps.
-        loss_scale: The loss scale in float16; None otherwise.
 
     Raises:
         UsageError: The optimizer's update is not elementwise, or it steps parameters that the engine does not train.
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        engine: ChunkedNetworks,
-        accumulation: Accumulation,
-        loss_scale: LossScale | None,
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, engine: GeminiEngine) -> None:
         self.inner = inner
         self.optimizer = inner
         """The user's optimizer, under the name where Lightning's callbacks look for a wrapped one."""
@@ -50,8 +121,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
         inner.state.clear()  # some constructors create states of whole parameters
         super().__init__(inner.param_groups, inner.defaults)
         self._engine = engine
-        self._accumulation = accumulation
-        self._scaler = loss_scale
+        self._scaler = engine.loss_scale
         self._agreement = GradientAgreement(engine, self.stepper)
         self._clip: Tensor | None = None
         self._found_inf: Tensor | None = None
@@ -137,11 +207,11 @@ class GeminiOptimizer(torch.optim.Optimizer):
         self.stepper.check_frozen()
         scaler = self._scaler
         touched = self._agreement.reach(with_norm=scaler is not None)
-        self._accumulation.end_step()
+        self._engine.accumulation.end_step()
         overflowed = None if scaler is None else self._agreement.found_inf
         if self.stepper.decides_on_device:
-            found = [each for each in (overflowed, self._found_inf) if each is not None]
-            self.stepper.step(touched, self._divisor, torch.stack(found).max() if found else None)
+            reasons = [each for each in (overflowed, self._found_inf) if each is not None]
+            self.stepper.step(touched, self._divisor, torch.stack(reasons).max() if reasons else None)
         elif overflowed is None or not overflowed:
             self.stepper.step(touched, float(self._divisor))
         if scaler is not None and overflowed is not None:
@@ -170,7 +240,7 @@ class GeminiOptimizer(torch.optim.Optimizer):
             self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hyper-parameters of the groups; states are in the engine's ``state.shards()``."""
+        """Return the hyper-parameters of the groups; states are in the engine's ``state.parameter_shards()``."""
         return self.inner.state_dict()
 
     @override
@@ -251,7 +321,9 @@ class GeminiOptimizer(torch.optim.Optimizer):
         runtime = self._engine.runtime
         runtime.touched.difference_update(self.stepper.group_of)
         for chunk in self.stepper.chunks:
-            if self._is_shared(chunk):
+            # Another optimizer may have gradients in the chunk, unless none of its parameters has one on any rank.
+            may_be_touched = self._agreement.touched is None or not runtime.touched.isdisjoint(chunk.slots)
+            if may_be_touched and not all(map(self.owns, chunk.slots)):
                 for parameter in filter(self.owns, chunk.slots):
                     chunk.gradients.forget(parameter)
             else:
@@ -259,9 +331,3 @@ class GeminiOptimizer(torch.optim.Optimizer):
                 runtime.reducer.late.discard(chunk.index)
         self._agreement.reset()
         self._clip = self._found_inf = None
-
-    def _is_shared(self, chunk: Chunk) -> bool:
-        """Return whether another optimizer may have gradients in a chunk."""
-        if self._agreement.touched is not None and not self._engine.runtime.touched.intersection(chunk.slots):
-            return False
-        return not all(map(self.owns, chunk.slots))

@@ -19,25 +19,28 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.compute_weights import ChunkState
-from sd_lightning.gemini.guarded import GuardedParameter
-from sd_lightning.gemini.memory import Arrival
+from sd_lightning.gemini.guarded import (
+    ALIASES,
+    OUTSIDE,
+    RESHAPING,
+    SET_DATA,
+    THAWS,
+    ForwardWatch,
+    GuardedParameter,
+    WholeGradients,
+    digests,
+    is_in_place,
+    may_alias,
+    sums_of,
+)
+from sd_lightning.gemini.weights import ChunkState
 
 if TYPE_CHECKING:
-    from sd_lightning.gemini.chunked import ChunkedNetworks
-    from sd_lightning.gemini.loss_scale import LossScale
-    from sd_lightning.gemini.optimizer import GeminiOptimizer
+    from sd_lightning.gemini.engine import GeminiEngine
 
-_OUTSIDE = -1
-"""Autograd's number of the current graph task if none runs."""
 _NUM_CHECKED = 16
 """Writes that are compared between the ranks, and views of a weight that are watched for writes, when a run begins."""
-_NUM_WATCHED = 1
-"""Forward passes of a unit that are watched for writes, at the beginning of a run."""
-_THAWS: set[Any] = {Tensor.requires_grad.__set__, Tensor.requires_grad_}  # type: ignore[attr-defined]
 _READABLE = {ChunkState.GATHERED, ChunkState.OVERWRITTEN}
-_NUM_SUMS = 251
-"""A prime: values that change places change sums of bytes, too."""
 
 
 class _Reading(torch.autograd.Function):
@@ -64,12 +67,9 @@ class OutsideAccess:
         dtype: The type in which trained weights are shown; by default that of the master weights.
     """
 
-    def __init__(self, engine: ChunkedNetworks, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, engine: GeminiEngine, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.is_active = True
-        self.optimizers: Sequence[GeminiOptimizer] = ()
-        self.loss_scale: LossScale | None = None
-        """Gradients are shown without it."""
         self._engine = engine
         self._weights: dict[int, Tensor] = {}
         """By chunk: whole weights that user code sees."""
@@ -81,16 +81,9 @@ class OutsideAccess:
         """Sums of resident weights that user code has views of: other values may take their place."""
         self._num_checks: Counter[nn.Parameter] = Counter()
         """Comparisons of these sums."""
-        self._gradients: dict[int, Tensor] = {}
-        self._touched: dict[GeminiOptimizer, set[nn.Parameter]] = {}
-        """By optimizer: parameters with gradients on any rank."""
+        self.gradients = WholeGradients(engine, self.close)
         self._num_written = 0
-        self._num_watched: Counter[int] = Counter()
-        """By unit: forward passes that were watched for writes."""
-        self._before: dict[int, tuple[list[nn.Parameter], Tensor]] = {}
-        """By unit: gathered weights, and their digests when its forward began."""
-        self._after: dict[int, tuple[list[nn.Parameter], Tensor, Arrival]] = {}
-        """By unit: gathered weights, and whether its forward has written them; read a pass later."""
+        self.forwards = ForwardWatch(engine.memory, engine.name_of)
         own = weakref.ref(self)
         for parameter in engine.chunk_of:
             parameter.chunk_access = own  # type: ignore[attr-defined]
@@ -109,42 +102,9 @@ class OutsideAccess:
     def begin_forward(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
         """Expose the parameters of a unit that is about to run."""
         self.expose(parameters)
-        self._before.pop(index, None)  # of a pass that raised
-        if torch._C._current_graph_task_id() == _OUTSIDE:
-            self._check_forward(index)
-        if self._num_watched[index] < _NUM_WATCHED and torch.is_grad_enabled():
-            self._num_watched[index] += 1
-            copied = [parameter for parameter in parameters if not self._is_direct(parameter)]
-            if copied:
-                self._before[index] = copied, _digests(copied)
-
-    def end_forward(self, index: int) -> None:
-        """Note whether a unit has written its own weights while it ran: they are a copy of those that are trained."""
-        if index in self._before:
-            copied, before = self._before.pop(index)
-            self._after[index] = copied, *self._engine.memory.tell((_digests(copied) != before).any(1))
-
-    def check_forwards(self) -> None:
-        """Raise if a unit has written its own weights while it ran; the host waits for the watched passes.
-
-        Otherwise the unit's next pass raises, when the result has arrived.
-
-        Raises:
-            UsageError: A unit has.
-        """
-        for index in list(self._after):
-            self._check_forward(index)
-
-    def _check_forward(self, index: int) -> None:
-        if index not in self._after:
-            return
-        copied, is_written, arrival = self._after.pop(index)
-        arrival.wait()
-        for parameter in (each for each, written in zip(copied, is_written.tolist()) if written):
-            raise UsageError(
-                f"Gemini got {self._name(parameter)} written inside of its network's forward, where it is a gathered "
-                "copy, so that the change would be lost; write it in a hook (on_train_batch_end), or make it a buffer"
-            )
+        if torch._C._current_graph_task_id() == OUTSIDE:
+            self.forwards.check(index)
+        self.forwards.begin(index, parameters, self._is_direct)
 
     def end(self) -> None:
         """Make all parameters ordinary ones for good."""
@@ -156,9 +116,8 @@ class OutsideAccess:
         self._shown.clear()
         self._aliased.clear()
         self._watched.clear()
-        self._gradients.clear()
-        self._touched.clear()
-        self._after.clear()
+        self.gradients.release()
+        self.forwards.clear()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -172,31 +131,31 @@ class OutsideAccess:
     @property
     def is_open(self) -> bool:
         """Whether user code holds whole weights or gradients."""
-        return bool(self._weights or self._gradients or self._touched)
+        return bool(self._weights or self.gradients.whole or self.gradients.touched)
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch with whole weights in place of parameters."""
         first = args[0] if args else None
-        if func in _THAWS:
+        if func in THAWS:
             self._check_thaw(first, *args[1:], **kwargs)
-        name = func.__name__
-        is_in_place = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
-        written = [leaf for leaf in tree_leaves(first) if isinstance(leaf, GuardedParameter)] if is_in_place else []
+        parameters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
+        written = [p for p in tree_leaves(first) if isinstance(p, GuardedParameter)] if is_in_place(func) else []
         is_initial = getattr(func, "__module__", "") == nn.init.__name__  # without gradients inside
         needs_gradients = torch.is_grad_enabled() and not is_initial
         is_refused = needs_gradients and any(leaf.requires_grad for leaf in written)
-        is_kept = func in _THAWS or is_refused  # torch refuses to write leaves that need gradients
+        is_kept = func in THAWS or is_refused  # torch refuses to write leaves that need gradients
         if not is_kept and isinstance(first, GuardedParameter) and self._takes_memory(func, first, args):
             self._replace(first, args[1])
             return first
-        if is_kept or all(self._is_direct(parameter) for parameter in given):
+        if is_kept or all(self._is_direct(parameter) for parameter in parameters):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        is_alias = func in _ALIASES or not needs_gradients
-        is_local = not is_alias and all(self._engine.chunk_of[parameter].weights.is_resident for parameter in given)
+        is_alias = func in ALIASES or not needs_gradients
+        is_local = not is_alias and all(
+            self._engine.chunk_of[parameter].weights.is_resident for parameter in parameters
+        )
         shown: dict[nn.Parameter, Tensor] = {}
-        for parameter in given:
+        for parameter in parameters:
             chunk = self._engine.chunk_of[parameter]
             if is_local and chunk.index not in self._weights:  # no other rank is needed, for a loss of this rank's own
                 chunk.weights.settle()  # the last step may still be on its way to them
@@ -210,46 +169,9 @@ class OutsideAccess:
             result = func(*args, **kwargs)
             for (each, tensor), version in zip(shown.items(), before):
                 is_written = tensor._version != version
-                if not is_alias and (is_written or _may_alias(result, tensor)):
+                if not is_alias and (is_written or may_alias(result, tensor)):
                     self._note_alias(each, tensor, is_written=is_written)
         return first if isinstance(first, GuardedParameter) and written and result is shown[first] else result
-
-    def gradient(self, parameter: nn.Parameter, *, is_asked_to_drop: bool = False) -> Tensor | None:
-        """Return the gradient of a parameter, averaged over the ranks and added up since the last step.
-
-        Args:
-            parameter: The parameter.
-            is_asked_to_drop: Only to be set to None, as Lightning does before each validation.
-        """
-        optimizer = self._optimizer_of(parameter)
-        if is_asked_to_drop and optimizer is not None and optimizer.has_stepped:
-            return None
-        if optimizer is None or not self._has_gradient(parameter, optimizer):
-            return None
-        return self._slot_of(parameter, self._whole_gradients(parameter))
-
-    def set_gradient(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        """Replace the gradient of a parameter."""
-        engine, optimizer = self._engine, self._optimizer_of(parameter)
-        if optimizer is None:
-            if value is None:
-                return
-            raise UsageError(
-                f"Gemini got a gradient of {self._name(parameter)} from outside, and no optimizer steps it; expected a "
-                "parameter of an optimizer"
-            )
-        if value is None:
-            if not optimizer.has_stepped and self._has_gradient(parameter, optimizer):
-                self.close()
-                engine.chunk_of[parameter].gradients.forget(parameter)
-                engine.runtime.touched.discard(parameter)
-                engine.runtime.gradients_version += 1
-            return
-        if not self._has_gradient(parameter, optimizer):
-            engine.chunk_of[parameter].gradients.allocate()
-            engine.runtime.touched.add(parameter)
-            self._touched[optimizer].add(parameter)
-        self._slot_of(parameter, self._whole_gradients(parameter)).copy_(value)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -266,22 +188,16 @@ class OutsideAccess:
             self._watched.clear()
         if not self.is_open:
             return
-        engine, weights, gradients = self._engine, self._weights, self._gradients
+        engine, weights, gradients = self._engine, self._weights, self.gradients.release()
         recorded = next((each for each in self._shown if self._is_recorded(each)), None)
-        self._weights, self._gradients = {}, {}
+        self._weights = {}
         self._shown.clear()
-        self._touched.clear()
         aliased, self._aliased = sorted(self._aliased), set()
         if recorded is not None:
             raise self._lost(recorded)
         written = [index for index in aliased if self._write_back(engine.chunks[index], weights[index])]
         self._compare(aliased, weights, written)
-        for index, whole in gradients.items():
-            accumulated = engine.chunks[index].gradients.accumulated
-            if accumulated is not None:
-                accumulated.tensor.copy_(engine.collectives.shard(whole) * self._scale)
-        if gradients:
-            engine.runtime.gradients_version += 1
+        self.gradients.write_back(gradients)
 
     def _whole(self, parameter: nn.Parameter, *, is_aliased: bool) -> Tensor:
         """Return the part of the whole weights that is one parameter; gather them on first touch."""
@@ -298,17 +214,19 @@ class OutsideAccess:
             if watched:
                 self._check_watched(watched)
                 with torch._C.DisableTorchFunctionSubclass():  # what is written from now on would be written over
-                    self._watched.update({each: _sums(each) for each in watched})
+                    self._watched.update({each: sums_of(each) for each in watched})
+            layout = chunk.layout
+            dtype = self.dtype or layout.master_dtype if chunk.is_trained else layout.dtype
             with torch.inference_mode(False), torch.no_grad():
-                self._weights[chunk.index] = self._engine.shown(chunk, self._shown_dtype(chunk))
+                self._weights[chunk.index] = self._engine.shown(chunk, dtype)
         if is_aliased:
             self._aliased.add(chunk.index)
         shown = self._shown.get(parameter)
         if shown is None or shown.requires_grad != parameter.requires_grad:
-            shown = self._slot_of(parameter, self._weights[chunk.index]).data  # each has a version counter of its own
+            shown = chunk.part_of(parameter, self._weights[chunk.index]).data  # each has a version counter of its own
             if parameter.requires_grad:
                 with torch.inference_mode(False), torch.enable_grad():
-                    shown = _Reading.apply(parameter, shown)
+                    shown = _Reading.apply(parameter, shown)  # type: ignore[no-untyped-call]
             self._shown[parameter] = shown
         return shown
 
@@ -321,7 +239,7 @@ class OutsideAccess:
         elif is_written and self._is_copy(parameter):
             raise self._lost(parameter)
         elif parameter not in self._watched and self._num_checks[parameter] < _NUM_CHECKED:
-            self._watched[parameter] = _sums(parameter)
+            self._watched[parameter] = sums_of(parameter)
 
     def _is_recorded(self, parameter: nn.Parameter) -> bool:
         """Return whether autograd has recorded a write into a whole weight: it is no longer a plain reading."""
@@ -335,7 +253,9 @@ class OutsideAccess:
         if not lost:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            differs = torch.stack([(_sums(parameter) != self._watched[parameter]).any() for parameter in lost]).tolist()
+            differs = torch.stack(
+                [(sums_of(parameter) != self._watched[parameter]).any() for parameter in lost]
+            ).tolist()
         if any(differs):
             self._watched.clear()
             raise self._lost(lost[differs.index(True)])
@@ -350,9 +270,9 @@ class OutsideAccess:
         """Return whether a function gives a parameter the memory of another tensor; raise if it changes its shape."""
         if self._engine.is_closed:
             return False  # the parameters have the memory now
-        if func == _SET_DATA or func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor):
+        if func == SET_DATA or func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor):
             return True
-        if func.__name__ in _RESHAPING:
+        if func.__name__ in RESHAPING:
             raise UsageError(
                 f"Gemini got {self._name(parameter)}.{func.__name__}(), which changes its shape or its memory; "
                 "expected a write of other values (p.data.copy_(values)): parameters in chunks keep their sizes"
@@ -377,16 +297,11 @@ class OutsideAccess:
             else:
                 self._whole(parameter, is_aliased=True).detach().copy_(value)
 
-    def _shown_dtype(self, chunk: Chunk) -> torch.dtype:
-        if not chunk.is_trained:
-            return chunk.layout.dtype
-        return self.dtype or chunk.layout.master_dtype
-
     def _is_direct(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter's own memory is what is trained, and whole, or what a backward pass reads."""
         chunk = self._engine.chunk_of[parameter]
         weights = chunk.weights
-        if torch._C._current_graph_task_id() != _OUTSIDE and weights.state in _READABLE:
+        if torch._C._current_graph_task_id() != OUTSIDE and weights.state in _READABLE:
             return not chunk.gradients.has_overwritten(parameter)
         if self._engine.is_closed:
             return weights.is_resident  # the parameters have the memory now
@@ -422,7 +337,7 @@ class OutsideAccess:
         engine = self._engine
         if not aliased or engine.collectives.world_size == 1 or self._num_written >= _NUM_CHECKED:
             return
-        sums = _digests([weights[index] for index in aliased]).tolist()
+        sums = digests([weights[index] for index in aliased]).tolist()
         if engine.collectives.agree(repr((list(aliased), sums))):
             # A write may lie in the part of one rank: all must count the same, to come here equally often.
             any_rank = engine.collectives.all_reduce(torch.tensor([int(bool(written))]), dist.ReduceOp.MAX)
@@ -434,51 +349,6 @@ class OutsideAccess:
             "chunk); expected the same on every rank: write without asking for the rank, with the same random numbers"
         )
 
-    def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
-        if torch._C._current_graph_task_id() != _OUTSIDE:
-            raise UsageError(
-                f"Gemini got {self._name(parameter)}.grad inside of a backward pass, where gradients are not summed "
-                "yet; use it in on_after_backward or on_before_optimizer_step"
-            )
-        return next((optimizer for optimizer in self.optimizers if optimizer.owns(parameter)), None)
-
-    def _has_gradient(self, parameter: nn.Parameter, optimizer: GeminiOptimizer) -> bool:
-        """Return whether a parameter has a gradient on any rank; a collective call."""
-        if optimizer.has_stepped:
-            raise UsageError(
-                f"Gemini got {self._name(parameter)}.grad after {type(optimizer.inner).__name__} has stepped, which "
-                "frees the gradients; use it between the backward pass and the step, in on_after_backward or "
-                "on_before_optimizer_step"
-            )
-        if optimizer not in self._touched:
-            self._engine.collectives.meet(f"touches {self._name(parameter)}.grad")
-            self._touched[optimizer] = set(optimizer.touched)
-        return parameter in self._touched[optimizer]
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _whole_gradients(self, parameter: nn.Parameter) -> Tensor:
-        engine, chunk = self._engine, self._engine.chunk_of[parameter]
-        if chunk.index not in self._gradients:
-            engine.collectives.meet(f"touches {self._name(parameter)}.grad")
-            chunk.gradients.wait_on_host()
-            accumulated = chunk.gradients.accumulated
-            assert accumulated is not None
-            whole = torch.empty(chunk.layout.numel, dtype=chunk.layout.master_dtype, device=engine.memory.device)
-            engine.collectives.shard(whole).copy_(accumulated.tensor)
-            engine.collectives.all_gather(whole, chunk.index).wait()
-            self._gradients[chunk.index] = whole.div_(self._scale)
-        return self._gradients[chunk.index]
-
-    @property
-    def _scale(self) -> float | Tensor:
-        return 1.0 if self.loss_scale is None else self.loss_scale.used
-
-    def _slot_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        slot = self._engine.chunk_of[parameter].slots[parameter]
-        with torch._C.DisableTorchFunctionSubclass():
-            return whole[slot.begin : slot.end].view(parameter.shape)
-
     def _check_thaw(self, parameter: Any, value: bool = True, **kwargs: Any) -> None:
         is_thawed = kwargs.get("requires_grad", value)
         if is_thawed and not self._engine.chunk_of[parameter].is_trained:
@@ -489,36 +359,4 @@ class OutsideAccess:
             )
 
     def _name(self, parameter: nn.Parameter) -> str:
-        return self._engine.chunk_of[parameter].slots[parameter].name
-
-
-def _digests(values: Sequence[Tensor]) -> Tensor:
-    """Return sums of the bytes of tensors, a row each; they change with the order of values, too."""
-    return torch.stack([_sums(each) for each in values])
-
-
-def _sums(values: Tensor) -> Tensor:
-    """Return sums of bytes, in int64 on the device of the values; they change with the order of values, too."""
-    flat = values.detach().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // _NUM_SUMS * _NUM_SUMS
-    sums = flat[:whole].view(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
-    sums[: flat.numel() - whole].add_(flat[whole:])
-    return sums
-
-
-def _may_alias(result: Any, weight: Tensor) -> bool:
-    """Return whether user code may write a weight through what a function returned."""
-    return any(
-        _is_alias_of(leaf, weight) if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
-        for leaf in tree_leaves(result)
-    )
-
-
-_RESHAPING = set("set_ resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
-"""In-place functions that change the shape of a tensor, or its memory."""
-_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_ALIASES: set[Any] = {Tensor.data.__get__, _SET_DATA, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-_IN_PLACE.add("__setitem__")
+        return self._engine.name_of(parameter)

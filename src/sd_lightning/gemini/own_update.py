@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.blockwise import BlockwiseUpdate
-from sd_lightning.gemini.update import AdamUpdate, Group, Progress, Ranges, SGDUpdate, Update
+from sd_lightning.gemini.updates import AdamUpdate, BlockwiseUpdate, Group, Progress, Ranges, SGDUpdate, Update
 
 _TRIED_SHAPE = (96, 128)
 """Large enough for optimizers that treat small parameters differently (bitsandbytes: below 4096 elements)."""
@@ -23,7 +22,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_COPIED = ("state", "param_groups", "step", "_opt_called")
 """Attributes of the user's object that are not copied; schedulers replace an optimizer's ``step``."""
 
-Kept = dict[str, Any]
+OptimizerEntry = dict[str, Any]
 """An optimizer's state of one parameter."""
 
 
@@ -61,20 +60,21 @@ class OwnUpdate(Update):
         return tuple(self._types)
 
     def states(self, group: Group) -> tuple[str, ...]:
-        found: tuple[str, ...] = ()
+        names: tuple[str, ...] = ()
         for device in self._devices:
             try:
                 with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                    found = self._compare(group, device)
+                    names = self._compare(group, device)
             except _NotElementwise as error:
                 raise self._refusal(str(error)) from None
             except Exception as error:  # a class that was not made for this may raise anything
-                what = f"{type(error).__name__}: {error}"
-                raise self._refusal(f"its step fails on a flat range of a parameter ({what})") from None
-        return found
+                reason = f"{type(error).__name__}: {error}"
+                raise self._refusal(f"its step fails on a flat range of a parameter ({reason})") from None
+        return names
 
     def scalars(self, progress: Progress) -> dict[str, Any]:
-        return {name: _typed(value, self._types[name]) for name, value in progress.scalars}
+        types = ((name, value, self._types[name]) for name, value in progress.scalars)
+        return {name: value if dtype is None else torch.tensor(value, dtype=dtype) for name, value, dtype in types}
 
     def progress(self, scalars: Mapping[str, Any]) -> Progress | None:
         return self._progress(scalars) if scalars.keys() >= self._types.keys() else None
@@ -84,44 +84,44 @@ class OwnUpdate(Update):
         weights, gradients, states, progress = ranges.weights, ranges.gradients, ranges.states, ranges.progress
         if divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
-        kept: list[Kept | None] = [None] * len(weights)
+        entries: list[OptimizerEntry | None] = [None] * len(weights)
         if progress is not None:
-            kept = [
-                {name: parts[index] for name, parts in states.items()} | self._scalars_for(weight, progress)
-                for index, weight in enumerate(weights)
-            ]
+            for index, weight in enumerate(weights):
+                scalars = self.scalars(progress)
+                scalars |= {name: scalars[name].to(weight.device) for name in self._beside_weights}
+                entries[index] = {name: parts[index] for name, parts in states.items()} | scalars
         try:
-            stepped = self._step(weights, gradients, kept, group)
+            stepped = self._step(weights, gradients, entries, group)
         except _NotElementwise as error:
             raise self._refusal(str(error)) from None
-        for index, state in enumerate(stepped):
+        for index, entry in enumerate(stepped):
             for name, parts in states.items():
-                if state[name].data_ptr() != parts[index].data_ptr():  # made by the first step or replaced
-                    parts[index].copy_(state[name])
+                if entry[name].data_ptr() != parts[index].data_ptr():  # made by the first step or replaced
+                    parts[index].copy_(entry[name])
         return self._progress(stepped[-1])
 
-    def _progress(self, kept: Mapping[str, Any]) -> Progress:
-        return Progress(1, tuple((name, _number(kept[name])) for name in self._types))
-
-    def _scalars_for(self, weight: Tensor, progress: Progress) -> dict[str, Any]:
-        scalars = self.scalars(progress)
-        return scalars | {name: scalars[name].to(weight.device) for name in self._beside_weights}
+    def _progress(self, entry: Mapping[str, Any]) -> Progress:
+        return Progress(1, tuple((name, _number(entry[name])) for name in self._types))
 
     def _step(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], kept: Sequence[Kept | None], group: Group
-    ) -> list[Kept]:
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        entries: Sequence[OptimizerEntry | None],
+        group: Group,
+    ) -> list[OptimizerEntry]:
         """Step ranges with their states, which are None before the first step; return the new states."""
         parameters = [weight.detach().requires_grad_() for weight in weights]  # separate objects: they get gradients
         settings = {key: _plain(value) for key, value in group.items() if key != "params"}
         settings |= {key: False for key in ("capturable", "differentiable") if key in settings}
         if settings.get("fused") and weights[0].device.type != "cpu":
             settings["fused"] = None
-        stepper = self._stepper([{**settings, "params": parameters}], is_first=kept[0] is None)
+        stepper = self._stepper([{**settings, "params": parameters}], is_first=entries[0] is None)
         before = _counts(stepper)
-        for parameter, gradient, state in zip(parameters, gradients, kept, strict=True):
+        for parameter, gradient, entry in zip(parameters, gradients, entries, strict=True):
             parameter.grad = gradient
-            if state is not None:
-                stepper.state[parameter] = state
+            if entry is not None:
+                stepper.state[parameter] = entry
         stepper.step()
         after = {name: value for name, value in stepper.param_groups[0].items() if name != "params"}
         changed = [name for name in after if name not in settings or after[name] != settings[name]]
@@ -161,31 +161,30 @@ class OwnUpdate(Update):
         group = {**group, "lr": 0.1} if "lr" in group else group
         whole = torch.randn(_TRIED_SHAPE, generator=generator).to(device)
         parts = [part.clone() for part in whole.flatten().split(_TRIED_PARTS)]
-        kept: Kept | None = None
-        kept_of_parts: list[Kept | None] = [None] * len(parts)
+        entry: OptimizerEntry | None = None
+        entries: list[OptimizerEntry | None] = [None] * len(parts)
         names: tuple[str, ...] = ()
         for step in range(_TRIED_STEPS):
             gradient = torch.randn(_TRIED_SHAPE, generator=generator).to(device)
             pieces = [piece.clone() for piece in gradient.flatten().split(_TRIED_PARTS)]
-            (kept,) = self._step([whole], [gradient], [kept], group)
+            (entry,) = self._step([whole], [gradient], [entry], group)
             for index, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
-                (kept_of_parts[index],) = self._step([part], [piece], [kept_of_parts[index]], group)
-            found = self._names(kept, device)
-            if step and found != names:
+                (entries[index],) = self._step([part], [piece], [entries[index]], group)
+            before, names = names, self._names(entry, device)
+            if step and before != names:
                 raise _NotElementwise("its states change from step to step")
-            names = found
-            states = [of_part for of_part in kept_of_parts if of_part]
-            pairs = [(whole, parts), *((kept[name], [of_part[name] for of_part in states]) for name in names)]
+            of_parts = [each for each in entries if each]
+            pairs = [(whole, parts), *((entry[name], [each[name] for each in of_parts]) for name in names)]
             is_equal = all(torch.equal(one.flatten().nan_to_num(), torch.cat(many).nan_to_num()) for one, many in pairs)
-            scalars = [self._progress(state) for state in (kept, *states) if state]
+            scalars = [self._progress(state) for state in (entry, *of_parts) if state]
             if not is_equal or any(other != scalars[0] for other in scalars):
                 raise _NotElementwise("its update of an element depends on other elements")
         return names
 
-    def _names(self, kept: Kept, device: torch.device) -> tuple[str, ...]:
+    def _names(self, entry: OptimizerEntry, device: torch.device) -> tuple[str, ...]:
         """Return the names of states with one value per weight; record the names of scalars."""
         names = []
-        for name, value in kept.items():
+        for name, value in entry.items():
             if isinstance(value, Tensor) and value.shape == _TRIED_SHAPE and value.dtype == torch.float32:
                 names.append(name)
             elif isinstance(value, Tensor) and value.dim() == 0:
@@ -195,9 +194,9 @@ class OwnUpdate(Update):
             elif isinstance(value, int | float):
                 self._types[name] = None
             elif value is not None:
-                what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+                kind = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
                 raise _NotElementwise(
-                    f"it keeps {name} ({what}) of a parameter of shape {_TRIED_SHAPE}, not one float32 value per weight"
+                    f"it keeps {name} ({kind}) of a parameter of shape {_TRIED_SHAPE}, not one float32 value per weight"
                 )
         return tuple(names)
 
@@ -216,10 +215,6 @@ def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def _number(value: Any) -> float:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _typed(value: float, dtype: torch.dtype | None) -> Any:
-    return value if dtype is None else torch.tensor(value, dtype=dtype)
 
 
 def update_of(inner: torch.optim.Optimizer, devices: Iterable[torch.device] = (torch.device("cpu"),)) -> Update:

@@ -1,17 +1,106 @@
-"""Place chunks on tiers: pure functions with the same result on every rank."""
+"""Memory tiers, and the placement of chunks on them by pure functions with the same result on every rank."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.config import GeminiConfig
 from sd_lightning.gemini.layout import ChunkLayout
-from sd_lightning.gemini.tiers import Tier
+
+
+class Tier(StrEnum):
+    """Where a buffer lives."""
+
+    FAST = "fast"
+    """The accelerator's memory; host memory if the host computes."""
+    SLOW = "slow"
+    """Host memory, page-locked if there is an accelerator."""
+    DISK = "disk"
+    """Memory-mapped files."""
+
+
+class Kind(StrEnum):
+    """What a buffer holds."""
+
+    WEIGHTS = "weights"
+    """Resident weights in the compute type, or shards of them."""
+    GATHERED = "gathered"
+    """Temporarily gathered weights, and the gradients that overwrite them."""
+    GRADIENTS = "gradients"
+    """Unreduced whole gradients in separate memory."""
+    ACCUMULATED = "accumulated"
+    """This rank's shard of the reduced float32 gradients."""
+    OPTIMIZER = "optimizer"
+    """Master weights that are not the compute weights themselves, and optimizer states."""
+    SWAPPED = "swapped"
+    """Trained weights while others are swapped in."""
+    STAGED = "staged"
+    """Weights in the compute type during a copy from the host's master weights to the accelerator."""
+    KEPT = "kept"
+    """Free page-locked host memory, kept for reuse."""
+
+
+class Ledger:
+    """Bytes on each tier, now and at the peak, and bytes moved between tiers."""
+
+    def __init__(self) -> None:
+        self.current: Counter[Tier] = Counter()
+        self.peak: Counter[Tier] = Counter()
+        self.by_kind: Counter[tuple[Tier, Kind]] = Counter()
+        self.kind_peak: Counter[tuple[Tier, Kind]] = Counter()
+        self.moved: Counter[tuple[Tier, Tier]] = Counter()
+
+    def add(self, tier: Tier, kind: Kind, nbytes: int) -> None:
+        """Count bytes that were allocated, or freed if negative."""
+        self.current[tier] += nbytes
+        self.by_kind[tier, kind] += nbytes
+        if self.by_kind[tier, kind] < 0:
+            raise RuntimeError(f"{-self.by_kind[tier, kind]} bytes of {kind} freed twice on the {tier} tier")
+        self.peak[tier] = max(self.peak[tier], self.current[tier])
+        self.kind_peak[tier, kind] = max(self.kind_peak[tier, kind], self.by_kind[tier, kind])
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Return the bytes now, by the names of tier and kind."""
+        tiers: dict[str, dict[str, int]] = {}
+        for (tier, kind), nbytes in self.by_kind.items():
+            tiers.setdefault(str(tier), {})[str(kind)] = nbytes
+        return tiers
+
+    def relabel(self, tier: Tier, old: Kind, new: Kind, nbytes: int) -> None:
+        """Count bytes under a new kind."""
+        self.add(tier, old, -nbytes)
+        self.add(tier, new, nbytes)
+
+    def move(self, source: Tier, target: Tier, nbytes: int) -> None:
+        """Count bytes that were copied between tiers."""
+        if source != target:
+            self.moved[source, target] += nbytes
+
+
+@dataclass(eq=False)
+class TierBuffer:
+    """A flat tensor on a tier, counted in the ledger until it is freed."""
+
+    tensor: Tensor
+    tier: Tier
+    kind: Kind
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+def mib(nbytes: int) -> str:
+    """Return bytes as text, in MiB."""
+    return f"{nbytes / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
@@ -45,7 +134,7 @@ class ChunkPlacement:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkPlan:
     """A placement of every chunk."""
 
     chunks: tuple[ChunkPlacement, ...]
@@ -64,7 +153,7 @@ class Plan:
         return f"weights of {whole} chunks whole, {fast} fast, {slow} slow; optimizer {tiers}"
 
 
-def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> Plan:
+def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> ChunkPlan:
     """Place chunks by the fractions in the settings.
 
     Each fraction of the elements is rounded up to whole chunks, in the order of execution. Unsharded chunks are the
@@ -81,7 +170,7 @@ def plan_static(layouts: Sequence[ChunkLayout], config: GeminiConfig) -> Plan:
             optim = Tier.DISK if index in on_disk else Tier.SLOW
         param = Tier.SLOW if index in offloads_param else Tier.FAST
         placements.append(ChunkPlacement(index in is_sharded, param, optim))
-    return Plan(tuple(placements), config.gathered_budget)
+    return ChunkPlan(tuple(placements), config.gathered_budget)
 
 
 def _first(layouts: Sequence[ChunkLayout], fraction: float, *, trained_only: bool = False) -> set[int]:
@@ -178,7 +267,7 @@ def smallest_budget(layouts: Sequence[ChunkLayout], placements: Sequence[ChunkPl
     return max(sizes, default=0)
 
 
-def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
+def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> ChunkPlan:
     """Return the plan that keeps as much on the fast tier as fits.
 
     Start with all chunks unsharded on the fast tier. Until they fit, shard weights over the ranks, then move optimizer
@@ -210,12 +299,12 @@ def plan_auto(layouts: Sequence[ChunkLayout], demand: Demand) -> Plan:
         keeps, spare = True, spare - whole_gradient_bytes(layouts)
     all_resident = all(place.is_resident(is_alone=demand.world_size == 1) for place in placements)
     budget = None if all_resident else smallest_budget(layouts, placements, demand) + spare
-    return Plan(tuple(placements), budget, keeps)
+    return ChunkPlan(tuple(placements), budget, keeps)
 
 
-def plan_trace(layouts: Sequence[ChunkLayout]) -> Plan:
+def plan_trace(layouts: Sequence[ChunkLayout]) -> ChunkPlan:
     """Return the plan under which a pass is measured: everything on the slow tier."""
-    return Plan(tuple(ChunkPlacement(True, Tier.SLOW, Tier.SLOW) for _ in layouts), 0)
+    return ChunkPlan(tuple(ChunkPlacement(True, Tier.SLOW, Tier.SLOW) for _ in layouts), 0)
 
 
 def _does_not_fit(needed: int, demand: Demand) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,55 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from sd_lightning._errors import UsageError
-from sd_lightning.gemini.backward import GraphTask, Pass
-from sd_lightning.gemini.calls import Call, Calls, Route, order_of
 from sd_lightning.gemini.chunk import Chunk
 from sd_lightning.gemini.collectives import Collectives
-from sd_lightning.gemini.gatherer import Gatherer
-from sd_lightning.gemini.hooks import Monitor, Observer, Undo, wrap_calls
-from sd_lightning.gemini.networks import Unit
+from sd_lightning.gemini.gathering import Gatherer, Reducer, Tracer
+from sd_lightning.gemini.guarded import OUTSIDE
+from sd_lightning.gemini.layout import Unit
 from sd_lightning.gemini.outside import OutsideAccess
-from sd_lightning.gemini.reducer import Reducer
-from sd_lightning.gemini.tracer import Tracer
+from sd_lightning.gemini.passes import Call, Calls, GraphTask, Pass, Route, order_of
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.auto import AutoPlacement
+
+Observer = Callable[[str, str], None]
+"""(phase: "forward", "backward" or "end", unit): called when the weights of the unit are gathered."""
+
+
+Before = Callable[[nn.Module, Any], None]
+"""(module, positional arguments)."""
+After = Callable[[nn.Module, Any, Any], None]
+"""(module, positional arguments, output): the output is None if the call failed."""
+Undo = Callable[[], None]
+
+
+def wrap_calls(module: nn.Module, before: Before, after: After) -> list[Undo]:
+    """Call ``before`` first and ``after`` last in each forward of a module; return functions that remove them."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        begin = module.register_forward_pre_hook(torch._dynamo.disable(before), prepend=True)
+        end = module.register_forward_hook(torch._dynamo.disable(after), always_call=True)
+        return [begin.remove, end.remove]
+
+    # A compiled module calls its hooks inside the compiled region; ``before`` and ``after`` must stay outside.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(module, args)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            after(module, args, output)
+        return output
+
+    def undo() -> None:
+        if module._compiled_call_impl is call:
+            module._compiled_call_impl = compiled
+
+    module._compiled_call_impl = call
+    return [undo]
+
 
 _GRAD: Any = Tensor.grad
-_OUTSIDE = -1
-"""Autograd's number of the current graph task if none runs."""
 
 
 class Runtime:
@@ -62,7 +97,7 @@ class Runtime:
         self.gradients_version = 0
         """Changes when a backward pass begins or all gradients are dropped."""
         self.observer: Observer | None = None
-        self.monitor: Monitor | None = None
+        self.auto: AutoPlacement | None = None
         self.access: OutsideAccess | None = None
         """Shows whole values of parameters outside of their units."""
         self._chunks = list(chunks)
@@ -102,7 +137,7 @@ class Runtime:
         """
         if self._pass.has_failed:
             self.abort()
-        elif self._pass.tasks and torch._C._current_graph_task_id() == _OUTSIDE:
+        elif self._pass.tasks and torch._C._current_graph_task_id() == OUTSIDE:
             raise RuntimeError(
                 "Gemini: a network was called while a backward pass runs in another thread; expected one thread"
             )
@@ -120,8 +155,8 @@ class Runtime:
         self.touched.clear()
         self.gradients_version += 1
         self.tracer.forget()
-        if self.monitor is not None:
-            self.monitor.abort()
+        if self.auto is not None:
+            self.auto.abort()
         self.statistics["aborted"] += 1
 
     def _attach(self, *, is_alone: bool) -> None:
@@ -145,17 +180,17 @@ class Runtime:
 
     def _access(self, index: int, phase: str) -> None:
         self.tracer.use(index)
-        if self.monitor is not None:
-            self.monitor.access(phase, index)
+        if self.auto is not None:
+            self.auto.access(phase, index)
         self.gatherer.gather(self._chunks_of[index], self._pass.chunks_in_use)
         if self.observer is not None:
-            self.observer(phase, index)
+            self.observer(phase, self.units[index].name)
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
         if module is not self.units[index].module:
             return  # a deep copy has the hooks of its original
         number = torch._C._current_graph_task_id()
-        if number == _OUTSIDE:
+        if number == OUTSIDE:
             self.recover()
             self.close_access()
             if not self._pass.running:
@@ -200,7 +235,7 @@ class Runtime:
             ended = running[running.index(index) :]
             del running[running.index(index) :]
             if self.access is not None and output is not None:
-                self.access.end_forward(index)
+                self.access.forwards.end(index)
             self._guard(ended)
         if output is None or not torch.is_grad_enabled():
             return
@@ -214,7 +249,7 @@ class Runtime:
         if not differentiable:
             return
         call = Call(index, max(order_of(tensor) for tensor in differentiable))
-        if torch._C._current_graph_task_id() == _OUTSIDE:
+        if torch._C._current_graph_task_id() == OUTSIDE:
             self._pass.note_call(index)
             self._calls.add(call)
         # Inside a backward pass, a recomputed unit runs backward in a separate graph task (use_reentrant=True) or not
@@ -224,11 +259,11 @@ class Runtime:
     def _begin_route(self, route: Route, module: nn.Module, args: Any) -> None:
         """Track a network in training: other ranks may call blocks that this rank skips."""
         is_shared = any(not chunk.weights.is_resident for chunk in self._chunks)
-        if module is route.network and module.training and is_shared and torch._C._current_graph_task_id() == _OUTSIDE:
+        if module is route.network and module.training and is_shared and torch._C._current_graph_task_id() == OUTSIDE:
             route.position, route.called = 0, []
 
     def _end_route(self, route: Route, module: nn.Module, args: Any, output: Any) -> None:
-        if module is route.network and torch._C._current_graph_task_id() == _OUTSIDE and output is not None:
+        if module is route.network and torch._C._current_graph_task_id() == OUTSIDE and output is not None:
             for skipped in route.skipped_before(None):
                 self._access(skipped, "forward")
             route.position = None
@@ -308,13 +343,13 @@ class Runtime:
             self._pass.advance(len(self._pass.schedule))
             self.tracer.forget()  # ranks may have recorded different forward orders
         self._pass.finish()
-        if self.monitor is not None:
-            self.monitor.end_backward()
+        if self.auto is not None:
+            self.auto.end_backward()
         self._reset()
         self.gatherer.release()
         self.tracer.end_pass()
         if self.observer is not None:
-            self.observer("end", -1)
+            self.observer("end", "")
 
     def _name(self, index: int) -> str:
         return self.units[index].name or "the network"

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.optimizer import GeminiOptimizer
-from sd_lightning.state.shards import LazyTensor, ParameterShard, Read, SavedParameter
+from sd_lightning.state.optimizer_change import optimizer_name
+from sd_lightning.state.shards import (
+    LazyTensor,
+    OptimizerGroups,
+    ParameterShard,
+    Read,
+    SavedParameter,
+    ShardedState,
+    load_groups,
+    named_groups,
+)
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
 
 
-class EngineState:
-    """Access to the training state of an engine.
+class ChunkedState(ShardedState):
+    """Training state of an engine: the parameter ranges in this rank's shards of all chunks.
 
     Args:
         engine: The engine.
-        optimizers: The engine's list, which changes over time.
     """
 
-    def __init__(self, engine: ChunkedNetworks, optimizers: Sequence[GeminiOptimizer]) -> None:
+    def __init__(self, engine: GeminiEngine) -> None:
         self._engine = engine
-        self._optimizers = optimizers
 
-    def shards(self) -> list[ParameterShard]:
-        """Return this rank's shards as live tensors; all ranks together cover everything exactly once."""
+    @override
+    def parameter_shards(self) -> list[ParameterShard]:
         self._engine.access.close()
-        self._engine.access.check_forwards()
+        self._engine.access.forwards.check_all()
         owned = []
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
@@ -50,26 +61,33 @@ class EngineState:
             owned.append(ParameterShard(slot.name, tuple(parameter.shape), begin, end, master, states, scalars))
         return owned
 
-    @torch.no_grad()
-    def load(self, read: Read, saved: Mapping[str, SavedParameter] | None = None) -> None:
-        """Load weights and, if given, optimizer states; then refresh the compute weights.
+    @override
+    def optimizer_groups(self) -> OptimizerGroups:
+        return named_groups(self._engine.optimizers, self._names())
 
-        Args:
-            read: Reads saved values.
-            saved: The checkpoint's record of each parameter; optimizer states stay as they are if not given.
+    @override
+    def optimizer_names(self) -> list[str]:
+        return [optimizer_name(optimizer.inner) for optimizer in self._engine.optimizers]
+
+    @override
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
+        """Load weights, optimizer states and hyper-parameters; then refresh the compute weights.
 
         Raises:
-            UsageError: The states belong to another optimizer.
+            UsageError: The states belong to another optimizer, or to other groups.
         """
         self._check_not_swapped("load")
+        if groups is not None:
+            load_groups(self._engine.optimizers, self._names(), groups)
         self._engine.synchronize()
-        for optimizer in self._optimizers if saved is not None else ():
-            optimizer.adopt()  # the groups' settings may have been loaded, too
+        for optimizer in self._engine.optimizers if groups is not None else ():
+            optimizer.adopt()  # the groups' settings have been loaded
         for chunk, slot, parameter in self._slots():
             begin, end = chunk.bounds.owned(slot)
             if begin < end:
                 read("master", slot.name, chunk.bounds.view_of(slot, chunk.master.tensor), begin, end)
-            if saved is not None:
+            if groups is not None:
                 self._load_states(chunk, slot, parameter, saved[slot.name], read)
         for chunk in self._trained_chunks():
             chunk.master.refresh()
@@ -103,36 +121,37 @@ class EngineState:
             read(kind, slot.name, values, begin, end)
             update.store(kind, part, values)
 
+    @override
     @torch.no_grad()
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Swap other weights in until :meth:`swap_out`.
-
-        Args:
-            weights: By (name, begin), for every shard of :meth:`shards`.
-        """
         self._check_not_swapped("swap_in")
-        self._engine.release()
-        self._engine.synchronize()
+        self._settle()
         for chunk in self._trained_chunks():
             chunk.master.swap_in(weights)
         self._engine.is_swapped = True
 
+    @override
     @torch.no_grad()
     def swap_out(self) -> None:
-        """Restore the trained weights, bit for bit."""
         self._engine.access.close()
         if not self._engine.is_swapped:
             raise RuntimeError("swap_out called without swap_in")
-        self._engine.release()
-        self._engine.synchronize()
+        self._settle()
         for chunk in self._trained_chunks():
             chunk.master.swap_out()
         self._engine.is_swapped = False
 
-    def _check_not_swapped(self, what: str) -> None:
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self._engine.trained.items()}
+
+    def _check_not_swapped(self, action: str) -> None:
         self._engine.access.close()
         if self._engine.is_swapped:
-            raise RuntimeError(f"{what} called between swap_in and swap_out")
+            raise RuntimeError(f"{action} called between swap_in and swap_out")
+
+    def _settle(self) -> None:
+        self._engine.release()
+        self._engine.synchronize()
 
     def _trained_chunks(self) -> list[Chunk]:
         return [chunk for chunk in self._engine.chunks if chunk.is_trained]
@@ -143,7 +162,7 @@ class EngineState:
                 yield chunk, slot, parameter
 
     def _optimizer_of(self, parameter: nn.Parameter) -> GeminiOptimizer | None:
-        return next((optimizer for optimizer in self._optimizers if optimizer.owns(parameter)), None)
+        return next((optimizer for optimizer in self._engine.optimizers if optimizer.owns(parameter)), None)
 
 
 def _listed(kinds: Iterable[str], scalars: Iterable[str]) -> str:

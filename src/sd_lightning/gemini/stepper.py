@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini.chunk import Chunk
-from sd_lightning.gemini.chunked import ChunkedNetworks
 from sd_lightning.gemini.layout import Slot
 from sd_lightning.gemini.memory import Arrival
 from sd_lightning.gemini.own_update import update_of
-from sd_lightning.gemini.tiers import Kind, Tier
-from sd_lightning.gemini.update import Progress, Ranges
-from sd_lightning.state.host_steps import host_step
+from sd_lightning.gemini.placement import Kind, Tier
+from sd_lightning.gemini.updates import Progress, Ranges
+from sd_lightning.state.host import host_step
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
 
 
 @dataclass(frozen=True)
-class Run:
+class StepRange:
     """Neighbouring parameters that are stepped as one range of this rank's shard."""
 
     slot: Slot
@@ -42,7 +45,7 @@ class Stepper:
         engine: Owns the chunks.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: ChunkedNetworks) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, engine: GeminiEngine) -> None:
         self.update = update_of(inner, _step_devices(engine))
         self._progress: dict[nn.Parameter, Progress] = {}
         self._latest: tuple[Tensor, Arrival, dict[nn.Parameter, Progress | None]] | None = None
@@ -158,10 +161,10 @@ class Stepper:
             if key in after:  # this rank owns a part
                 self.progress[parameter] = after[key]
         if found_inf is not None:
-            self._latest = *self._engine.memory.tell(found_inf), before
+            self._latest = *self._engine.memory.copy_to_host(found_inf), before
 
     def _step_chunk(
-        self, chunk: Chunk, runs: list[Run], divisor: float | Tensor, found_inf: Tensor | None
+        self, chunk: Chunk, runs: list[StepRange], divisor: float | Tensor, found_inf: Tensor | None
     ) -> dict[tuple[int, Progress | None], Progress]:
         """Step this rank's ranges of a chunk; return the new progress by group and old progress."""
         assert chunk.gradients.accumulated is not None
@@ -181,16 +184,16 @@ class Stepper:
             after[group, progress] = self.update.apply(ranges, self._inner.param_groups[group], divisor, found_inf)
         return after
 
-    def _parts(self, chunk: Chunk, name: str, runs: list[Run]) -> list[Tensor]:
+    def _parts(self, chunk: Chunk, name: str, runs: list[StepRange]) -> list[Tensor]:
         flat = chunk.states[name].tensor
         if self.update.joins_parameters:
             return _slices(flat, runs)
         return [self.update.part(chunk.bounds, run.slot, flat) for run in runs]
 
-    def _runs(self, chunk: Chunk, chosen: Collection[nn.Parameter]) -> list[Run]:
+    def _runs(self, chunk: Chunk, chosen: Collection[nn.Parameter]) -> list[StepRange]:
         """Join this rank's parts of parameters in a chunk into the longest ranges of one group and progress."""
-        runs: list[Run] = []
-        previous: Run | None = None
+        runs: list[StepRange] = []
+        previous: StepRange | None = None
         for parameter, slot in chunk.slots.items():
             first, last = chunk.bounds.range_of(slot)
             if parameter not in chosen or first == last:
@@ -201,7 +204,7 @@ class Stepper:
             if previous is not None and is_next and self.update.joins_parameters:
                 runs.pop()
                 first = previous.begin
-            previous = Run(slot, group, progress, first, last)
+            previous = StepRange(slot, group, progress, first, last)
             runs.append(previous)
         return runs
 
@@ -214,7 +217,7 @@ class GradientAgreement:
         stepper: Steps the parameters.
     """
 
-    def __init__(self, engine: ChunkedNetworks, stepper: Stepper) -> None:
+    def __init__(self, engine: GeminiEngine, stepper: Stepper) -> None:
         self.touched: set[nn.Parameter] | None = None
         """The optimizer's parameters that have gradients on any rank; None if unknown."""
         self.norm: Tensor | None = None
@@ -293,7 +296,7 @@ def _order_of_stepping(chunk: Chunk) -> tuple[bool, int]:
     return is_slow, -chunk.index if is_slow else chunk.index
 
 
-def _step_devices(engine: ChunkedNetworks) -> tuple[torch.device, ...]:
+def _step_devices(engine: GeminiEngine) -> tuple[torch.device, ...]:
     """Return the devices on which chunks are stepped, or may be after a move."""
     host, tiers = torch.device("cpu"), {chunk.placement.step_tier for chunk in engine.chunks if chunk.is_trained}
     if engine.config.placement == "auto":
@@ -301,5 +304,5 @@ def _step_devices(engine: ChunkedNetworks) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(engine.memory.device if tier is Tier.FAST else host for tier in sorted(tiers)))
 
 
-def _slices(flat: Tensor, runs: list[Run]) -> list[Tensor]:
+def _slices(flat: Tensor, runs: list[StepRange]) -> list[Tensor]:
     return [flat[run.begin : run.end] for run in runs]

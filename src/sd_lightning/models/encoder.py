@@ -14,7 +14,7 @@ from sd_lightning.diffusion.randomness import Purpose, normal
 from sd_lightning.models.families.base import Conditioning, join_conditioning, map_conditioning
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.tf32 import products_of
-from sd_lightning.state.pinned import host_memory, streams_of
+from sd_lightning.state.host import host_memory, streams_of
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

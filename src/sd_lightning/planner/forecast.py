@@ -20,7 +20,7 @@ from sd_lightning.planner.segments import Reserved, replayed
 from sd_lightning.planner.subject import DiffusionSubject, Subject
 from sd_lightning.planner.trace import Trace
 from sd_lightning.state.averaging import room_bytes
-from sd_lightning.state.pinned import pinned_bytes
+from sd_lightning.state.host import pinned_bytes
 
 GB = 1e9
 DEVICE_ALLOWANCE = int(0.6 * GB)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lightning.state.host_steps import host_step
-from sd_lightning.state.pinned import streams_of
+from sd_lightning.state.host import host_step, streams_of
 from sd_lightning.state.shards import LazyTensor, tensor_of
 
 GROUP_BYTES = 64 * 2**20
@@ -207,4 +206,5 @@ def _is_behind(rows: Tensor, last: Tensor) -> bool:
 def _rows(tensor: Tensor, average: Tensor) -> Sequence[Tensor]:
     if average.nbytes <= GROUP_BYTES or not average.ndim:
         return (tensor,)
-    return tensor.split(max(GROUP_BYTES // average[0].nbytes, 1))
+    rows: Sequence[Tensor] = tensor.split(max(GROUP_BYTES // average[0].nbytes, 1))
+    return rows

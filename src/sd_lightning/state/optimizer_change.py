@@ -66,7 +66,7 @@ def keep_states(saved: dict[str, Any], optimizers: Sequence[str], configured: li
     Returns:
         A message on what is kept and what starts anew; "" if everything is kept.
     """
-    told = []
+    messages = []
     theirs: Sequence[str | None] = saved.get("optimizers") or [None] * len(saved["optimizer_groups"])
     for number, (ours, before, groups) in enumerate(zip(optimizers, theirs, configured)):
         names = [name for group in saved["optimizer_groups"][number] for name in group["params"]]
@@ -87,8 +87,8 @@ def keep_states(saved: dict[str, Any], optimizers: Sequence[str], configured: li
         if is_other:
             _take_settings(saved, number, groups)
         if is_other or set(kept) != set(kinds):
-            told.append(_told(ours, before, is_other, kept, kinds))
-    return "; ".join(told)
+            messages.append(_description(ours, before, is_other, kept, kinds))
+    return "; ".join(messages)
 
 
 def _is_known_of(name: str, kinds: Sequence[str]) -> bool:
@@ -119,7 +119,7 @@ def _take_settings(saved: dict[str, Any], number: int, configured: Sequence[dict
                 del group[key]
 
 
-def _told(ours: str, before: str | None, is_other: bool, kept: Sequence[str], kinds: Sequence[str]) -> str:
+def _description(ours: str, before: str | None, is_other: bool, kept: Sequence[str], kinds: Sequence[str]) -> str:
     change = f"optimizer {before or 'of another class'} -> {ours}" if is_other else f"other settings of {ours}"
     dropped = [kind for kind in kinds if kind not in kept]
     if not kinds:

@@ -1,15 +1,19 @@
-"""Training state of engines that hold whole parameters on every rank; sharding engines override three methods."""
+"""Training state of engines that hold whole parameters on every rank, also with 8-bit optimizers of bitsandbytes.
+
+Checkpoints hold block-quantised states dequantised, in float32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.eight_bit import dequantised, fill_quantised, is_eight_bit
 from sd_lightning.state.optimizer_change import optimizer_name
 from sd_lightning.state.shards import (
     LazyTensor,
@@ -17,12 +21,13 @@ from sd_lightning.state.shards import (
     ParameterShard,
     Read,
     SavedParameter,
-    check_same_groups,
-    hyper_parameters,
+    TrainingState,
+    load_groups,
+    named_groups,
 )
 
 
-class ReplicatedState:
+class ReplicatedState(TrainingState):
     """Training state of one process, or of DDP.
 
     Args:
@@ -54,6 +59,7 @@ class ReplicatedState:
                     "set speed.channels_last=false or choose optimizer=adamw"
                 )
 
+    @override
     def parameter_shards(self) -> list[ParameterShard]:
         """Return one shard per parameter: this rank's part of it."""
         shards = []
@@ -66,20 +72,17 @@ class ReplicatedState:
             )
         return shards
 
+    @override
     def optimizer_groups(self) -> OptimizerGroups:
         """Return hyper-parameters and parameter names of every group."""
-        return [
-            [
-                hyper_parameters(group) | {"params": [self._names[p] for p in group["params"]]}
-                for group in optimizer.param_groups
-            ]
-            for optimizer in self._optimizers
-        ]
+        return named_groups(self._optimizers, self._names)
 
+    @override
     def optimizer_names(self) -> list[str]:
         """Return the name of each optimizer's class."""
         return [optimizer_name(optimizer) for optimizer in self._optimizers]
 
+    @override
     def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Load parameters and optimizer states; only parameters with ``groups=None``.
 
@@ -91,10 +94,9 @@ class ReplicatedState:
                 read("master", name, self._local(parameter), *self._range(parameter))
         if groups is None:
             return
-        check_same_groups(self.optimizer_groups(), groups)
-        for optimizer, saved_groups in zip(self._optimizers, groups, strict=True):
-            for gindex, (group, values) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
-                group.update(hyper_parameters(values))
+        load_groups(self._optimizers, self._names, groups)
+        for optimizer in self._optimizers:
+            for gindex, group in enumerate(optimizer.param_groups):
                 for pindex, parameter in enumerate(group["params"]):
                     name = self._names[parameter]
                     if not saved[name].states and not saved[name].scalars:
@@ -105,6 +107,7 @@ class ReplicatedState:
                     else:
                         optimizer.state[parameter] = self._load_states(group, parameter, name, saved[name], read)
 
+    @override
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Point the parameters at other weights, without a copy if dtype and device agree."""
         if self._trained is not None:
@@ -117,6 +120,7 @@ class ReplicatedState:
             self._trained[name] = parameter.data
             parameter.data = other
 
+    @override
     def swap_out(self) -> None:
         """Point the parameters back at the trained weights."""
         if self._trained is None:
@@ -125,6 +129,7 @@ class ReplicatedState:
             parameter.data = self._trained[name].to(parameter.device)  # the trainer may have moved them meanwhile
         self._trained = None
 
+    @override
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
         """Return whether the parameters still equal these weights, as after :meth:`swap_in`."""
         return all(
@@ -132,12 +137,14 @@ class ReplicatedState:
             for name, parameter in self._parameters.items()
         )
 
+    @override
     def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Copy the parameters that :meth:`swap_in` has pointed at these weights to separate memory."""
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() == weights[name, 0].data_ptr():
                 parameter.data = parameter.data.clone()
 
+    @override
     def forget(self) -> None:
         """Keep the swapped-in weights for good: drop the trained ones."""
         self._trained = None
@@ -185,3 +192,72 @@ class ReplicatedState:
             else:
                 scalars[name] = value.detach().cpu() if isinstance(value, Tensor) else value
         return states, scalars
+
+
+BLOCK = 256
+"""Values that share a scale."""
+
+
+class EightBitOptimizer(Protocol):
+    """The part of bitsandbytes' ``Optimizer2State`` that is used here."""
+
+    def init_state(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
+        """Create ``state[p]``."""
+
+
+def is_eight_bit(optimizer: object) -> TypeGuard[EightBitOptimizer]:
+    """Return whether an optimizer is from bitsandbytes, without importing bitsandbytes."""
+    return hasattr(optimizer, "init_state")
+
+
+def dequantise(codes: Tensor, scales: Tensor, code: Tensor) -> Tensor:
+    """Return the float32 values of quantised ones, in their shape.
+
+    Args:
+        codes: One byte per value.
+        scales: One per block.
+        code: The value of each byte.
+    """
+    from bitsandbytes.functional import dequantize_blockwise
+
+    values: Tensor = dequantize_blockwise(codes.reshape(-1), absmax=scales, code=code, blocksize=BLOCK)
+    return values.reshape(codes.shape)
+
+
+def quantise(values: Tensor, codes: Tensor, scales: Tensor, code: Tensor) -> None:
+    """Fill codes and scales from float32 values; not bit-exact for values that were dequantised."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    quantised, state = quantize_blockwise(values.reshape(-1), code=code, blocksize=BLOCK)
+    codes.reshape(-1).copy_(quantised)
+    scales.copy_(state.absmax)
+
+
+def dequantised(state: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """Return functions that dequantise a parameter's states, one at a time."""
+    return {kind: partial(dequantise, *_parts(state, kind)) for kind in ("state1", "state2") if kind in state}
+
+
+def fill_quantised(state: dict[str, Any], name: str, saved: SavedParameter, read: Read) -> None:
+    """Fill a parameter's states that ``init_state`` has made.
+
+    Args:
+        state: The optimizer's state of the parameter.
+        name: The parameter's name.
+        saved: The checkpoint's record of the parameter.
+        read: Reads its saved states.
+    """
+    state["step"] = int(saved.scalars["step"])
+    for kind in saved.states:
+        if "qmap1" not in state:  # bitsandbytes keeps small parameters' states in float32
+            read(kind, name, state[kind], 0, state[kind].numel())
+            continue
+        values = torch.empty_like(state[kind], dtype=torch.float32)
+        read(kind, name, values, 0, values.numel())
+        quantise(values, *_parts(state, kind))
+
+
+def _parts(state: Mapping[str, Any], kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes, scales and code of a state."""
+    number = kind.removeprefix("state")
+    return state[kind], state[f"absmax{number}"], state[f"qmap{number}"]

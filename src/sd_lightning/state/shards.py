@@ -5,12 +5,14 @@ EMA, portable checkpoints, export and the parity tests use only :class:`Paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 
@@ -86,15 +88,15 @@ class ParameterShard:
 
     def ranges(self, **averages: Tensor) -> list[TensorRange]:
         """Return the ranges that a checkpoint stores: ``master/<name>``, one per state, and one per average."""
-        found = []
+        ranges = []
         for kind, tensor in {"master": self.master, **self.states, **averages}.items():
             name = f"{kind}/{self.name}"
             if self._is_other(tensor):
-                found.append(TensorRange(name, tuple(tensor.shape), 0, tensor.numel(), tensor))
+                ranges.append(TensorRange(name, tuple(tensor.shape), 0, tensor.numel(), tensor))
             else:
                 dtype = next((t.dtype for t in (tensor, self.master) if isinstance(t, Tensor)), torch.float32)
-                found.append(TensorRange(name, self.shape, self.begin, self.end, tensor, dtype))
-        return found
+                ranges.append(TensorRange(name, self.shape, self.begin, self.end, tensor, dtype))
+        return ranges
 
     def _is_other(self, state: LazyTensor) -> TypeGuard[Tensor]:
         """Return whether a state does not have one value per element of the master."""
@@ -115,11 +117,30 @@ Read = Callable[[str, str, Tensor, int, int], None]
 """(kind, parameter name, out, begin, end): fill ``out`` with a flat range of the saved tensor ``kind/name``."""
 
 
-class TrainingState(Protocol):
+class SwappableWeights(Protocol):
+    """The trained weights of a module, which others can take the place of."""
+
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Swap other weights in until :meth:`swap_out`; keys are ``ParameterShard.key``."""
+
+    def swap_out(self) -> None:
+        """Restore the trained weights, bit for bit."""
+
+    def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
+        """Return whether the module still computes with these weights, as after :meth:`swap_in`."""
+
+    def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Give swapped-in weights memory of their own, so that loading into the module does not change the others."""
+
+    def forget(self) -> None:
+        """Keep the swapped-in weights for good: drop the trained ones."""
+
+
+class TrainingState(SwappableWeights, Protocol):
     """The interface that every engine implements."""
 
     def parameter_shards(self) -> list[ParameterShard]:
-        """Return this rank's shards as live tensors."""
+        """Return this rank's shards as live tensors; all ranks together cover everything."""
 
     def optimizer_groups(self) -> OptimizerGroups:
         """Return hyper-parameters and parameter names of every group."""
@@ -130,16 +151,47 @@ class TrainingState(Protocol):
     def load(self, saved: Mapping[str, SavedParameter], groups: OptimizerGroups | None, read: Read) -> None:
         """Load weights, optimizer states and hyper-parameters from a checkpoint; only weights if groups are None."""
 
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Swap other weights in until :meth:`swap_out`; keys are ``ParameterShard.key``."""
 
-    def swap_out(self) -> None:
-        """Restore the trained weights, bit for bit."""
+class ShardedState(TrainingState):
+    """Training state of an engine that holds the weights in parts, which users cannot reach between two fits."""
+
+    @override
+    def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
+        return True
+
+    @override
+    def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        pass  # the engine copies what it swaps in
+
+    @override
+    def forget(self) -> None:
+        raise RuntimeError("forget called for weights that only the engine can replace")
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer group's settings, without ``params`` and keys that only choose the implementation."""
     return {k: v for k, v in group.items() if k not in _IMPLEMENTATION_KEYS}
+
+
+def named_groups(optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]) -> OptimizerGroups:
+    """Return hyper-parameters and parameter names of every group of optimizers."""
+    return [
+        [hyper_parameters(group) | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+
+
+def load_groups(optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str], saved: OptimizerGroups) -> None:
+    """Load the hyper-parameters of optimizers' groups.
+
+    Raises:
+        UsageError: The groups do not hold the same parameters as those saved.
+    """
+    optimizers = list(optimizers)
+    check_same_groups(named_groups(optimizers, names), saved)
+    for optimizer, groups in zip(optimizers, saved, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(hyper_parameters(values))
 
 
 def check_same_groups(ours: OptimizerGroups, theirs: OptimizerGroups) -> None:

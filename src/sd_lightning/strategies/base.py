@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,13 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload, replicated
 from sd_lightning.state.replicated import ReplicatedState
-from sd_lightning.state.shards import TrainingState
+from sd_lightning.state.shards import SwappableWeights, TrainingState
 from sd_lightning.strategies.found_inf import give_found_inf, gradient_scaler, takes_found_inf
+
+BytesByTier = dict[str, dict[str, int]]
+"""Bytes by memory tier ("fast", "slow", "disk") and kind ("weights", "optimizer", …)."""
+UnitObserver = Callable[[str, str], None]
+"""(phase: "forward", "backward" or "end", unit): called when an engine has gathered the weights of a unit."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class EngineStrategy:
     """Whether the strategy replaces Lightning's precision plugin by its engine's."""
     moves_weights: bool = False
     """Whether weights move between memory tiers; a reference to one would keep the memory it moved out of."""
+    counts_bytes: bool = False
+    """Whether the engine keeps an account of its bytes: :meth:`bytes_by_tier` and :meth:`observe_units`."""
     swaps_averages: bool = False
     """Whether a callback, which sets this, swaps averages in and out where validations of a fit start and end."""
 
@@ -122,10 +130,7 @@ class EngineStrategy:
         """Bring what hooks have written to the trained weights of all ranks; a collective call."""
 
     def training_state(self) -> TrainingState:
-        """Return this rank's view of the trained parameters; ``swap_in`` and ``swap_out`` exchange their weights.
-
-        After a fit with a sharding engine it is a :class:`~sd_lightning.strategies.plain_module.PlainState`, which
-        only exchanges weights.
+        """Return this rank's view of the trained parameters and their optimizers; only during a run.
 
         Raises:
             UsageError: It is a sharding strategy of Lightning, whose state cannot be read.
@@ -140,6 +145,10 @@ class EngineStrategy:
         parameters = {n: p for n, p in strategy.lightning_module.named_parameters() if p.requires_grad}
         return ReplicatedState(parameters, strategy.optimizers, rank=strategy.global_rank)
 
+    def swappable_weights(self) -> SwappableWeights:
+        """Return the trained weights, to be exchanged during a fit and after it, when the module is whole again."""
+        return self.training_state()
+
     def footprint(self, workload: Workload) -> Footprint | None:
         """Return the memory that one process takes for the trained weights; needs no device and no trainer.
 
@@ -152,6 +161,13 @@ class EngineStrategy:
         """Return the engine's counters by name: bytes per memory tier, bytes moved, hits and evictions."""
         return {}
 
+    def bytes_by_tier(self) -> BytesByTier:
+        """Return the bytes that the engine holds now."""
+        return {}
+
+    def observe_units(self, observer: UnitObserver | None) -> None:
+        """Call an observer for each unit from now on; None ends that."""
+
     @property
     def _lightning(self) -> Strategy:
         """This strategy, or the wrapped one."""
@@ -159,7 +175,7 @@ class EngineStrategy:
         return self
 
 
-class _LightningsOwn(EngineStrategy):
+class _LightningAdapter(EngineStrategy):
     """Wrapper of one of Lightning's own strategies, or of the name of one that is not built yet."""
 
     def __init__(self, strategy: Strategy | str) -> None:
@@ -183,7 +199,7 @@ class _LightningsOwn(EngineStrategy):
 
 def engine_of(strategy: Strategy | str) -> EngineStrategy:
     """Return a strategy's interface: the strategy itself if it is ours, else a wrapper."""
-    return strategy if isinstance(strategy, EngineStrategy) else _LightningsOwn(strategy)
+    return strategy if isinstance(strategy, EngineStrategy) else _LightningAdapter(strategy)
 
 
 def is_partitioned(parameter: Tensor) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 from typing_extensions import override
 
 from sd_lightning.state.optimizer_change import optimizer_name
-from sd_lightning.state.shards import OptimizerGroups, TrainingState, check_same_groups, hyper_parameters
+from sd_lightning.state.shards import OptimizerGroups, ShardedState, check_same_groups, hyper_parameters
 
 
-class EngineState(TrainingState):
+class EngineState(ShardedState):
     """Training state of an engine whose optimizers' ``param_groups`` hold the hyper-parameters."""
 
     optimizers: Sequence[Any]

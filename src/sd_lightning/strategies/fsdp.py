@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload
-from sd_lightning.state.eight_bit import is_eight_bit
-from sd_lightning.state.host_steps import step_on_host
-from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.host import step_on_host
+from sd_lightning.state.replicated import ReplicatedState, is_eight_bit
+from sd_lightning.state.shards import ShardedState
 from sd_lightning.strategies.base import EngineStrategy, RunSettings
 from sd_lightning.strategies.fsdp_footprint import footprint_of
 from sd_lightning.strategies.fsdp_hooks import WholeWhereNeeded, local_rows, remedy_of
@@ -290,7 +290,7 @@ def _refuse_shared_weights(networks: Mapping[str, nn.Module]) -> None:
                 )
 
 
-class DTensorState(ReplicatedState):
+class DTensorState(ShardedState, ReplicatedState):
     """Training state of parameters sharded in dim 0: this rank's rows are a flat range.
 
     Args:

@@ -20,13 +20,14 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiConfig, GeminiEngine
-from sd_lightning.gemini.networks import Reader
+from sd_lightning.gemini.layout import Reader
 from sd_lightning.models.families.blocks import execution_position
 from sd_lightning.planner.footprint import Footprint, Workload
+from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage.deferred_weights import DeferredWeights
+from sd_lightning.strategies.base import BytesByTier, UnitObserver
 from sd_lightning.strategies.gemini_footprint import footprint_of
 from sd_lightning.strategies.gemini_precision import GeminiPrecision, engine_optimizer
-from sd_lightning.strategies.gemini_state import GeminiState
 from sd_lightning.strategies.networks import (
     blocks_of,
     keeps_batches,
@@ -58,6 +59,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         UsageError: A setting is unknown or invalid.
     """
 
+    counts_bytes = True
     owns_precision = True
     keeps_layout = False
     loads_weights = True  # each rank reads its shards of the chunks
@@ -217,12 +219,20 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         super().teardown()
 
     @override
-    def _make_state(self) -> GeminiState:
-        return GeminiState(self.engine, self.optimizers)
+    def _make_state(self) -> TrainingState:
+        return self.engine.state
 
     @override
     def statistics(self) -> dict[str, Any]:
         return self.engine.statistics()
+
+    @override
+    def bytes_by_tier(self) -> BytesByTier:
+        return self.engine.ledger.bytes_by_tier()
+
+    @override
+    def observe_units(self, observer: UnitObserver | None) -> None:
+        self.engine.runtime.observer = observer
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from sd_lightning.gemini.own_update import update_of
 from sd_lightning.gemini.placement import (
     SENT_GRADIENTS,
     ChunkPlacement,
+    Tier,
     plan_static,
     separate_gradients,
     whole_gradient_bytes,
 )
-from sd_lightning.gemini.tiers import Tier
 from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload
 
 Sizes = dict[tuple[Tier, str], int]

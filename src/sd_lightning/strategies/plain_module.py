@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.shards import SwappableWeights
 from sd_lightning.strategies.whole_tensors import rank_and_world_size, whole
 
 _HOOKS = (
@@ -98,7 +99,7 @@ class PlainModule:
                 part.__dict__["_dtype"], part.__dict__["_device"] = remembered, torch.device("cpu")
 
 
-class PlainState:
+class PlainState(SwappableWeights):
     """The trained weights of a module that is whole again, for swapping with their average.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import TrainingState
+from sd_lightning.state.shards import SwappableWeights
 from sd_lightning.strategies.networks import trained_networks
 from sd_lightning.strategies.plain_module import PlainModule, PlainState
 from sd_lightning.strategies.sharding import ShardingStrategy
@@ -120,7 +120,7 @@ class RestoringStrategy(ShardingStrategy):
             plain.restore(plain.kept.items())
         else:
             has_fitted = self._fits and not self._has_failed
-            shards = super().training_state().parameter_shards() if has_fitted else []
+            shards = self.training_state().parameter_shards() if has_fitted else []
             owned = [shard.key for shard in shards if shard.writes]  # none where another replica writes them
             del shards
             plain.restore(self._whole_weights())
@@ -145,9 +145,8 @@ class RestoringStrategy(ShardingStrategy):
         )
 
     @override
-    def training_state(self) -> TrainingState:
-        whole: Any = self._whole  # swaps weights only: there is no optimizer any more
-        return super().training_state() if whole is None else whole
+    def swappable_weights(self) -> SwappableWeights:
+        return self.training_state() if self._whole is None else self._whole
 
     @property
     def is_together(self) -> bool:

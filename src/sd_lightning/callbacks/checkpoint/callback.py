@@ -16,8 +16,7 @@ from sd_lightning.callbacks.checkpoint import frozen_weights, opening, restore, 
 from sd_lightning.callbacks.checkpoint.folders import CheckpointFolders
 from sd_lightning.callbacks.checkpoint.rotation import Rotation
 from sd_lightning.callbacks.guards import REMEDY, bad_steps, last_good, stopped_by_signal
-from sd_lightning.callbacks.pauses import paused
-from sd_lightning.callbacks.steps import StepCallback
+from sd_lightning.callbacks.steps import StepCallback, paused
 from sd_lightning.data.contract import ComparableData, ResumableData
 from sd_lightning.storage import checkpoint, runs, typed_json
 from sd_lightning.storage.new_folder import check_place

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.host_steps import host_step
+from sd_lightning.state.host import host_step
 from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
 from sd_lightning.strategies.colossalai.settings import OURS, WHO
 

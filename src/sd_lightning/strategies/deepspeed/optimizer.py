@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.eight_bit import is_eight_bit
+from sd_lightning.state.replicated import is_eight_bit
 from sd_lightning.strategies.adam import is_adam, replace_adam, unsupported_option
 
 _WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload
-from sd_lightning.state.host_steps import host_step
+from sd_lightning.state.host import host_step
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.deepspeed import precedence

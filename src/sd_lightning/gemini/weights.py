@@ -1,8 +1,8 @@
-"""Compute weights of a chunk: sharded, gathered, and overwritten by gradients."""
+"""Weights of a chunk: compute weights that are sharded, gathered and overwritten by gradients, and master weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from sd_lightning.gemini.collectives import Collectives, Pending
 from sd_lightning.gemini.layout import ChunkLayout, Shard, Slot
 from sd_lightning.gemini.memory import Arrival, Memory
-from sd_lightning.gemini.placement import ChunkPlacement
-from sd_lightning.gemini.tiers import Buffer, Kind, Tier
+from sd_lightning.gemini.placement import ChunkPlacement, Kind, Tier, TierBuffer
 
 
 class ChunkState(Enum):
@@ -53,32 +52,32 @@ class ChunkStorage:
         """In the order of the layout."""
         # Reading freed memory would crash the process. NaN is seen at once, and the expanded NaN refuses writes.
         self._nan = torch.full((), float("nan"), dtype=layout.dtype, device=device)
-        self._faces: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self._views: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         """The view of each parameter, and the NaNs that it shows while the memory is freed."""
 
     def add(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Make a parameter a view of its slot."""
         self.slots[parameter] = slot
         view = self.full[slot.begin : slot.end].view(parameter.shape)
-        self._faces[parameter] = view, self._nan.expand(parameter.shape)
+        self._views[parameter] = view, self._nan.expand(parameter.shape)
         parameter.data = view  # the parameter is not guarded yet
 
     def show(self) -> None:
         """Make all parameters views of the memory."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, (view, _) in self._faces.items():
+            for parameter, (view, _) in self._views.items():
                 parameter.data = view
 
     def hide(self) -> None:
         """Make all parameters read as NaN."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, (_, nan) in self._faces.items():
+            for parameter, (_, nan) in self._views.items():
                 parameter.data = nan
 
     def hide_one(self, parameter: nn.Parameter) -> None:
         """Make one parameter read as NaN."""
         with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = self._faces[parameter][1]
+            parameter.data = self._views[parameter][1]
 
     def resize(self, nbytes: int) -> None:
         """Allocate the memory, or free it with 0 bytes."""
@@ -86,14 +85,14 @@ class ChunkStorage:
             # numpy() was called on a weight: the array keeps the old memory, and the chunk gets new memory.
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
-            for parameter, (_, nan) in self._faces.items():
+            for parameter, (_, nan) in self._views.items():
                 slot = self.slots[parameter]
-                self._faces[parameter] = self.full[slot.begin : slot.end].view(nan.shape), nan
+                self._views[parameter] = self.full[slot.begin : slot.end].view(nan.shape), nan
         self.full.untyped_storage().resize_(nbytes)
 
     def discard(self) -> None:
         """Forget the memory, after the parameters got other memory."""
-        self._faces.clear()
+        self._views.clear()
         self.full = self.full[:0].clone()
 
 
@@ -121,7 +120,7 @@ class ComputeWeights:
         self.bounds = Shard(layout, collectives.rank, collectives.world_size)
         self.storage = ChunkStorage(layout, memory.device)
         self.state = ChunkState.GATHERED
-        self._shard: Buffer | None = None
+        self._shard: TierBuffer | None = None
         self._pending = Pending()
         self._gathered, self._refreshed = Arrival(), Arrival()
         self._versions: dict[nn.Parameter, int] = {}
@@ -255,7 +254,7 @@ class ComputeWeights:
         self.memory.ledger.add(Tier.FAST, kind, -self.storage.full.untyped_storage().nbytes())
         self.storage.discard()
 
-    def _allocate_shard(self) -> Buffer:
+    def _allocate_shard(self) -> TierBuffer:
         return self.memory.allocate(self.placement.param_tier, Kind.WEIGHTS, self.bounds.numel, self.layout.dtype)
 
     def _free_shard(self) -> None:
@@ -272,3 +271,94 @@ class ComputeWeights:
         allocated = self.storage.full.untyped_storage().nbytes()
         self.memory.ledger.add(Tier.FAST, Kind.GATHERED, nbytes - allocated)
         self.storage.resize(nbytes)
+
+
+class MasterWeights:
+    """This rank's shard of a chunk in float32, or float64 if that is the compute type.
+
+    It is the shard of the compute weights if these have that type and live on the same tier, or are frozen.
+
+    Args:
+        compute: The compute weights of the chunk.
+    """
+
+    def __init__(self, compute: ComputeWeights) -> None:
+        self._compute = compute
+        self._buffer: TierBuffer | None = None
+        """Memory beside the compute weights; during a swap also if they are otherwise the only copy."""
+        self._is_swapped = False
+        if compute.layout.is_trained and not compute.is_master:
+            self._buffer = self._allocate(compute.placement.optim_tier, Kind.OPTIMIZER)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The trained weights, also during a swap."""
+        return self._compute.shard if self._buffer is None else self._buffer.tensor
+
+    def fill(self, values: Tensor) -> None:
+        """Set this rank's master and compute weights."""
+        compute = self._compute
+        self.tensor.copy_(values)
+        if not compute.is_master:
+            compute.memory.copy(compute.shard, values, Tier.SLOW, Tier.SLOW)
+        compute.invalidate()
+
+    def refresh(self, changed: Iterable[nn.Parameter] | None = None) -> None:
+        """Update the compute weights from the master weights.
+
+        Args:
+            changed: Parameters whose values changed; all by default.
+        """
+        if not self._compute.is_master:
+            self._compute.refresh(self.tensor)
+        self._compute.invalidate(changed)
+
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Swap other weights in: by name and first element, the parts of parameters that this rank owns."""
+        compute = self._compute
+        if compute.is_master:
+            self._buffer = self._allocate(Tier.SLOW, Kind.SWAPPED)
+            compute.memory.copy(self._buffer.tensor, compute.shard, compute.placement.param_tier, Tier.SLOW)
+            compute.memory.wait_for_copies()
+        self._is_swapped = True
+        compute.wait()
+        for slot in compute.layout.slots:
+            begin, end = compute.bounds.owned(slot)
+            if begin < end:
+                compute.bounds.view_of(slot, compute.shard).copy_(weights[slot.name, begin].reshape(-1))
+        compute.invalidate()
+
+    def swap_out(self) -> None:
+        """Restore the trained weights."""
+        self._compute.wait()
+        self._compute.shard.copy_(self.tensor)
+        if self._compute.is_master:
+            self.discard()
+        self._is_swapped = False
+        self._compute.invalidate()
+
+    def move(self, placement: ChunkPlacement) -> None:
+        """Move to another tier; call before the compute weights move."""
+        compute, old = self._compute, self._buffer
+        if not compute.layout.is_trained:
+            return
+        is_aliased = placement.aliases_master(compute.layout)
+        new: TierBuffer | None = None
+        if self._is_swapped or not is_aliased:
+            tier, kind = (Tier.SLOW, Kind.SWAPPED) if is_aliased else (placement.optim_tier, Kind.OPTIMIZER)
+            new = self._allocate(tier, kind)
+            source_tier = compute.placement.param_tier if old is None else old.tier
+            compute.memory.copy(new.tensor, self.tensor, source_tier, tier)
+            compute.memory.wait_for_copies()
+        self.discard()
+        self._buffer = new
+
+    def discard(self) -> None:
+        """Free the memory beside the compute weights."""
+        if self._buffer is not None:
+            self._compute.memory.free(self._buffer)
+            self._buffer = None
+
+    def _allocate(self, tier: Tier, kind: Kind) -> TierBuffer:
+        compute = self._compute
+        return compute.memory.allocate(tier, kind, compute.bounds.numel, compute.layout.master_dtype)

@@ -1,16 +1,17 @@
-"""Threads of the steps that the host computes: optimizers of offloaded states, and averages in host memory."""
+"""The host's part of a step: threads for what it computes, and pinned memory that the device copies from and to."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -42,13 +43,13 @@ def step_on_host(optimizer: torch.optim.Optimizer) -> None:
 
     def begin(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         running.close()  # still open if the last step raised
-        given = kwargs.get("closure") if len(args) < 2 else args[1]
-        if given is None:
+        inner = kwargs.get("closure") if len(args) < 2 else args[1]
+        if inner is None:
             running.enter_context(host_step())
             return args, kwargs
 
         def closure() -> Any:
-            loss = given()
+            loss = inner()
             running.enter_context(host_step())
             return loss
 
@@ -64,13 +65,13 @@ def num_threads() -> int:
     A value of ``OMP_NUM_THREADS`` is the user's choice, except 1 under torchrun, which is its default. Without a
     choice, the processes of this machine share its cores.
     """
-    current, given = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    current, setting = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     # LOCAL_SIZE is the name that the deepspeed launcher has for it.
     num_local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     share = max(usable_cores() // max(int(num_local) if num_local.isdecimal() else 1, 1), 1)
-    if given is None:
+    if setting is None:
         return min(current, share)
-    is_default = given == "1" == str(current) and "TORCHELASTIC_RUN_ID" in os.environ
+    is_default = setting == "1" == str(current) and "TORCHELASTIC_RUN_ID" in os.environ
     return share if is_default else current
 
 
@@ -106,3 +107,43 @@ def _quota(together: Path, apart: Path) -> float:
         except (OSError, ValueError):  # another version, no limit ("max"), or not what the kernel writes
             continue
     return math.inf
+
+
+BLOCK_BYTES = 256 * 2**20
+"""Tensors share blocks of this size: torch rounds each pinned allocation up to a power of two."""
+
+
+def streams_of(device: torch.device) -> Any:
+    """Return torch's module of a device with streams, which copies pinned memory beside its work; None for others."""
+    return torch.cuda if device.type == "cuda" else None
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return the host memory that tensors of so many bytes take in pinned blocks."""
+    if nbytes > BLOCK_BYTES:
+        return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def host_memory(
+    shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Return tensors in host memory; ``device`` copies from and to them without waiting, if it is CUDA."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    blocks: list[list[int]] = []
+    room: list[int] = []
+    for number in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fitting = next((i for i, left in enumerate(room) if left >= sizes[number]), None)
+        if fitting is None:
+            fitting = len(blocks)
+            blocks.append([])
+            room.append(max(BLOCK_BYTES // dtype.itemsize, sizes[number]))
+        blocks[fitting].append(number)
+        room[fitting] -= sizes[number]
+    tensors: dict[int, Tensor] = {}
+    for block in blocks:
+        is_pinned = streams_of(device) is not None
+        memory = torch.empty(sum(sizes[i] for i in block), dtype=dtype, pin_memory=is_pinned)
+        for number, part in zip(block, memory.split([sizes[i] for i in block])):
+            tensors[number] = part.view(tuple(shapes[number]))
+    return [tensors[i] for i in range(len(sizes))]

@@ -1,0 +1,354 @@
+"""Which chunks are gathered, evicted and reduced when: the same decisions on every rank, within limits of memory."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from sd_lightning.gemini.auto import spare_bytes
+from sd_lightning.gemini.chunk import Chunk
+from sd_lightning.gemini.placement import ChunkPlan, mib, whole_gradient_bytes
+from sd_lightning.gemini.weights import ChunkState
+
+if TYPE_CHECKING:
+    from sd_lightning.gemini.engine import GeminiEngine
+
+log = logging.getLogger(__name__)
+
+
+class Tracer:
+    """Record of the units that a pass uses, and prediction of the next ones.
+
+    A pass is one forward and backward, or one forward without gradients. Units are predicted while a pass repeats the
+    previous pass of its kind. Once it differs, nothing is predicted until the next pass.
+
+    Args:
+        chunks_of: Chunk indices of each unit.
+    """
+
+    NEVER = 1 << 62
+
+    def __init__(self, chunks_of: Sequence[Sequence[int]]) -> None:
+        self._chunks_of = chunks_of
+        self._with_gradients = True
+        self._current: list[int] = []
+        self.forget()
+
+    @property
+    def order(self) -> list[int]:
+        """Units of the last complete pass of the current kind; they are expected in the next one."""
+        return self._order_of[self._with_gradients]
+
+    @property
+    def current_start(self) -> int | None:
+        """The first unit of the current pass."""
+        return self._current[0] if self._current else None
+
+    def begin(self, *, with_gradients: bool) -> None:
+        """Note a network call outside of a backward pass; a pass of another kind ends the previous one."""
+        if with_gradients != self._with_gradients:
+            self.end_pass()
+            self._with_gradients = with_gradients
+            self._is_known = bool(self.order)
+
+    def use(self, unit: int) -> None:
+        """Note that a unit is used now."""
+        position = len(self._current)
+        self._current.append(unit)
+        if self._is_known and (position >= len(self.order) or self.order[position] != unit):
+            self._is_known = False
+
+    def end_pass(self) -> None:
+        """Expect the recorded order in the next pass."""
+        if not self._current:
+            return
+        if self._current != self.order:
+            self._order_of[self._with_gradients] = self._current
+            uses = self._uses_of[self._with_gradients] = {}
+            for position, unit in enumerate(self.order):
+                for chunk in self._chunks_of[unit]:
+                    uses.setdefault(chunk, []).append(position)
+        self._current = []
+        self._is_known = True
+
+    def forget(self) -> None:
+        """Discard all recorded orders: ranks may have recorded different ones, for example after a failure."""
+        # By the kind of the pass, so that sampling in between does not discard the order of training.
+        self._order_of: dict[bool, list[int]] = {True: [], False: []}
+        self._uses_of: dict[bool, dict[int, list[int]]] = {True: {}, False: {}}
+        self._current = []
+        self._is_known = False
+        """Whether the pass has followed the expected order so far."""
+
+    def next_use(self, chunk: int) -> int:
+        """Return the position of a chunk's next use; ``NEVER`` if there is none or nothing is predicted."""
+        if not self._is_known:
+            return self.NEVER
+        uses = self._uses_of[self._with_gradients].get(chunk, [])
+        index = bisect_right(uses, len(self._current) - 1)
+        return uses[index] if index < len(uses) else self.NEVER
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        """Yield (position, chunk) of the next uses, in order."""
+        if not self._is_known:
+            return
+        for position in range(len(self._current), len(self.order)):
+            for chunk in self._chunks_of[self.order[position]]:
+                yield position, chunk
+
+
+_MAX_REDUCTIONS = 4
+"""Reductions under way at a time: each keeps a chunk of gradients in memory."""
+
+
+class Reducer:
+    """Reduction of the gradients of chunks, in the order of the calls.
+
+    Args:
+        chunks: All chunks.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = chunks
+        self.statistics: Counter[str] = Counter()
+        """Counters of the runtime: reductions, hits, misses, prefetches, evictions, aborted passes, schedules."""
+        self.keeps_gradients = False
+        """Whether gradients are kept whole, to be reduced by a later pass."""
+        self.kept: dict[int, None] = {}
+        """Chunks whose whole gradients are kept."""
+        self.late: set[int] = set()
+        """Chunks that got gradients on this rank outside of their units' backward, so that no unit reduces them."""
+        self._under_way: deque[Chunk] = deque()
+
+    def reduce(self, index: int) -> None:
+        """Start to reduce a chunk's gradients, or keep them whole."""
+        self.late.discard(index)
+        chunk = self.chunks[index]
+        if not chunk.is_trained:
+            return
+        if self.keeps_gradients:
+            self.kept[index] = None
+            return
+        self.kept.pop(index, None)
+        while len(self._under_way) >= _MAX_REDUCTIONS:
+            self.finish_oldest()
+        chunk.gradients.reduce()
+        self._under_way.append(chunk)
+        self.statistics["reductions"] += 1
+
+    def finish_oldest(self) -> bool:
+        """Finish the oldest reduction; return whether there was one."""
+        if not self._under_way:
+            return False
+        self._under_way.popleft().gradients.finish_reduction()
+        return True
+
+    def finish(self, chunk: Chunk) -> None:
+        """Finish the reduction of a chunk and all older ones."""
+        while chunk in self._under_way:
+            self.finish_oldest()
+
+    def finish_all(self) -> None:
+        """Finish all reductions."""
+        while self.finish_oldest():
+            pass
+
+    @contextmanager
+    def keeping_gradients(self, keeps: bool) -> Iterator[None]:
+        """Keep whole gradients during the body, for a later pass to reduce them, or reduce them at once."""
+        before, self.keeps_gradients = self.keeps_gradients, keeps
+        try:
+            yield
+        finally:
+            self.keeps_gradients = before
+
+    def flush(self, late: Iterable[int] = ()) -> None:
+        """Reduce the kept gradients that no backward pass outside of ``no_sync`` has reduced.
+
+        Args:
+            late: Chunks that have late gradients on any rank.
+        """
+        with self.keeping_gradients(False):
+            for index in sorted({*self.kept, *late}):
+                self.reduce(index)
+        self.finish_all()
+
+    def drop(self) -> None:
+        """Drop the gradients of all chunks, including those being reduced."""
+        self._under_way.clear()
+        self.kept.clear()
+        self.late.clear()
+        for chunk in self.chunks:
+            chunk.gradients.drop()
+            chunk.weights.release()
+
+
+_EVICTABLE = {ChunkState.GATHERING, ChunkState.GATHERED}
+
+
+class Gatherer:
+    """Gathering and eviction of chunks, with the same decisions on every rank.
+
+    Args:
+        tracer: Predicts when chunks are used.
+        reducer: Holds all chunks; its reductions also take temporary memory.
+        budget: Bytes of temporarily gathered chunks; None for no limit.
+        prefetch: Chunks gathered ahead.
+    """
+
+    def __init__(self, tracer: Tracer, reducer: Reducer, *, budget: int | None, prefetch: int) -> None:
+        self.budget = budget
+        self._tracer = tracer
+        self._reducer = reducer
+        self._chunks = reducer.chunks
+        self._statistics = reducer.statistics
+        self._num_ahead = prefetch
+
+    def gather(self, indices: Sequence[int], in_use: Callable[[], set[int]]) -> None:
+        """Gather chunks, prefetch the next ones, and order the computation after the chunks.
+
+        Args:
+            indices: Indices of the chunks.
+            in_use: Returns other chunks that must not be released.
+        """
+
+        def busy() -> set[int]:
+            return in_use().union(indices)
+
+        chunks = [self._chunks[index] for index in indices]
+        for chunk in chunks:
+            self._reducer.finish(chunk)
+        missing = [chunk for chunk in chunks if chunk.weights.state is ChunkState.RELEASED]
+        self._make_room(sum(chunk.layout.nbytes for chunk in missing), Tracer.NEVER, busy)
+        self._statistics["misses"] += len(missing)
+        self._statistics["hits"] += sum(not chunk.weights.is_resident for chunk in chunks) - len(missing)
+        for chunk in missing:
+            chunk.weights.gather()
+        self._prefetch(busy)
+        for chunk in chunks:
+            chunk.weights.wait()
+
+    def release(self) -> None:
+        """Free all temporarily gathered weights."""
+        for chunk in self._chunks:
+            if not chunk.weights.is_resident:
+                chunk.weights.release()
+
+    def _prefetch(self, busy: Callable[[], set[int]]) -> None:
+        begun = 0
+        for position, index in self._tracer.upcoming():
+            if begun >= self._num_ahead:
+                return
+            chunk = self._chunks[index]
+            if chunk.weights.state is ChunkState.GATHERING and not chunk.weights.is_resident:
+                begun += 1
+            if chunk.weights.state is not ChunkState.RELEASED:
+                continue
+            if not self._make_room(chunk.layout.nbytes, position, busy):
+                return
+            chunk.weights.gather()
+            self._statistics["prefetches"] += 1
+            begun += 1
+
+    def _make_room(self, needed: int, until: int, busy: Callable[[], set[int]]) -> bool:
+        """Evict chunks whose next use is after ``until``, the furthest first; return whether there is room."""
+        if self.budget is None or not needed:
+            return True
+        must = until == Tracer.NEVER
+        while sum(chunk.weights.temporary_bytes for chunk in self._chunks) + needed > self.budget:
+            if must and self._reducer.finish_oldest():
+                continue
+            victim = self._furthest(until, busy())
+            if victim is None:
+                return False
+            victim.weights.release()
+            self._statistics["evictions"] += 1
+        return True
+
+    def _furthest(self, until: int, busy: set[int]) -> Chunk | None:
+        candidates = [
+            (self._tracer.next_use(chunk.index), -chunk.index)
+            for chunk in self._chunks
+            if chunk.index not in busy and not chunk.weights.is_resident and chunk.weights.state in _EVICTABLE
+        ]
+        if until != Tracer.NEVER:
+            candidates = [candidate for candidate in candidates if candidate[0] > until]
+        return self._chunks[-max(candidates)[1]] if candidates else None
+
+
+class Accumulation:
+    """Choice per step between reducing each micro-batch and reducing all of them once (setting ``reduce_once``).
+
+    With ``"auto"``, ``placement=auto`` keeps whole gradients if its plan leaves room for them under ``memory_cap``.
+    ``placement=static`` has no cap: the first step reduces each micro-batch, and the least spare memory of any rank
+    decides for all later steps. All ranks take the same decision, and it holds until the optimizer steps. Exception: a
+    move to a plan without room for whole gradients, such as for a measurement, reduces the kept gradients first.
+
+    Args:
+        engine: Owns the gradients.
+    """
+
+    def __init__(self, engine: GeminiEngine) -> None:
+        self._engine = engine
+        self._whole_bytes = whole_gradient_bytes(engine.layouts)
+        self._keeps: bool | None = None
+        """The decision for the current step."""
+        self._has_stepped = False
+        self._measured: int | None = None
+        self._logged: bool | None = None
+
+    def keeps_gradients(self) -> bool:
+        """Return whether this step keeps whole gradients between micro-batches; a collective call."""
+        if self._keeps is None:
+            self._keeps, message = self._decide()
+            if message and self._keeps is not self._logged:
+                log.info("Gemini: %s", message)
+                self._logged = self._keeps
+        return self._keeps
+
+    def end_step(self) -> None:
+        """Note that an optimizer has stepped."""
+        self._keeps, self._has_stepped = None, True
+
+    def make_room(self, plan: ChunkPlan) -> None:
+        """Reduce the kept gradients now if the new plan has no room for them; a collective call."""
+        engine = self._engine
+        if self._keeps and engine.config.reduce_once == "auto" and not plan.keeps_gradients:
+            engine.runtime.reducer.flush()
+            engine.runtime.reducer.keeps_gradients = self._keeps = False
+
+    def _decide(self) -> tuple[bool, str]:
+        """Return the decision and a message about it; none before the first measurement."""
+        engine, mode = self._engine, self._engine.config.reduce_once
+        whole = mib(self._whole_bytes)
+        if mode != "auto":
+            once = f"gradients of all micro-batches are reduced once; until then they take {whole}"
+            each = f"each micro-batch is reduced; with {whole} to spare, reduce_once=true does it once"
+            return mode, once if mode else each
+        if engine.collectives.is_alone:
+            return False, "each micro-batch is added up at once: there are no other ranks to reduce over"
+        spare = self._spare_bytes()
+        if spare is None:
+            return False, ""
+        keeps = self._whole_bytes <= spare if engine.auto is None else engine.plan.keeps_gradients
+        once = f"micro-batches are reduced once, in float32: {whole} of the {mib(spare)} to spare"
+        each = f"each micro-batch is reduced: whole gradients take {whole}, and {mib(max(spare, 0))} are to spare"
+        return keeps, once if keeps else each
+
+    def _spare_bytes(self) -> int | None:
+        """Return the spare bytes of the fast tier on the rank with the least; None before the first measurement."""
+        engine = self._engine
+        if engine.auto is not None:
+            return engine.auto.spare_bytes
+        if self._measured is None and self._has_stepped:
+            own = spare_bytes(engine.memory, engine.collectives.world_size)
+            least = engine.collectives.all_reduce(torch.tensor([own], dtype=torch.int64), dist.ReduceOp.MIN)
+            self._measured = int(least)
+        return self._measured

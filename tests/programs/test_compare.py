@@ -19,9 +19,8 @@ from refusals import refuse
 from sd_lightning import compare as program
 from sd_lightning.apps.compare import comparison, lines
 from sd_lightning.apps.compared_run import read_run, read_runs
-from sd_lightning.apps.presets import preset_name
 from sd_lightning.apps.scaling import scalings
-from sd_lightning.apps.settings_that_differ import differences
+from sd_lightning.apps.settings import differences, preset_name
 from sd_lightning.planner.devices import load_device
 
 Main = Callable[..., tuple[int, str]]

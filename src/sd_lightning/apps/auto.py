@@ -12,8 +12,8 @@ import torch
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.plan_record import record
 from sd_lightning.apps.planning import check_predictable, run_of
-from sd_lightning.apps.presets import options
 from sd_lightning.apps.run_spec import AUTO, RunSpec
+from sd_lightning.apps.settings import options
 from sd_lightning.planner.candidates import Candidate
 from sd_lightning.planner.choice import Choice, NothingFits
 from sd_lightning.planner.here import cluster_here, hardware_here

@@ -15,7 +15,7 @@ from sd_lightning._console import print_lines
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.compared_run import Run, read_runs
 from sd_lightning.apps.scaling import Scaling, scalings
-from sd_lightning.apps.settings_that_differ import differences
+from sd_lightning.apps.settings import differences
 from sd_lightning.apps.text_table import aligned
 from sd_lightning.planner.devices import table_of
 from sd_lightning.report.compare import columns, grouped, prices, write_compare_page, write_compare_picture

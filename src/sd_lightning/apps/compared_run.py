@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.presets import preset_name
+from sd_lightning.apps.settings import preset_name
 from sd_lightning.report.metrics import Series, read_metrics, smoothed
 from sd_lightning.storage import run_folder
 from sd_lightning.storage.untrusted import read_json, read_yaml

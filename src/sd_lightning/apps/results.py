@@ -129,7 +129,7 @@ def _summary(
 
 def _circumstances(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> dict[str, Any]:
     """Return what a comparison of runs needs beside their figures."""
-    from sd_lightning.apps.presets import preset_name
+    from sd_lightning.apps.settings import preset_name
     from sd_lightning.planner.calibration import device_name
 
     config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd_lightning.apps.compared_run import Run
-from sd_lightning.apps.settings_that_differ import differences
+from sd_lightning.apps.settings import differences
 
 _SECTIONS = ("model", "data", "module", "speed", "objective", "optimizer", "lora", "strategy")
 """What decides the time of a step, beside the trainer's precision and accumulation."""

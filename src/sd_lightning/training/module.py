@@ -17,11 +17,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sd_lightning._errors import UsageError
+from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.diffusion.objective import Objective
 from sd_lightning.diffusion.prediction import Schedule
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import Lora
+from sd_lightning.models.checkpointing import Kept, kept_by
 from sd_lightning.models.encoder import Dtype, LatentEncoder
+from sd_lightning.models.families.blocks import recomputable
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import training_flops_per_sample
@@ -32,7 +35,6 @@ from sd_lightning.strategies.found_inf import gradient_scaler, takes_found_inf
 from sd_lightning.training.loop import check_accumulation, is_logging_step
 from sd_lightning.training.losses import DiffusionLoss
 from sd_lightning.training.parameters import choose_trained, parameter_groups
-from sd_lightning.training.planned import planned_run
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -158,8 +160,43 @@ class SDLightningModule(pl.LightningModule):
         return self.latent_diffusion.deferred.pop(name, None)
 
     def planned(self, trainer: pl.Trainer, run: TrainingRun | None) -> tuple[LatentDiffusion, TrainingRun]:
-        """Return the model and the settings of the run, for predictions of its memory and time; given ones if any."""
-        return self.latent_diffusion, planned_run(self, trainer) if run is None else run
+        """Return the model and the settings of the run, for predictions of its memory and time; given ones if any.
+
+        The trainer sets precision and processes.
+
+        Raises:
+            UsageError: A learned token is trained, or the data do not tell batch size and resolution.
+        """
+        if run is not None:
+            return self.latent_diffusion, run
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, SDDataModule) or data.source_train.latents is not None:
+            has = "latents" if isinstance(data, SDDataModule) else type(data).__name__ if data else "only data loaders"
+            raise UsageError(
+                f"AutoStrategy reads batch size and resolution from an SDDataModule with images, and there is {has}; "
+                "write AutoStrategy(run=TrainingRun(batch_size=<samples per pass and process>, resolution=<pixels>))"
+            )
+        if self.learned_token is not None:
+            raise UsageError(
+                "AutoStrategy cannot predict the memory of a learned token; choose a strategy yourself, e.g. "
+                "strategy=ddp"
+            )
+        networks = self.trained_networks()
+        kept = {name: kept_by([block]).pop() for name, block in recomputable(networks).items()}
+        checkpointed = (getattr(part, "gradient_checkpointing", False) for part in self.denoiser.modules())
+        run = TrainingRun(
+            batch_size=-(-data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)),
+            resolution=data.images.resolution,
+            train_text_encoder=len(networks) > 1,
+            lora=self.lora,
+            gradient_checkpointing=any(each is True for each in checkpointed),
+            kept={name: what for name, what in kept.items() if what is not Kept.ALL},
+            encoder_dtype=self.encoder.dtype,
+            offload_encoders=self.encoder.offload,
+            cache_latents=data.cache_latents,
+            from_files=bool(self.latent_diffusion.deferred),
+        )
+        return self.latent_diffusion, run
 
     def cpu(self) -> Self:
         """Move to host memory; do nothing while weights are deferred, as Lightning calls this after failed runs too."""

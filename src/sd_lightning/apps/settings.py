@@ -1,16 +1,57 @@
-"""Which settings differ between resolved configurations."""
+"""What the resolved configurations of runs say: the options of ``conf/`` in them, and how runs differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from sd_lightning._conf.annotations import as_override
-from sd_lightning.apps.presets import preset_name
+import yaml
 
+from sd_lightning import _conf
+from sd_lightning._conf.annotations import as_override
+
+_PASSIVE = {"timeout_seconds", "build_timeout_seconds"}
+"""Settings that change nothing about a run that works."""
 _OWN = ("output_dir", "name", "resume", "overwrite")
 """Settings of where a run is kept, and how it was started."""
 _ABSENT = object()
+
+
+def preset_name(group: str, section: Any) -> str | None:
+    """Return the name of a section, with the settings that are not its option's: ``gemini offload_optim_frac=0.5``.
+
+    Args:
+        group: Folder of ``conf/``: "strategy".
+        section: The section of a resolved configuration.
+
+    Returns:
+        The option with the same ``_target_`` and the most equal values; the name of the ``_target_`` if no option has
+        it, None if the section has none.
+    """
+    if not isinstance(section, Mapping) or not isinstance(section.get("_target_"), str):
+        return None
+    target = section["_target_"]
+    alike = {name: option for name, option in options(group).items() if option.get("_target_") == target}
+    if not alike:
+        return target.rpartition(".")[2]
+    differing = {name: _differing(option, section) for name, option in alike.items()}
+    name = min(alike, key=lambda each: len(differing[each]))
+    return " ".join([name, *(f"{key}={section[key]}" for key in differing[name] if key in section)])
+
+
+def _differing(option: Mapping[str, Any], section: Mapping[str, Any]) -> list[str]:
+    keys = dict.fromkeys((*option, *section))
+    compared = [key for key in keys if key not in _PASSIVE and not key.endswith(("_dir", "_path", "_target_"))]
+    return [key for key in compared if option.get(key) != section.get(key)]
+
+
+@cache
+def options(group: str) -> dict[str, dict[str, Any]]:
+    """Return the options of a group of ``conf/``, by name."""
+    files = sorted(Path(_conf.config_dir(), group).glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) or {} for file in files}
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
@@ -29,14 +70,14 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str | No
         above = key.split(".")[:-1]
         return _ABSENT in differing[key] and any(".".join(above[:n]) in differing for n in range(1, len(above) + 1))
 
-    def told(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
+    def shown(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
         if value is _ABSENT:
             return None
         has_class = isinstance(config.get(key), Mapping)  # a section at the top, which may be an option of conf/
         return preset_name(key, config[key]) if has_class else as_override(value)
 
     return {
-        key: [told(key, value, config) for value, config in zip(values, configs)]
+        key: [shown(key, value, config) for value, config in zip(values, configs)]
         for key, values in differing.items()
         if not is_implied(key)
     }

@@ -1,0 +1,96 @@
+"""A run is resolved once: nothing changes it, what it says is what runs, and another process can have it."""
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from composing import Compose
+from refusals import call
+from sd_lightning import UsageError
+from sd_lightning.apps import train
+from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.loading import load_model
+from sd_lightning.strategies.gemini import GeminiStrategy
+
+QUICK = ("data.batch_size=8", "trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.samples=null")
+
+
+def test_settings_are_plain_and_cannot_be_changed(compose: Compose) -> None:
+    spec = RunSpec.of(compose("train", *QUICK, "strategy=gemini"))
+    values = [spec.settings]
+    for value in values:
+        assert not isinstance(value, DictConfig | ListConfig)
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    assert not any(isinstance(value, str) and "${" in value for value in values), "nothing is left to interpolate"
+    with pytest.raises(FrozenInstanceError):
+        spec.settings = {}  # type: ignore[misc]
+    assert spec["trainer.max_steps"] == 2 and spec.get("trainer.nothing") is None and spec.get("seed.nothing", 3) == 3
+    with pytest.raises(KeyError):
+        spec["trainer.nothing"]
+
+
+def test_other_settings_make_another_run_which_keeps_what_does_not_depend_on_them(compose: Compose) -> None:
+    spec = RunSpec.of(compose("train", *QUICK, "strategy=gemini"))
+    parts = spec.strategy, spec.optimizer, spec.callbacks
+    other = spec.with_settings({"optimizer.lr": 0.5, "data.batch_size": 4})
+    assert (spec["optimizer.lr"], spec["data.batch_size"]) == (2e-3, 8)
+    assert (other["optimizer.lr"], other["data.batch_size"]) == (0.5, 4)
+    assert other.strategy is parts[0] is spec.strategy and isinstance(other.strategy, GeminiStrategy)
+    assert other.callbacks is parts[2] and other.optimizer is not parts[1]
+    assert other.optimizer([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"] == 0.5
+    assert spec.optimizer.target is torch.optim.AdamW and spec.model.build.target is load_model
+    resumed = other.resuming(Path("runs/a"))
+    assert resumed.callbacks is not other.callbacks and resumed.strategy is other.strategy
+
+
+def test_a_part_that_cannot_be_built_is_named_by_its_path(compose: Compose) -> None:
+    spec = RunSpec.of(compose("train")).with_settings({"speed.attention": "none"})
+    with pytest.raises(UsageError, match="Speed got attention='none'; expected one of auto, "):
+        _ = spec.speed
+    spec = spec.with_settings({"optimizer.betas": 3})
+    with pytest.raises(UsageError, match=r"optimizer: cannot build it with these arguments: .*betas"):
+        spec.optimizer([torch.nn.Parameter(torch.zeros(2))])
+
+
+def test_config_yaml_is_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what a pass changed: here the settings of a DeepSpeed file and of DreamBooth's switches."""
+    monkeypatch.chdir(tmp_path)
+    specs: list[RunSpec] = []
+    build: Callable[[RunSpec], Any] = train.build_module
+    monkeypatch.setattr(train, "build_module", lambda spec: specs.append(spec) or build(spec))
+    assert call(f"train {' '.join(QUICK)} logger=csv output_dir=run seed=4") == 0
+    written = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert written == specs[0].settings and written["module"]["seed"] == 4
+    assert OmegaConf.load("run/config.yaml") == OmegaConf.create(dict(specs[0].settings))
+
+
+def test_another_process_trains_the_same(compose: Compose, tmp_path: Path) -> None:
+    spec = RunSpec.of(compose("train", *QUICK, "logger=csv", f"output_dir={tmp_path / 'here'}"))
+    assert train.run(spec) == 0, "its objects are built, and are not sent"
+    elsewhere = spec.with_settings({"output_dir": str(tmp_path / "there")} | _paths(spec, tmp_path / "there"))
+    (tmp_path / "spec").write_bytes(pickle.dumps(elsewhere))
+    code = "import pickle, sys; from sd_lightning.apps import train; train.run(pickle.load(open(sys.argv[1], 'rb')))"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "spec"], check=True, timeout=240)
+    losses = [
+        yaml.safe_load((tmp_path / name / "summary.json").read_text())["final_loss"] for name in ("here", "there")
+    ]
+    assert losses[0] == losses[1]
+
+
+def _paths(spec: RunSpec, folder: Path) -> dict[str, str]:
+    """The settings that the run's folder was interpolated into."""
+    return {
+        f"callbacks.{name}.run_dir": str(folder)
+        for name, node in spec["callbacks"].items()
+        if node is not None and "run_dir" in node
+    } | {"logger.csv.save_dir": str(folder)}

@@ -81,10 +81,8 @@ def test_another_process_trains_the_same(compose: Compose, tmp_path: Path) -> No
     (tmp_path / "spec").write_bytes(pickle.dumps(elsewhere))
     code = "import pickle, sys; from sd_lightning.apps import train; train.run(pickle.load(open(sys.argv[1], 'rb')))"
     subprocess.run([sys.executable, "-c", code, tmp_path / "spec"], check=True, timeout=240)
-    losses = [
-        yaml.safe_load((tmp_path / name / "summary.json").read_text())["final_loss"] for name in ("here", "there")
-    ]
-    assert losses[0] == losses[1]
+    here, there = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("here", "there"))
+    assert here["final_loss"] == there["final_loss"]
 
 
 def _paths(spec: RunSpec, folder: Path) -> dict[str, str]:

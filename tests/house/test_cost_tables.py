@@ -200,13 +200,13 @@ def test_two_phases_are_days_and_dollars_beside_the_published_ones(cost_tables: 
     assert rows[2][5:7] == ["–", "–"] and rows[2][8].startswith("1.40 ×; ")
     took = (1126.4e6 / 1100 + 1740.8e6 / 290) / (1126.4e6 / 2000 + 1740.8e6 / 400)
     assert f" are predicted: {1 / took:.2f} of them on `a100-80gb`.\n" in cost_tables.two_phases(metrics)
-    assert f"took {took:.1f} times the days that are predicted so" in cost_tables.readme_table(metrics, [])
+    assert f"took {took:.1f} times the days that are predicted so" in cost_tables.summary_table(metrics, [])
 
 
 def test_without_a_line_of_costs_the_pages_say_how_to_get_one(cost_tables: ModuleType) -> None:
     found = cost_tables.tables(None, [])
-    assert found["readme"] == found["two-phases"] == cost_tables.NOT_MEASURED
+    assert found["summary"] == found["two-phases"] == cost_tables.NOT_MEASURED
     assert found["other-settings"] == cost_tables.NO_RUNS and "| `h100` | $" in found["prices"]
     of_older = cost_tables.tables(a_line("costs", {}), [])
-    assert "| `sd15`, 512 | 8 x `h100` | – | – |" in of_older["readme"]
+    assert "| `sd15`, 512 | 8 x `h100` | – | – |" in of_older["summary"]
     assert "published" in of_older["two-phases"] and "`h100`" not in of_older["two-phases"]

@@ -35,7 +35,7 @@ def block(heading: str, language: str) -> str:
 def write(heading: str, folder: Path) -> None:
     """Write the files of a how-to under the names that it gives them; the YAML into the folder `mine`."""
     module = re.search(r"Write `(\w+\.py)`", section(heading))
-    config = re.search(r"or\s+`(\w+/\w+\.yaml)` in a\s+folder", section(heading))
+    config = re.search(r"write `(\w+/\w+\.yaml)` into\s+`conf/`", section(heading))
     assert module and config
     (folder / module[1]).write_text(block(heading, "python"))
     path = folder / "mine" / config[1]

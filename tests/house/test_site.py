@@ -30,12 +30,11 @@ def test_every_page_has_a_place(pages: ModuleType) -> None:
 def test_the_api_has_every_public_name(pages: ModuleType) -> None:
     shown = {name for _, names in pages.API.values() for name in names}
     objects = [pkgutil.resolve_name(name) for name in shown]
-    modules = {each.__name__ for each in objects if isinstance(each, ModuleType)}
-    for package in PUBLIC:
-        for name in importlib.import_module(package).__all__:
-            member = getattr(importlib.import_module(package), name)
-            home = getattr(member, "__module__", package)
-            assert any(member is each for each in objects) or {package, home} & modules, f"{package}.{name}"
+    for module in [each for each in objects if isinstance(each, ModuleType)]:
+        objects += [getattr(module, name) for name in getattr(module, "__all__", vars(module))]
+    for package in map(importlib.import_module, PUBLIC):
+        missing = [name for name in package.__all__ if not any(getattr(package, name) is each for each in objects)]
+        assert not missing, f"{package.__name__}: {missing}"
 
 
 def test_links_of_the_repository_become_links_of_the_site(pages: ModuleType) -> None:

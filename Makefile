@@ -21,7 +21,8 @@ PYTHON := $(shell for p in python3.11 python3.12 python3 python3.13 python; do \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-full test-colossalai test-torchao keep-losses lint format gpu-check gpu-site gpu-wheels constraints clean
+.PHONY: help install train test test-slow test-full test-colossalai test-torchao test-newest test-oldest docs lint format
+.PHONY: keep-losses gpu-check gpu-site gpu-wheels constraints clean
 
 help:
 	@echo "make train [ARGS=\"hydra overrides\"]   set up $(VENV) and train the default model"
@@ -29,6 +30,8 @@ help:
 	@echo "make test-slow                         what must pass before a change lands, beside the default tests"
 	@echo "make test-full PART=matrix             a part of the rest; without PART, the names of the parts"
 	@echo "make test-colossalai | test-torchao    install ColossalAI or torchao into $(VENV), and run its tests"
+	@echo "make test-newest | test-oldest         the default tests with the newest releases, or with the oldest allowed ones"
+	@echo "make docs                              build the guides and the API reference into build/site"
 	@echo "make gpu-check PART=smoke              ten minutes of what needs one CUDA GPU; without PART, the names"
 	@echo "make gpu-wheels [WHEELS=folder]        what a GPU machine without a network needs, as wheels"
 	@echo "make constraints                       pin what $(VENV) holds now in constraints.txt"
@@ -36,10 +39,10 @@ help:
 	@echo "make lint | format                     ruff and mypy | ruff format"
 	@echo "make install | clean                   only set up $(VENV) | remove what builds and caches left"
 
-$(VENV)/bin/python:
+%/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: found no Python 3.11 or newer; install one or pass PYTHON=/path/to/python3.12" >&2; exit 2; }
-	@echo "==> creating $(VENV) with $(PYTHON)"
-	"$(PYTHON)" -m venv "$(VENV)"
+	@echo "==> creating $* with $(PYTHON)"
+	"$(PYTHON)" -m venv "$*"
 
 # DS_BUILD_OPS=0: deepspeed compiles its kernels when they are first used, not here.
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -55,8 +58,10 @@ train: $(STAMP)
 IN_WORKERS = $(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(1) and not alone and not gpu and not torchao"
 ALONE = $(RUN) -m pytest -m "$(1) and alone and not gpu"
 
+DEFAULT_TESTS = $(call IN_WORKERS,not slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS)
+
 test: $(STAMP)
-	$(call IN_WORKERS,not slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS)
+	$(DEFAULT_TESTS)
 
 test-slow: $(STAMP)
 	status=0; $(call IN_WORKERS,slow) --ignore=tests/strategies/test_colossalai.py $(PYTEST_ARGS) || status=$$?; \
@@ -81,6 +86,31 @@ test-torchao: $(STAMP)
 # Minutes; name the change in CHANGELOG.md.
 keep-losses: $(STAMP)
 	$(RUN) tests/support/kept_losses.py
+
+# Other releases than those of constraints.txt, each set in an environment of its own. NEWEST_ARGS and OLDEST_ARGS are
+# further requirements: NEWEST_ARGS='torch==2.13.0' holds torch, and all else is the newest.
+NEWEST_VENV ?= .venv-newest
+NEWEST_ARGS ?=
+test-newest: RUN = $(NEWEST_VENV)/bin/python
+test-newest: | $(NEWEST_VENV)/bin/python
+	DS_BUILD_OPS=0 $(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) --upgrade --upgrade-strategy eager \
+		-e '.[all,test]' $(NEWEST_ARGS)
+	$(DEFAULT_TESTS)
+
+OLDEST_VENV ?= .venv-oldest
+OLDEST_ARGS ?=
+test-oldest: RUN = $(OLDEST_VENV)/bin/python
+test-oldest: | $(OLDEST_VENV)/bin/python
+	@mkdir -p build
+	$(RUN) .ci/oldest.py $(OLDEST_ARGS) > build/oldest.txt
+	DS_BUILD_OPS=0 $(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c build/oldest.txt -e '.[all,test]'
+	$(DEFAULT_TESTS)
+
+# The site of docs/ and of the docstrings. --strict: a warning, such as of a link that leads nowhere, is an error. The
+# variable silences the theme's notice of its own end of life, in May 2027.
+docs: $(STAMP)
+	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
@@ -126,4 +156,4 @@ constraints:
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path "./.venv*" -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

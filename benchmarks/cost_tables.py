@@ -1,4 +1,4 @@
-"""The cost tables of the README and of docs/costs.md: predicted by the case `costs`, or measured on a GPU."""
+"""The cost tables of docs/costs.md, and the README's sentence: predicted by the case `costs`, or measured on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from published import PER_MILLION, TWO_PHASES
 from run import case_names, load_case
 from training_runs import Run
 
-README_MACHINES = (
+SUMMARY_MACHINES = (
     ("rtx-4090", 1),
     ("l4", 1),
     ("l40s", 1),
@@ -21,11 +21,13 @@ README_MACHINES = (
     ("a100-80gb", TOGETHER),
     ("h100", TOGETHER),
 )
-"""Rows of the README for every model."""
+"""Rows of the summary for every model."""
 COMPARED = "a100-80gb"
-"""The GPU whose prediction the README compares with a published run on A100."""
+"""The GPU whose prediction the summary compares with a published run on A100."""
 ALONE_OR_DDP = ("single", "ddp")
-"""Strategies that have one column in the README."""
+"""Strategies that have one column in the summary."""
+HEADLINE = ("sdxl", ("h100", TOGETHER))
+"""The model and the machine of the README's sentence."""
 NONE = "–"
 NOT_MEASURED = "Nothing is predicted yet; write a line with `python benchmarks/run.py costs`.\n"
 NO_RUNS = "There is no line of such a run yet.\n"
@@ -184,7 +186,7 @@ def per_million(machine: Machine, images_per_second: float) -> float | None:
 
 
 def tables(line: Row | None, rows: list[Row]) -> dict[str, str]:
-    """Return the generated parts of the pages: "readme", "one", "eight", "two-phases", "prices" and "other-settings".
+    """Return the generated parts of the pages: "summary", "one", "eight", "two-phases", "prices" and "other-settings".
 
     Args:
         line: The newest of `costs`; None if there is none.
@@ -193,19 +195,19 @@ def tables(line: Row | None, rows: list[Row]) -> dict[str, str]:
     runs = measured_runs(rows)
     found = {"other-settings": other_settings(runs), "prices": prices()}
     if line is None:
-        return found | dict.fromkeys(("readme", "one", "eight", "two-phases"), NOT_MEASURED)
+        return found | dict.fromkeys(("summary", "one", "eight", "two-phases"), NOT_MEASURED)
     metrics = line["metrics"]
-    found |= {"readme": readme_table(metrics, runs), "two-phases": two_phases(metrics)}
+    found |= {"summary": summary_table(metrics, runs), "two-phases": two_phases(metrics)}
     return found | {"one": whole_table(metrics, runs, 1), "eight": whole_table(metrics, runs, TOGETHER)}
 
 
-def readme_table(metrics: Mapping[str, float], runs: list[Measured]) -> str:
-    """Return the table of the README: some machines, and one column for one process and DDP."""
+def summary_table(metrics: Mapping[str, float], runs: list[Measured]) -> str:
+    """Return the first table: some machines, and one column for one process and DDP."""
     by_name = {(machine.gpu, machine.count): machine for machine in machines()}
     others = [name for name in STRATEGIES if name not in ALONE_OR_DDP]
     table, rows = Table(metrics, runs), []
     for model, resolution in MODELS.items():
-        for name in README_MACHINES:
+        for name in SUMMARY_MACHINES:
             machine = by_name[name]
             here = set(suited(machine.count))
             columns = [next(each for each in ALONE_OR_DDP if each in here), *others]
@@ -216,6 +218,21 @@ def readme_table(metrics: Mapping[str, float], runs: list[Measured]) -> str:
     told = NONE if ratio is None else f"{1 / ratio:.1f}"
     note = f"MosaicML's published pre-training on {TWO_PHASES.gpus} {TWO_PHASES.gpu} took {told} times the days that"
     return table.text(["model, pixels", "GPUs", *header], rows) + f"\n{note} are predicted so for `{COMPARED}`.\n"
+
+
+def headline(metrics: Mapping[str, float]) -> str | None:
+    """Return the README's sentence: the cheapest strategy for a model on a machine; None if no line predicts it."""
+    model, name = HEADLINE
+    machine = next(each for each in machines() if (each.gpu, each.count) == name)
+    speeds = {each: metrics.get(f"{model}_{machine}_{each}_images_per_second", 0.0) for each in suited(machine.count)}
+    best = max(speeds, key=lambda each: speeds[each])
+    if not speeds[best]:
+        return None
+    side, price = MODELS[model], dollars(per_million(machine, speeds[best]))
+    return (
+        f"A million images of {side} x {side} pixels train `{model}` for **{price}** on {machine.count} `{machine.gpu}`"
+        f", under `{best}`: predicted by the planner, not measured."
+    )
 
 
 def whole_table(metrics: Mapping[str, float], runs: list[Measured], count: int) -> str:

@@ -2,12 +2,12 @@
 
     python benchmarks/report.py               print the table; write results/README.md and results/*.svg
     python benchmarks/report.py --html        the page results/index.html with the ladders' charts, and these as PNG
-    python benchmarks/report.py --readme      write the tables of README.md and docs/, each between two markers
+    python benchmarks/report.py --readme      write the tables of docs/ and the figures of README.md, between markers
 
 Shown is the newest line of every case, in results/ of every case on every machine. A line of a checkout with changes is
 no result, and neither is one with arguments of `--set`, or from before a case came to measure something else. The
-README has the rows that have a bar, and those that a case names in `README`. The tables of costs are made in
-`cost_tables.py`. The plots show a case's first metric over time.
+README has the sentences of `HEADLINES`. The tables of costs are made in `cost_tables.py`. The plots show a case's first
+metric over time.
 """
 
 import argparse
@@ -23,6 +23,11 @@ from run import HERE, case_names, load_case, revision_of
 
 README, DOCS = HERE.parent / "README.md", HERE.parent / "docs"
 PAGE, COSTS = DOCS / "benchmarks.md", DOCS / "costs.md"
+HEADLINES = {
+    "step_overhead": "A training step takes **{ratio} ×** a bare PyTorch loop's, with the same model, data and EMA.",
+    "gemini": "Gemini's step takes **{gathered_vs_fsdp2} ×** FSDP2's in its fastest setting, weights gathered in both.",
+}
+"""Case -> its sentence in the README, as a format string over the metrics."""
 SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
 
 
@@ -69,9 +74,9 @@ def tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
     every = list(newest(rows, "case", "machine").values())
     costs = cost_tables.tables(newest(rows, "case").get(("costs",)), every)
     return {
-        README: {"benchmarks": case_table(rows, only_bars=True), "costs": costs.pop("readme")},
+        README: {"headlines": headlines(rows)},
         PAGE: {
-            "benchmarks": case_table(rows, only_bars=False),
+            "benchmarks": case_table(rows),
             "ladders": ladder_page.markdown(every),
             "published": ladder_page.published(every),
         },
@@ -79,29 +84,48 @@ def tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
     }
 
 
-def case_table(rows: list[Row], *, only_bars: bool) -> str:
-    """Return the rows of every case's `TABLE`, all or those of the README, from its newest line."""
+def headlines(rows: list[Row]) -> str:
+    """Return the figures of the README, a sentence each, from the newest line of its case."""
+    found = newest(rows, "case")
+    sentences = {case: _filled(found.get((case,)), text) for case, text in HEADLINES.items()}
+    costs = found.get(("costs",))
+    sentences["costs"] = cost_tables.headline(costs["metrics"]) if costs else None
+    return "".join(
+        f"- {sentence} ({line_of(found[(case,)])}.)\n" if sentence else f"- `{case}`: not measured yet.\n"
+        for case, sentence in sentences.items()
+    )
+
+
+def _filled(row: Row | None, template: str) -> str | None:
+    return None if row is None else string.Formatter().vformat(template, (), _figures_of(row, template))
+
+
+def _figures_of(row: Row, template: str) -> dict[str, Any]:
+    spread = row.get("spread", {})
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    return {
+        name: Figure(row["metrics"][name], spread.get(name)) if name in row["metrics"] else Absent() for name in names
+    }
+
+
+def case_table(rows: list[Row]) -> str:
+    """Return the rows of every case's `TABLE`, from its newest line."""
     lines = ["| case | what is compared | measured | bar | met | line |", "|---|---|---|---|---|---|"]
     found = newest(rows, "case")
     for case in case_names():
         row = found.get((case,))
         for text, figures in load_case(case).TABLE.items():
-            names = [name for _, name, _, _ in string.Formatter().parse(figures) if name]
-            if not only_bars or bars_of(case).keys() & names or text in getattr(load_case(case), "README", ()):
-                lines.append(f"| {' | '.join([f'`{case}`', text, *_figures(case, row, figures, names)])} |")
+            lines.append(f"| {' | '.join([f'`{case}`', text, *_cells(case, row, figures)])} |")
     return "\n".join(lines) + "\n"
 
 
-def _figures(case: str, row: Row | None, template: str, names: list[str]) -> list[str]:
+def _cells(case: str, row: Row | None, template: str) -> list[str]:
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
     bars = {name: bar for name in names if (bar := bars_of(case).get(name))}
     limits = "; ".join(dict.fromkeys(f"{SIGNS[bar[:2]]} {bar[3:]}" for bar in bars.values()))
     if row is None:
         return ["not measured yet", limits, "", ""]
-    spread = row.get("spread", {})
-    values = {
-        name: Figure(row["metrics"][name], spread.get(name)) if name in row["metrics"] else Absent() for name in names
-    }
-    measured = string.Formatter().vformat(template, (), values)
+    measured = _filled(row, template) or ""
     verdicts = {name: verdict(bar, name, row) for name, bar in bars.items()}
     if len(set(verdicts.values())) <= 1:
         met = next(iter(verdicts.values()), "")
@@ -199,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
-        "--readme", action="store_true", help="write the tables of README.md and docs/, and nothing else"
+        "--readme", action="store_true", help="write the figures of README.md and the tables of docs/, and nothing else"
     )
     parser.add_argument("--html", action="store_true", help="write results/index.html, and its charts as PNG")
     options = parser.parse_args(arguments)

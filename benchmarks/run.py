@@ -12,8 +12,7 @@ A case is a file `cases/NAME.py`:
   A long one yields all it has after each run, so that its line is in the file whatever stops it, and may take as `done`
   the metrics of a run that was stopped, to go on after them;
 - `BARS`: metric -> the bar it has to meet, written `"<= 1.1"`, `">= 1.3"` or `"== 1"`;
-- `TABLE`: what a row of the README compares -> its figures, as a format string over the metrics;
-- `README`, where there are any: what rows without a bar compare that the README shows, too;
+- `TABLE`: what a row of docs/benchmarks.md compares -> its figures, as a format string over the metrics;
 - `REVISION`, 1 if not given: counts up when a metric comes to mean something else, and older lines are not shown;
 - `MEASURED`, where it trains on a GPU: beginning of metric names -> what was trained (`training_runs.py`);
 - `peers()`, where there are any: package -> the settings it is measured with;

@@ -34,8 +34,6 @@ TABLE = {
     ),
 }
 
-README = tuple(TABLE)[:1]
-
 RESOLUTION = 256
 BATCH = 16  # as precompute has it at 256 x 256
 

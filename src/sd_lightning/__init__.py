@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sd_lightning.strategies.auto import AutoStrategy
     from sd_lightning.training.module import SDLightningModule
 
+    __version__: str
+
 __all__ = [
     "AutoStrategy",
     "LatentDiffusion",
@@ -45,6 +47,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("sd-lightning")
     if name not in _MODULES:
         raise AttributeError(f"module 'sd_lightning' has no attribute {name!r}")
     if name == "SDLightningModule":  # training imports Lightning anyway

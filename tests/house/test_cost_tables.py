@@ -200,13 +200,32 @@ def test_two_phases_are_days_and_dollars_beside_the_published_ones(cost_tables: 
     assert rows[2][5:7] == ["–", "–"] and rows[2][8].startswith("1.40 ×; ")
     took = (1126.4e6 / 1100 + 1740.8e6 / 290) / (1126.4e6 / 2000 + 1740.8e6 / 400)
     assert f" are predicted: {1 / took:.2f} of them on `a100-80gb`.\n" in cost_tables.two_phases(metrics)
-    assert f"took {took:.1f} times the days that are predicted so" in cost_tables.readme_table(metrics, [])
+    assert f"took {took:.1f} times the days that are predicted so" in cost_tables.summary_table(metrics, [])
 
 
 def test_without_a_line_of_costs_the_pages_say_how_to_get_one(cost_tables: ModuleType) -> None:
     found = cost_tables.tables(None, [])
-    assert found["readme"] == found["two-phases"] == cost_tables.NOT_MEASURED
+    assert found["summary"] == found["two-phases"] == cost_tables.NOT_MEASURED
     assert found["other-settings"] == cost_tables.NO_RUNS and "| `h100` | $" in found["prices"]
     of_older = cost_tables.tables(a_line("costs", {}), [])
-    assert "| `sd15`, 512 | 8 x `h100` | – | – |" in of_older["readme"]
+    assert "| `sd15`, 512 | 8 x `h100` | – | – |" in of_older["summary"]
     assert "published" in of_older["two-phases"] and "`h100`" not in of_older["two-phases"]
+
+
+def test_the_readme_names_the_fastest_strategy_or_that_nothing_is_measured(
+    costs: ModuleType, cost_tables: ModuleType
+) -> None:
+    report = importlib.import_module("report")
+    speeds = {"sdxl_8x_h100_ddp_images_per_second": 10.0, "sdxl_8x_h100_fsdp_images_per_second": 20.0}
+    price = cost_tables.dollars(cost_tables.per_million(machine(costs, "h100", 8), 20.0))
+    sentence = (
+        f"A million images of 1024 x 1024 pixels train `sdxl` for **{price}** on 8 `h100`, under `fsdp`: predicted"
+    )
+    assert cost_tables.headline(speeds).startswith(sentence) and cost_tables.headline({}) is None
+    rows = [a_line("costs", speeds), a_line("gemini", {"gathered_vs_fsdp2": 0.5})]
+    for row, case in zip(rows, (costs, report.load_case("gemini")), strict=True):
+        row["revision"] = report.revision_of(case)
+    overhead, gemini, money = report.headlines(rows).splitlines()
+    assert overhead == "- `step_overhead`: not measured yet."
+    assert "takes **0.500 ×** FSDP2" in gemini and gemini.endswith("(01234567, 2026-03-01, 2-cores.)")
+    assert money.startswith(f"- {sentence}")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from places import REPO
 
@@ -32,6 +33,16 @@ def names(requirements: list[str]) -> set[str]:
 def pins() -> dict[str, str]:
     lines = [line for line in (REPO / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     return {canonical(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def test_version_and_license_are_told_once() -> None:
+    import sd_lightning
+
+    assert sd_lightning.__version__ == importlib.metadata.version("sd-lightning")
+    citation = yaml.safe_load((REPO / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (REPO / "LICENSE").read_text().lstrip().startswith("Apache License\n")
+    assert (REPO / "src/sd_lightning/py.typed").is_file()
 
 
 def test_constraints_are_exact_and_fit_every_platform() -> None:
@@ -78,7 +89,7 @@ def checkout_copy(target: Path) -> Path:
     """What git would clone, as far as building is concerned: builds leave the real checkout alone."""
     for folder in ("src", "conf"):
         shutil.copytree(REPO / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "constraints.txt"):
+    for file in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(REPO / file, target)
     return target
 
@@ -149,6 +160,7 @@ def test_wheel_holds_code_configs_and_assets_and_nothing_else(wheel: Path) -> No
     # The largest is the tiny VAE, of 266 kB.
     assert max(info.file_size for info in zipfile.ZipFile(wheel).infolist()) < 300_000
     assert "Requires-Dist: torch>=2.11" in metadata
+    assert "License-Expression: Apache-2.0\nLicense-File: LICENSE\n" in metadata
     assert re.search(r"Requires-Dist: deepspeed.*extra == 'deepspeed'", metadata)
 
 

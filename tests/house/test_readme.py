@@ -1,4 +1,4 @@
-"""What the README and the guides of docs/ say exists: commands, Python imports, names of the package, paths and links.
+"""What the README, the pages beside it and the guides of docs/ say exists: commands, Python imports, names, links.
 
 Of a command these are its make targets, entry points, overrides, extras, files and cases. A command that cannot be
 checked here says why in a comment at its end: `… # needs: two GPUs`.
@@ -24,7 +24,7 @@ from places import REPO
 
 PAGES = {
     str(page.relative_to(REPO)): page.read_text(encoding="utf-8")
-    for page in [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+    for page in [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 }
 FENCE = re.compile(r"^ {0,3}```(?:bash|sh|shell)\s*$(.*?)^ {0,3}```\s*$", re.MULTILINE | re.DOTALL)
 ANY_FENCE = re.compile(r"^ {0,3}```(\w*)\s*$(.*?)^ {0,3}```\s*$", re.MULTILINE | re.DOTALL)
@@ -215,7 +215,13 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_the_index_names_every_guide() -> None:
     linked = set(re.findall(r"\]\((\w+\.md)\)", PAGES["docs/README.md"]))
-    assert {f"docs/{name}" for name in linked} | {"docs/README.md", "README.md"} == set(PAGES)
+    assert {f"docs/{name}" for name in linked} | {"docs/README.md"} == {page for page in PAGES if "/" in page}
+
+
+def test_the_readme_is_short_and_has_three_figures() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 150
+    figures = PAGES["README.md"].partition("<!-- headlines -->")[2].partition("<!-- /headlines -->")[0]
+    assert len(re.findall(r"^- .*\*\*.+\*\*", figures, re.MULTILINE)) == 3
 
 
 def test_reading_of_inline_commands() -> None:

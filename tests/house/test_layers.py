@@ -60,6 +60,8 @@ WITHOUT_TORCH = {"_errors", "_imports", "_launchers", "_console", "_conf"}
 # Slow to import, or an extra: loaded by the function that needs them. Hydra is light only for the entry points.
 LAZY = {
     "bitsandbytes",
+    "boto3",
+    "botocore",
     "datasets",
     "deepspeed",
     "diffusers",
@@ -70,7 +72,6 @@ LAZY = {
     "peft",
     "pyarrow",
     "ray",
-    "s3fs",
     "sklearn",
     "torchao",
     "transformers",

@@ -1,6 +1,6 @@
 """A real S3 server (moto's) in this process, with faults on request.
 
-Requests come over HTTP through s3fs as in use; credentials, endpoint and region come from the environment.
+Requests come over HTTP through boto3 as in use; credentials, endpoint and region come from the environment.
 """
 
 import socket

@@ -1,4 +1,4 @@
-"""Locations in object stores, through fsspec: requests that failed in passing are tried again, with growing waits."""
+"""Locations in object stores: requests that failed in passing are tried again, with growing waits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _TryAgain(Exception):
 
 @dataclass
 class _Connection:
-    """The file system of an object store, opened anew in each process: its thread does not survive a fork."""
+    """The file system of an object store, opened anew in each process: its connections do not survive a fork."""
 
     provider: Provider
     who: str
@@ -142,14 +142,7 @@ class ObjectStore(Location):
 
     def size(self, name: str) -> int | None:
         def request(file_system: Any, path: str) -> int | None:
-            try:
-                info = file_system.info(path)
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                if not self.connection.provider.is_transient(error):
-                    file_system.cat_file(path, start=0, end=1)  # the answer to a HEAD does not say why
-                raise
+            info = file_system.info(path)
             return info["size"] if info["type"] == "file" else None
 
         try:

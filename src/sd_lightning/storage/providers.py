@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import io
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
@@ -30,7 +32,7 @@ class Provider(ABC):
 
     Attributes:
         protocol: What its URLs begin with.
-        package: The module of its fsspec file system.
+        package: The module that its requests go through.
         extra: The extra of this package that installs it.
         tries: How often to try where the provider's library does not try again by itself.
     """
@@ -42,12 +44,12 @@ class Provider(ABC):
 
     @abstractmethod
     def open(self, who: str) -> Any:
-        """Return a new fsspec file system of this process, without caches of listings."""
+        """Return a new file system of this process, as fsspec defines it, without caches of listings."""
 
     def check_can_write(self, file_system: Any, who: str) -> None:
         """Raise a ``UsageError`` unless the installed version creates a file only if absent.
 
-        An older s3fs or gcsfs takes the argument, drops it, and overwrites.
+        An older gcsfs takes the argument, drops it, and overwrites.
         """
         if "mode" not in inspect.signature(type(file_system)._pipe_file).parameters:
             raise UsageError(
@@ -110,84 +112,122 @@ def _root(error: BaseException) -> str:
     return type(error).__module__.partition(".")[0]
 
 
+@dataclass(frozen=True)
+class S3Files:
+    """The requests of a boto3 client that :class:`Provider.open` promises; paths are ``bucket/key``."""
+
+    client: Any
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        span = {} if start is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        try:
+            return self.client.get_object(**_where(path), **span)["Body"].read()
+        except self.client.exceptions.NoSuchKey as error:
+            raise FileNotFoundError(path) from error
+
+    def info(self, path: str) -> dict[str, Any]:
+        try:
+            answer = self.client.head_object(**_where(path))
+        except self.client.exceptions.ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] < 500:
+                self.cat_file(path, start=0, end=1)  # the answer to a HEAD does not say why
+            raise
+        return {"type": "file", "size": answer["ContentLength"], "metadata": answer["Metadata"]}
+
+    def find(self, path: str, **options: Any) -> dict[str, dict[str, Any]]:
+        bucket, _, folder = f"{path.rstrip('/')}/".partition("/")
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=folder)
+        return {
+            f"{bucket}/{file['Key']}": {"type": "file", "size": file["Size"]}
+            for page in pages
+            for file in page.get("Contents", [])
+        }
+
+    def rm_file(self, path: str) -> None:
+        self.client.delete_object(**_where(path))
+
+    def put_file(self, source: str, path: str, **options: Any) -> None:
+        with open(source, "rb") as file:
+            self._put(path, file, os.fstat(file.fileno()).st_size, **options)
+
+    def pipe_file(self, path: str, data: bytes, **options: Any) -> None:
+        self._put(path, io.BytesIO(data), len(data), **options)
+
+    def _put(
+        self, path: str, file: BinaryIO, size: int, *, chunksize: int, mode: str = "overwrite", **metadata: Any
+    ) -> None:
+        condition = {"IfNoneMatch": "*"} if mode == "create" else {}
+        if size < 2 * chunksize:
+            self.client.put_object(**_where(path), Body=file, **metadata, **condition)
+        else:
+            self.put_parts(path, file, chunksize=chunksize, **metadata, **condition)
+
+    def put_parts(self, path: str, file: BinaryIO, *, chunksize: int, **options: Any) -> None:
+        """Upload a file in parts; ``IfNoneMatch`` is for the request that joins them."""
+        condition = {"IfNoneMatch": options.pop("IfNoneMatch")} if "IfNoneMatch" in options else {}
+        upload = _where(path) | {"UploadId": self.client.create_multipart_upload(**_where(path), **options)["UploadId"]}
+        parts: list[dict[str, Any]] = []
+        try:
+            while part := file.read(chunksize):
+                number = {"PartNumber": len(parts) + 1}
+                parts.append(number | {"ETag": self.client.upload_part(**upload, **number, Body=part)["ETag"]})
+            self.client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
+        except Exception:
+            with suppress(Exception):  # the bucket's lifecycle rule deletes what may not be abandoned
+                self.client.abort_multipart_upload(**upload)
+            raise
+
+
+def _where(path: str) -> dict[str, str]:
+    bucket, _, key = path.partition("/")
+    return {"Bucket": bucket, "Key": key}
+
+
 class S3(Provider):
-    """Amazon S3 and stores of its protocol, through s3fs. The endpoint comes from AWS_ENDPOINT_URL(_S3)."""
+    """Amazon S3 and stores of its protocol, through boto3. The endpoint comes from AWS_ENDPOINT_URL(_S3)."""
 
     def open(self, who: str) -> Any:
-        s3fs = require("s3fs", extra=self.extra, who=who)
-        file_system = s3fs.S3FileSystem(
-            skip_instance_cache=True,
-            use_listings_cache=False,
-            max_concurrency=1,
-            # The caller tries again; three loops in one another would try for an hour.
-            config_kwargs={"retries": {"total_max_attempts": 1}},
-        )
-        file_system.retries = 1
-        return file_system
+        boto3 = require("boto3", extra=self.extra, who=who)
+        from botocore.config import Config
+
+        # The caller tries again; two loops in one another would try for an hour.
+        config = Config(retries={"total_max_attempts": 1}, max_pool_connections=64)
+        return S3Files(boto3.session.Session().client("s3", config=config))
 
     def check_can_write(self, file_system: Any, who: str) -> None:
-        super().check_can_write(file_system, who)
-        model = file_system.s3.meta.service_model
-        for operation in ("PutObject", "CompleteMultipartUpload"):
-            if "IfNoneMatch" not in model.operation_model(operation).input_shape.members:
-                raise UsageError(
-                    f"{who}: {operation} of the installed botocore has no If-None-Match, by which a file is created "
-                    "only if it is absent; expected botocore>=1.36; upgrade it: "
-                    f"pip install --upgrade 'sd-lightning[{self.extra}]'"
-                )
+        """Do nothing: boto3 refuses conditions that it does not know."""
 
     def metadata(self, writer: str) -> dict[str, Any]:
         return {"Metadata": {_WRITER: writer}}
 
     def writer(self, file_system: Any, path: str) -> str | None:
-        return file_system.metadata(path).get(_WRITER)
+        return file_system.info(path)["metadata"].get(_WRITER)
 
     def overwrites(self, file_system: Any, path: str) -> bool:
-        bucket, key, _ = file_system.split_path(path)
-        where = {"Bucket": bucket, "Key": key}
-        where["UploadId"] = file_system.call_s3("create_multipart_upload", **where)["UploadId"]
-        part = {
-            "ETag": file_system.call_s3("upload_part", **where, PartNumber=1, Body=b"probe")["ETag"],
-            "PartNumber": 1,
-        }
         try:
-            file_system.call_s3(
-                "complete_multipart_upload", **where, MultipartUpload={"Parts": [part]}, IfNoneMatch="*"
-            )
-        except OSError as error:
-            file_system.call_s3("abort_multipart_upload", **where)
+            file_system.put_parts(path, io.BytesIO(b"probe"), chunksize=5, IfNoneMatch="*")
+        except Exception as error:
             if not self.exists_already(error):
                 raise
             return False
         return True
 
-    def is_absent(self, error: Exception) -> bool:
-        return isinstance(error, FileNotFoundError) and self.answer(error)[0] != "NoSuchBucket"
-
     def is_transient(self, error: Exception) -> bool:
         code, _ = self.answer(error)
-        passing = (
-            *require("s3fs.core", extra=self.extra, who="s3://").S3_RETRYABLE_ERRORS,
-            self._botocore().ConnectionError,
-            self._botocore().IncompleteReadError,
-        )
-        if code is None and isinstance(error, passing):
-            return True
-        # NoSuchUpload: an upload that was completed, of which the answer got lost.
-        return code in {"NoSuchUpload", "RequestTimeout", "SlowDown"} or super().is_transient(error)
+        names = require("botocore.exceptions", extra=self.extra, who="s3://")
+        lost = (names.ConnectionError, names.HTTPClientError, names.IncompleteReadError)
+        return isinstance(error, lost) or code in {"RequestTimeout", "SlowDown"} or super().is_transient(error)
 
     def answer(self, error: BaseException) -> tuple[str | None, int | None]:
+        client_error = require("botocore.exceptions", extra=self.extra, who="s3://").ClientError
         for cause in causes(error):
-            if isinstance(cause, self._botocore().ClientError):
+            if isinstance(cause, client_error):
                 answer = cause.response
                 return answer["Error"].get("Code"), answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return None, None
 
-    def _botocore(self) -> ModuleType:
-        return require("botocore.exceptions", extra=self.extra, who="s3://")
-
     def complaint(self, error: Exception) -> str | None:
-        code, _ = self.answer(error)
+        code, status = self.answer(error)
         names = {type(cause).__name__ for cause in causes(error)}
         quoted = f"({code or type(error).__name__}: {error})"
         if code == "NoSuchBucket":
@@ -199,7 +239,7 @@ class S3(Provider):
             )
         if code in {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"}:
             return f"the credentials are not valid {quoted}; check AWS_PROFILE, AWS_ACCESS_KEY_ID and their like"
-        if isinstance(error, PermissionError):
+        if status == 403:
             return (
                 f"access is denied {quoted}; expected s3:ListBucket and s3:GetObject, and to write s3:PutObject, "
                 "s3:AbortMultipartUpload and s3:DeleteObject; grant them, or choose other credentials with AWS_PROFILE"
@@ -290,7 +330,7 @@ class HuggingFace(Provider):
 
 
 PROVIDERS: dict[str, Provider] = {
-    "s3": S3("s3", "s3fs", "s3", tries=6),
+    "s3": S3("s3", "boto3", "s3", tries=6),
     "gs": GoogleStorage("gs", "gcsfs", "gs", tries=2),
     "hf": HuggingFace("hf", "huggingface_hub", "all", tries=6),
 }

@@ -34,8 +34,7 @@ from sd_lightning.strategies.processes.rank_health import (
     unfinished_collective,
 )
 from sd_lightning.strategies.processes.rank_link import Link
-from sd_lightning.strategies.processes.watchdog import Spoke
-from sd_lightning.strategies.processes.watchdog_hub import Hub, start_watchdog
+from sd_lightning.strategies.processes.watchdog import Hub, Spoke, start_watchdog
 from suites import keep, wanted
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK", "GROUP_RANK")

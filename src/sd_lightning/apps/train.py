@@ -74,9 +74,9 @@ def train(cfg: DictConfig, *, prepare: Prepare | None = None) -> int:
     module = build_module(cfg, parts)
     check_parts(trainer, module, datamodule)
     open_run(cfg, run_dir, trainer, chosen)
-    from sd_lightning.strategies.processes.group import parting
+    from sd_lightning.strategies.processes.group import process_group_shutdown
 
-    with parting(trainer):
+    with process_group_shutdown(trainer):
         try:
             trainer.fit(module, datamodule)
         except torch.OutOfMemoryError as error:

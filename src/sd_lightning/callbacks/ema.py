@@ -22,7 +22,7 @@ from sd_lightning.state.pinned import host_memory
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import ParameterShard, TrainingState, tensor_of
 from sd_lightning.strategies import engine_of, training_state
-from sd_lightning.strategies.plain_module import PlainState
+from sd_lightning.strategies.restoring import WholeWeightsState
 from sd_lightning.strategies.whole_tensors import whole
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class EMA(StepCallback, TakesMemory):
         self.offload = offload
         self.num_updates = 0
         self._shadow: dict[tuple[str, int], Tensor] = {}
-        self._state: TrainingState | PlainState | None = None
+        self._state: TrainingState | WholeWeightsState | None = None
         self._module: pl.LightningModule | None = None
         self._averaging = Averaging()
         self._owned: set[tuple[str, int]] = set()
@@ -141,7 +141,7 @@ class EMA(StepCallback, TakesMemory):
 
     def _follow(self, fraction: float) -> None:
         """Move the average towards the weights by a fraction."""
-        assert self._state is not None and not isinstance(self._state, PlainState)
+        assert self._state is not None and not isinstance(self._state, WholeWeightsState)
         if not self._moves:
             self._averaging.update(fraction)
             return
@@ -192,10 +192,10 @@ class EMA(StepCallback, TakesMemory):
         self._shadow = new
 
     @property
-    def _replicated(self) -> ReplicatedState | PlainState | None:
+    def _replicated(self) -> ReplicatedState | WholeWeightsState | None:
         """The state if the module has whole weights, which users may replace; otherwise None."""
         state = self._state
-        return state if isinstance(state, PlainState) or type(state) is ReplicatedState else None
+        return state if isinstance(state, WholeWeightsState) or type(state) is ReplicatedState else None
 
     def _give_back(self, pl_module: pl.LightningModule) -> bool:
         """Swap the trained weights back in, unless others were loaded since; return whether it did."""

@@ -15,7 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload, replicated
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import TrainingState
-from sd_lightning.strategies.found_inf import give_found_inf, gradient_scaler, takes_found_inf
+from sd_lightning.strategies.optimizers import give_found_inf, gradient_scaler, takes_found_inf
 
 
 class EngineStrategy:
@@ -95,7 +95,7 @@ class EngineStrategy:
     def training_state(self) -> TrainingState:
         """Return this rank's view of the trained parameters; ``swap_in`` and ``swap_out`` exchange their weights.
 
-        After a fit with a sharding engine it is a :class:`~sd_lightning.strategies.plain_module.PlainState`, which
+        After a fit with a sharding engine it is a :class:`~sd_lightning.strategies.restoring.WholeWeightsState`, which
         only exchanges weights.
 
         Raises:

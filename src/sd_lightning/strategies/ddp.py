@@ -15,7 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload, replicated
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.processes.group import WatchedProcesses, timeout_of
-from sd_lightning.strategies.restoring import put_together
+from sd_lightning.strategies.restoring import gather_whole
 
 Compression = Literal["none", "fp16", "bf16"]
 
@@ -87,7 +87,7 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
-        put_together(self.lightning_module)
+        gather_whole(self.lightning_module)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from sd_lightning.gemini import GeminiEngine
 from sd_lightning.state.shards import OptimizerGroups, ParameterShard, Read, SavedParameter
-from sd_lightning.strategies.engine_state import EngineState
+from sd_lightning.strategies.whole_tensors import FlatOptimizerState
 
 
-class GeminiState(EngineState):
+class GeminiState(FlatOptimizerState):
     """Training state of Gemini: the parameter ranges in this rank's shards of all chunks.
 
     Args:

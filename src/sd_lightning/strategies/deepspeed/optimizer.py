@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.state.eight_bit import is_eight_bit
-from sd_lightning.strategies.adam import is_adam, replace_adam, unsupported_option
+from sd_lightning.strategies.optimizers import is_adam, replace_adam, unsupported_option
 
 _WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
 """Optimizers that need whole matrices or all weights, while a rank has only a flat range."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.engine_precision import EnginePrecision
+from sd_lightning.strategies.networks import EnginePrecision
 
 
 class DeepSpeedPrecision(EnginePrecision, LightningDeepSpeedPrecision):

@@ -22,8 +22,7 @@ from sd_lightning.strategies.deepspeed.host_checkpointing import checkpointed_bl
 from sd_lightning.strategies.deepspeed.nested import Config, explicit, put, with_defaults
 from sd_lightning.strategies.deepspeed.nvme import check_swap_path
 from sd_lightning.strategies.deepspeed.optimizer import check_cpu_adam, check_elementwise
-from sd_lightning.strategies.networks import configured_optimizers, refuse_sparse_gradients
-from sd_lightning.strategies.user_hooks import user_hooks
+from sd_lightning.strategies.networks import configured_optimizers, refuse_sparse_gradients, user_hooks
 
 log = logging.getLogger(__name__)
 _warn = rank_zero_only(log.warning)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter, tensor_of
 from sd_lightning.strategies.base import whole_shape
-from sd_lightning.strategies.engine_state import EngineState
+from sd_lightning.strategies.whole_tensors import FlatOptimizerState
 
 _OTHER_LAYOUT = "this DeepSpeed release lays them out differently"
 
@@ -43,7 +43,7 @@ class Fragment:
         return flat.narrow(0, self.offset, self.end - self.begin)
 
 
-class DeepSpeedState(EngineState):
+class DeepSpeedState(FlatOptimizerState):
     """Training state common to ZeRO-1/2 and ZeRO-3: flat float32 tensors that a torch optimizer steps.
 
     Args:

@@ -25,6 +25,7 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.host_steps import host_step
+from sd_lightning.state.ranks import failing_together
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.deepspeed import precedence
@@ -47,7 +48,6 @@ from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
 from sd_lightning.strategies.deepspeed.zero12_state import Zero12State
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
-from sd_lightning.strategies.user_hooks import WrappedHooks
 from sd_lightning.strategies.whole_tensors import whole_masters
 
 __all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
@@ -89,7 +89,6 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         self.loads_weights = self.settings.stage == 3
         self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None
-        self._hooks: WrappedHooks | None = None
         self._skips_update = False
         self._linear = torch.nn.functional.linear
         super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
@@ -148,20 +147,19 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.check(trainer, self._module)
             if self.settings.extensions:
-                self._once_per_machine(
-                    lambda: build(self.settings.extensions),
-                    "compiling DeepSpeed's extensions failed on another process; see its message",
-                )
+                with failing_together():
+                    if self.local_rank == 0:
+                        build(self.settings.extensions)
         self._linear = torch.nn.functional.linear
         self._state = None
-        self.take(trainer)
+        self.attach(trainer)
         LightningDeepSpeedStrategy.setup(self, trainer)  # the engine takes the module and the optimizer together
-        self._taken()
+        self.record_hooks()
         if self.zero_stage_3:
             register_external_parameters(self._module)
         if self._fits:
             names = {parameter: name for name, parameter in self._module.named_parameters()}
-            self._hooks = WrappedHooks(trainer, self._module, partial(self._in_hook, names))
+            self._wrap_hooks(trainer, partial(self._in_hook, names))
 
     def _in_hook(self, names: Mapping[nn.Parameter, str], owner: Any, name: str) -> AbstractContextManager[None]:
         state = self.training_state()
@@ -251,11 +249,9 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._hooks is not None:
-            self._hooks.release()
         super().teardown()
         torch.nn.functional.linear = self._linear  # later training in this process would use ZeRO-3's
-        if self._swap_folder is not None and self.is_together:
+        if self._swap_folder is not None and self.is_released:
             self._swap_folder.remove()
 
     @override

@@ -1,4 +1,4 @@
-"""Precedence of settings between a DeepSpeed file, the command line and our defaults.
+"""Precedence of settings between a DeepSpeed file, the command line, the module and our defaults.
 
 Explicit values of the file override the defaults of our YAML. Values that the command line or a Python caller sets are
 not defaults: they have to agree with the file, or the run does not start.
@@ -10,9 +10,23 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch.optim import Optimizer
+
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.deepspeed.config import optimizer_of
-from sd_lightning.strategies.deepspeed.nested import ABSENT, AUTO, Config, equal, get, leaves, put, text, without_auto
+from sd_lightning.state.eight_bit import is_eight_bit
+from sd_lightning.strategies.deepspeed.config import (
+    ABSENT,
+    AUTO,
+    Config,
+    equal,
+    get,
+    leaves,
+    optimizer_of,
+    put,
+    text,
+    without_auto,
+)
+from sd_lightning.strategies.optimizers import is_adam, unsupported_option
 
 SAME = {
     "strategy.stage": "zero_optimization.stage",
@@ -203,3 +217,37 @@ def engine_config(
     if kind is not None:
         engine[kind] = sections[kind] | {"enabled": True}
     return engine
+
+
+_WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
+"""Optimizers that need whole matrices or all weights, while a rank has only a flat range."""
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise if an optimizer's states are not one value per weight.
+
+    Raises:
+        UsageError: They are not; names the optimizer and the reason.
+    """
+    name = type(optimizer).__name__
+    problem = f"{name} cannot step DeepSpeed's shards, flat ranges of many weights"
+    if is_eight_bit(optimizer):
+        raise UsageError(f"{problem}: its states are quantised in blocks; choose optimizer=adamw, or strategy=ddp")
+    if name in _WHOLE:
+        raise UsageError(f"{problem}: it looks at whole weights; choose optimizer=adamw, or strategy=ddp")
+
+
+def check_cpu_adam(optimizer: Optimizer) -> None:
+    """Raise if DeepSpeed's CPU Adam cannot replace an optimizer.
+
+    Raises:
+        UsageError: It is not torch's Adam or AdamW, or uses an option that CPU Adam lacks.
+    """
+    remedy = "write strategy.cpu_adam=false to step with torch's optimizer"
+    if not is_adam(optimizer):
+        raise UsageError(
+            f"strategy.cpu_adam=true replaces torch's Adam or AdamW, not {type(optimizer).__name__}; {remedy}"
+        )
+    option = unsupported_option(optimizer)
+    if option is not None:
+        raise UsageError(f"strategy.cpu_adam=true: DeepSpeed's CPU Adam has no {option}; {remedy}")

@@ -32,9 +32,17 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from typing_extensions import override
 
-from sd_lightning.strategies.processes import rank_health, rank_link
-from sd_lightning.strategies.processes.rank_health import Cause, Failure, RankHealth
-from sd_lightning.strategies.processes.rank_link import Link, Message, identity, this_machine, this_process
+from sd_lightning.strategies.processes import rank_health
+from sd_lightning.strategies.processes.rank_health import (
+    Cause,
+    Failure,
+    Link,
+    Message,
+    RankHealth,
+    identity,
+    this_machine,
+    this_process,
+)
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +278,7 @@ class Hub(Watchdog):
         super().__init__(0, timeout_seconds=timeout_seconds)
         self.world_size = world_size
         self.token = secrets.token_hex(16)
-        self._listener = rank_link.listen(host)
+        self._listener = rank_health.listen(host)
         self._ranks = {0: RankHealth(0, this_process(), time.monotonic(), advanced_at=time.monotonic())}
         self._rank_of: dict[Link, int] = {}
         self._places: dict[int, tuple[str, int]] = {}
@@ -390,7 +398,7 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
         The running watchdog; None, after a warning, if rank 0 cannot be reached.
     """
     if rank == 0:
-        host = rank_link.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        host = rank_health.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         hub = Hub(world_size, timeout_seconds=timeout_seconds, host=host)
         port = hub.port
         store.set("address", json.dumps({"host": host, "port": port, "token": hub.token, **identity()}))
@@ -400,7 +408,7 @@ def start_watchdog(rank: int, world_size: int, store: dist.Store, *, timeout_sec
         hub.start()
         return hub
     about = json.loads(store.get("address"))
-    connection = rank_link.connect(about["host"], about["port"], CONNECT)
+    connection = rank_health.connect(about["host"], about["port"], CONNECT)
     if connection is None:
         log.warning("rank %d is not watched: it cannot reach rank 0 at %s:%d", rank, about["host"], about["port"])
         return None

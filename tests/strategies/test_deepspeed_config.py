@@ -19,12 +19,11 @@ from sd_lightning import UsageError
 from sd_lightning.apps import preflight
 from sd_lightning.models.checkpointing import Kept, recompute_
 from sd_lightning.planner.footprint import Workload
+from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, deepspeed, precedence
 from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
 from sd_lightning.strategies.deepspeed import config as deepspeed_config
-from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.config import AUTO, known_keys, load, put
 from sd_lightning.strategies.deepspeed.nvme import SwapFolder, check_swap_path
-from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy, Offload, deepspeed
 
 EXAMPLE = Path(__file__).with_name("ds_config_zero2.json")
 """The ZeRO-2 example that most tutorials copy, as they copy it."""
@@ -309,7 +308,7 @@ def test_a_file_that_switches_a_precision_off_contradicts_the_trainer_that_wants
 def test_arguments_in_python_have_to_agree_with_the_configuration() -> None:
     with pytest.raises(UsageError, match=r"zero_optimization.stage=2 contradicts DeepSpeedStrategy\(stage=3\)"):
         DeepSpeedStrategy(stage=3, config=on_cpu())
-    strategy = DeepSpeedStrategy(config=on_cpu(), offload=Offload(cpu_adam=False))
+    strategy = DeepSpeedStrategy(config=on_cpu(), cpu_adam=False)
     assert (strategy.settings.stage, strategy.settings.offload_device) == (2, "cpu")
     assert not strategy.settings.extensions
 

@@ -236,14 +236,11 @@ def user_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[tuple[An
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     names = (*_WEIGHT_HOOKS, *GRADIENT_HOOKS)
-    found: list[tuple[Any, str]] = [(module, name) for name in names if is_overridden(name, module, pl.LightningModule)]
+    hooks: list[tuple[Any, str]] = [(module, name) for name in names if is_overridden(name, module, pl.LightningModule)]
     for callback in callbacks:
-        found += [(callback, name) for name in names[:-1] if is_overridden(name, callback, pl.Callback)]
-    return [(owner, name) for owner, name in found if not _knows_engines(getattr(owner, name).__module__)]
-
-
-def _knows_engines(place: str) -> bool:
-    return place.startswith(_SAFE) and not place.endswith(_CHANGING)
+        hooks += [(callback, name) for name in names[:-1] if is_overridden(name, callback, pl.Callback)]
+    places = [getattr(owner, name).__module__ for owner, name in hooks]
+    return [hook for hook, p in zip(hooks, places, strict=True) if not p.startswith(_SAFE) or p.endswith(_CHANGING)]
 
 
 class WrappedHooks:

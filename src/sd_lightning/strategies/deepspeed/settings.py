@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,53 +52,29 @@ _NVME_SUB_GROUP_SIZE = 100_000_000
 """Elements swapped at once; host memory holds four buffers of this many float32 values."""
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Sizes that trade memory for fewer, larger messages; names as in DeepSpeed's configuration."""
-
-    reduce_bucket_size: int | None = None
-    """Elements reduced at once; 200 million if not given."""
-    allgather_bucket_size: int | None = None
-    """Elements gathered at once (stages 1 and 2); 200 million if not given."""
-    overlap_comm: bool | None = None
-    """Reduce gradients during backward; true if not given."""
-    stage3_param_persistence_threshold: int | None = None
-    """Parameters with fewer elements stay whole on every rank (stage 3); 100 000 if not given."""
-
-
-@dataclass(frozen=True)
-class Offload:
-    """What is offloaded from the device, and where to."""
-
-    optimizer: Literal["none", "cpu", "nvme"] | None = None
-    """Optimizer states and float32 weights: to host memory, or to a disk (stage 3)."""
-    parameters: Literal["none", "cpu"] | None = None
-    """Weights that are not in use at the moment (stage 3)."""
-    nvme_path: str | None = None
-    """Folder on a fast local disk for ``optimizer="nvme"``."""
-    cpu_adam: bool | None = None
-    """Step offloaded states with DeepSpeed's CPU Adam (compiled once per machine) instead of torch's Adam or AdamW,
-    with the same hyper-parameters; true if not given. False keeps the module's optimizer."""
-
-
 class DeepSpeedSettings:
     """Our arguments merged with DeepSpeed's own configuration.
 
     Args:
         config: DeepSpeed's configuration: a JSON file or a dictionary.
-        ours: Our arguments, from :func:`as_config`.
+        arguments: Our own by name, of which those in ``precedence.SAME`` count; None if not given.
 
     Raises:
         UsageError: The configuration is wrong or contradicts an argument, a tool to compile an extension is missing, or
             the swap folder is unusable.
     """
 
-    def __init__(self, config: str | Path | Mapping[str, Any] | None, ours: Config) -> None:
+    def __init__(self, config: str | Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> None:
         self.who = "DeepSpeedStrategy" if config is None else name_of(config)
         import_deepspeed(self.who)
         given, warnings = load({} if config is None else config)
         for warning in warnings:
             _warn("%s", warning)
+        ours: Config = {}
+        for key, path in precedence.SAME.items():
+            value = arguments.get(key.removeprefix("strategy."))
+            if value is not None:
+                put(ours, path, value)
         load(ours)
         self.config = with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
         self._has_warned = False
@@ -224,24 +200,6 @@ class DeepSpeedSettings:
             zero["offload_optimizer"]["nvme_path"] = str(swap_folder)
             zero.setdefault("sub_group_size", _NVME_SUB_GROUP_SIZE)
         return config
-
-
-def as_config(stage: Stage | None, offload: Offload, buckets: Buckets, cpu_checkpointing: bool | None) -> Config:
-    """Return the given arguments as a DeepSpeed configuration, without those that are None."""
-    given = {
-        "stage": stage,
-        "cpu_checkpointing": cpu_checkpointing,
-        "offload_optimizer": offload.optimizer,
-        "offload_parameters": offload.parameters,
-        "nvme_path": offload.nvme_path,
-        "cpu_adam": offload.cpu_adam,
-        **vars(buckets),
-    }
-    config: Config = {}
-    for name, value in given.items():
-        if value is not None:
-            put(config, precedence.SAME[f"strategy.{name}"], value)
-    return config
 
 
 _FLOAT_BYTES = 4

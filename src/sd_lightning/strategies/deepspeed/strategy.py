@@ -31,22 +31,13 @@ from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.deepspeed import precedence, weights
 from sd_lightning.strategies.deepspeed.builds import build
 from sd_lightning.strategies.deepspeed.nvme import SwapFolder, SwappedZero3State, check_swap_path
-from sd_lightning.strategies.deepspeed.settings import (
-    Buckets,
-    DeepSpeedSettings,
-    Offload,
-    Stage,
-    as_config,
-    footprint_of,
-)
+from sd_lightning.strategies.deepspeed.settings import DeepSpeedSettings, Stage, footprint_of
 from sd_lightning.strategies.deepspeed.state import DeepSpeedState, Zero3State, Zero12State
 from sd_lightning.strategies.networks import EnginePrecision
 from sd_lightning.strategies.optimizers import replace_adam
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
 from sd_lightning.strategies.whole_tensors import whole_masters
-
-__all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
 
 
 class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
@@ -57,8 +48,16 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     Args:
         stage: ZeRO stage 1, 2 or 3; 2 if neither this nor the configuration sets it.
         config: DeepSpeed's own configuration: a JSON file or a dictionary. "auto" is filled in from the run.
-        offload: What is offloaded.
-        buckets: Sizes of DeepSpeed's messages.
+        offload_optimizer: Put optimizer states and float32 weights into host memory, or on a disk (stage 3).
+        offload_parameters: Keep weights that are not in use at the moment in host memory (stage 3).
+        nvme_path: Folder on a fast local disk for ``offload_optimizer="nvme"``.
+        cpu_adam: Step offloaded states with DeepSpeed's CPU Adam (compiled once per machine) instead of torch's Adam or
+            AdamW, with the same hyper-parameters; true if not given. False keeps the module's optimizer.
+        reduce_bucket_size: Elements reduced at once; 200 million if not given.
+        allgather_bucket_size: Elements gathered at once (stages 1 and 2); 200 million if not given.
+        overlap_comm: Reduce gradients during backward; true if not given.
+        stage3_param_persistence_threshold: Parameters with fewer elements stay whole on every rank (stage 3); 100 000
+            if not given.
         cpu_checkpointing: Keep the activations of checkpointed blocks in host memory.
         timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
 
@@ -74,14 +73,19 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         *,
         stage: Stage | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
-        offload: Offload | None = None,
-        buckets: Buckets | None = None,
+        offload_optimizer: Literal["none", "cpu", "nvme"] | None = None,
+        offload_parameters: Literal["none", "cpu"] | None = None,
+        nvme_path: str | None = None,
+        cpu_adam: bool | None = None,
+        reduce_bucket_size: int | None = None,
+        allgather_bucket_size: int | None = None,
+        overlap_comm: bool | None = None,
+        stage3_param_persistence_threshold: int | None = None,
         cpu_checkpointing: bool | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
+        self.settings = DeepSpeedSettings(config, locals())
         timeout = timeout_of("DeepSpeedStrategy", timeout_seconds)
-        ours = as_config(stage, offload or Offload(), buckets or Buckets(), cpu_checkpointing)
-        self.settings = DeepSpeedSettings(config, ours)
         self.loads_weights = self.settings.stage == 3
         self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None
@@ -349,29 +353,3 @@ class DeepSpeedPrecision(EnginePrecision, LightningDeepSpeedPrecision):
             raise UsageError("training_step returned None: DeepSpeed cannot skip a backward pass; return a loss")
         strategy: Any = model.trainer.strategy  # the one that this plugin belongs to
         return strategy.engine_step(**kwargs)
-
-
-def deepspeed(
-    *,
-    stage: Stage | None = None,
-    config: str | dict[str, Any] | None = None,
-    offload_optimizer: Literal["none", "cpu", "nvme"] | None = None,
-    offload_parameters: Literal["none", "cpu"] | None = None,
-    nvme_path: str | None = None,
-    cpu_adam: bool | None = None,
-    reduce_bucket_size: int | None = None,
-    allgather_bucket_size: int | None = None,
-    overlap_comm: bool | None = None,
-    stage3_param_persistence_threshold: int | None = None,
-    cpu_checkpointing: bool | None = None,
-    timeout_seconds: float = 1800.0,
-) -> DeepSpeedStrategy:
-    """Build the strategy from flat command-line keys; see :class:`DeepSpeedStrategy`, ``Offload`` and ``Buckets``."""
-    return DeepSpeedStrategy(
-        stage=stage,
-        config=config,
-        offload=Offload(offload_optimizer, offload_parameters, nvme_path, cpu_adam),
-        buckets=Buckets(reduce_bucket_size, allgather_bucket_size, overlap_comm, stage3_param_persistence_threshold),
-        cpu_checkpointing=cpu_checkpointing,
-        timeout_seconds=timeout_seconds,
-    )

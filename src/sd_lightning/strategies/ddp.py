@@ -68,20 +68,20 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     @override
     def footprint(self, workload: Workload) -> Footprint:
         """Count the buckets, which DDP keeps, and replaces by others after the first step."""
-        found = replicated(workload, buckets=self._has_views)
+        copies = replicated(workload, buckets=self._has_views)
         gradients = workload.lightning_dtype.itemsize * sum(weight.numel for weight in workload.trained)
         buckets = [Holding("new buckets", gradients, When.UPDATE)]
         if not self._has_views:
             buckets.append(Holding("buckets", gradients))
         sent = gradients if self._ddp_comm_hook is None else gradients * 2 // workload.lightning_dtype.itemsize
         traffic = replace(
-            found.traffic,
+            copies.traffic,
             all_reduced=sent,
             threaded=True,
             collectives=1 + sent // self._bucket,
             copied=2 * gradients * (not self._has_views),
         )
-        return replace(found, device=[*found.device, *buckets], traffic=traffic)
+        return replace(copies, device=[*copies.device, *buckets], traffic=traffic)
 
     @override
     def setup_environment(self) -> None:

@@ -138,8 +138,8 @@ def planned(
     module: pl.LightningModule, trainer: pl.Trainer, run: TrainingRun | None
 ) -> tuple[LatentDiffusion, TrainingRun] | None:
     """Return the model and the settings of the run, for predictions; None for a module that is traced itself."""
-    told: Callable[..., tuple[LatentDiffusion, TrainingRun]] | None = getattr(module, "planned", None)
-    return None if told is None else told(trainer, run)
+    method: Callable[..., tuple[LatentDiffusion, TrainingRun]] | None = getattr(module, "planned", None)
+    return None if method is None else method(trainer, run)
 
 
 def keeps_batches(module: pl.LightningModule) -> bool:
@@ -187,17 +187,17 @@ def place_rest(
 
 def _called(prefix: str, module: nn.Module, later: Collection[Tensor]) -> list[tuple[str, nn.Module]]:
     """Return the outermost submodules, by name, that are called and have trainable parameters."""
-    found = []
+    called = []
     for name, child in module.named_children():
         # ParameterLists are never called: their parameters are the module's own.
         is_trained = any(parameter.requires_grad or parameter in later for parameter in child.parameters())
         if not is_trained or isinstance(child, nn.ParameterList | nn.ParameterDict):
             continue
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += _called(f"{prefix}{name}.", child, later)
+            called += _called(f"{prefix}{name}.", child, later)
         else:
-            found.append((prefix + name, child))
-    return found
+            called.append((prefix + name, child))
+    return called
 
 
 class EnginePrecision(Precision):

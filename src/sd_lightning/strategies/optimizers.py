@@ -47,16 +47,16 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     Torch's fused Adam, AdamW and Adagrad do. Fused SGD does not: its first step would leave new momentum buffers
     uninitialised.
     """
-    is_told = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's own mark
-    return is_told and not isinstance(optimizer, SGD) and all(group.get("fused") for group in optimizer.param_groups)
+    skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's own mark
+    return skips and not isinstance(optimizer, SGD) and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def give_found_inf(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Have the next step leave everything unchanged if ``found_inf`` is 1: a float32 scalar on the device."""
-    told: dict[str, Tensor | None] = vars(optimizer)
-    if "found_inf" not in told:  # it stays, so the hook is registered once
+    attributes: dict[str, Tensor | None] = vars(optimizer)
+    if "found_inf" not in attributes:  # it stays, so the hook is registered once
         optimizer.register_step_post_hook(_forget)
-    told |= {"found_inf": found_inf, "grad_scale": None}
+    attributes |= {"found_inf": found_inf, "grad_scale": None}
 
 
 def _forget(optimizer: Optimizer, *_: object) -> None:

@@ -73,7 +73,7 @@ def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[s
     """
     mine = _by_name(state.parameter_shards())
     known = _known_states(mine)
-    found: dict[int, dict[str, Any]] = {}
+    states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(_names(state, number)):
         entry: dict[str, Any] = {}
         kinds, scalars = known[name]
@@ -81,8 +81,8 @@ def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[s
             tensor = whole(shape, dtype, ((shard.begin, tensor_of(shard.states[kind])) for shard in mine[name]))
             entry |= {kind: tensor} if keep else {}
         if keep and (entry or scalars):
-            found[index] = dict(scalars) | entry
-    return {"state": found, "param_groups": groups} if keep else {}
+            states[index] = dict(scalars) | entry
+    return {"state": states, "param_groups": groups} if keep else {}
 
 
 def load_torch_optimizer_states(state: TrainingState, saved: Sequence[Mapping[str, Any]]) -> None:

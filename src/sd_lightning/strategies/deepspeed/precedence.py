@@ -20,7 +20,6 @@ from sd_lightning.strategies.deepspeed.config import (
     Config,
     equal,
     get,
-    leaves,
     optimizer_of,
     put,
     text,
@@ -68,13 +67,13 @@ def check_precision(config: Mapping[str, Any], chosen: str, who: str, *, on_cuda
                 f'or write "{name}": {{"enabled": "auto"}} in the file'
             )
     if kind == "fp16" and not on_cuda:
-        told = f"{who}: fp16.enabled=true" if precision(config) == "16-mixed" else f"trainer.precision={chosen}"
+        setting = f"{who}: fp16.enabled=true" if precision(config) == "16-mixed" else f"trainer.precision={chosen}"
         remedy = (
             'write "fp16": {"enabled": "auto"} in the file'
             if config.get("fp16")
             else "write trainer.precision=bf16-mixed"
         )
-        raise UsageError(f"{told} needs a CUDA device, DeepSpeed has no float16 on CPU; {remedy}")
+        raise UsageError(f"{setting} needs a CUDA device, DeepSpeed has no float16 on CPU; {remedy}")
 
 
 def settle(
@@ -119,9 +118,9 @@ def settle(
         if equal(ours, value):
             continue
         if key in overridden:
-            told = path if "=" in path else f"{path}={text(value)}"
+            setting = path if "=" in path else f"{path}={text(value)}"
             raise UsageError(
-                f"{who}: {told} contradicts {key}={text(ours)} on the command line; make them agree, or write "
+                f"{who}: {setting} contradicts {key}={text(ours)} on the command line; make them agree, or write "
                 '"auto" in the file'
             )
         changes[key] = value
@@ -167,32 +166,36 @@ def check_optimizer(config: Mapping[str, Any], optimizer: Any, who: str) -> None
     theirs, name = target.rpartition(".")[2], type(optimizer).__name__
     ours = {key: optimizer.defaults.get(key) for key in params}
     if name != theirs or any(not equal(ours[key], value) for key, value in params.items()):
-        told = [
+        first, second = (
             f"{kind}({', '.join(f'{k}={v}' for k, v in each.items())})"
             for kind, each in ((theirs, params), (name, ours))
-        ]
+        )
         raise UsageError(
-            f"{who}: optimizer={told[0]} contradicts the module's {told[1]}; give it that one, or remove the section"
+            f"{who}: optimizer={first} contradicts the module's {second}; give it that one, or remove the section"
         )
 
 
-def merge(ours: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Config:
+def merge(arguments: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Config:
     """Return a file's configuration with our explicit arguments added.
+
+    Args:
+        arguments: Ours by name, of which those in :data:`SAME` count; None if not given.
+        config: The file's.
+        who: The file's name in messages.
 
     Raises:
         UsageError: An argument contradicts the file; names both.
     """
-    names = {path: key.partition(".")[2] for key, path in SAME.items()}
     merged = copy.deepcopy(dict(config))
-    for path, value in leaves(ours):
-        theirs = get(config, path)
-        if theirs in (ABSENT, AUTO):
-            put(merged, path, value)
-        elif not equal(theirs, value):
-            name = names.get(path, path)
+    for key, path in SAME.items():
+        name = key.removeprefix("strategy.")
+        value, theirs = arguments.get(name), get(config, path)
+        if value is not None and theirs not in (ABSENT, AUTO) and not equal(theirs, value):
             raise UsageError(
                 f"{who}: {path}={text(theirs)} contradicts DeepSpeedStrategy({name}={text(value)}); give one of the two"
             )
+        if value is not None:
+            put(merged, path, value)
     return merged
 
 

@@ -27,7 +27,7 @@ from sd_lightning.planner.footprint import (
 )
 from sd_lightning.strategies.deepspeed import precedence
 from sd_lightning.strategies.deepspeed.builds import Extension, check_buildable, import_deepspeed
-from sd_lightning.strategies.deepspeed.config import Config, explicit, load, name_of, put, with_defaults
+from sd_lightning.strategies.deepspeed.config import Config, check, explicit, load, name_of, with_defaults
 from sd_lightning.strategies.deepspeed.nvme import check_swap_path
 from sd_lightning.strategies.deepspeed.weights import checkpointed_blocks
 from sd_lightning.strategies.networks import configured_optimizers, refuse_sparse_gradients, user_hooks
@@ -57,7 +57,7 @@ class DeepSpeedSettings:
 
     Args:
         config: DeepSpeed's configuration: a JSON file or a dictionary.
-        arguments: Our own by name, of which those in ``precedence.SAME`` count; None if not given.
+        arguments: As for :func:`precedence.merge`.
 
     Raises:
         UsageError: The configuration is wrong or contradicts an argument, a tool to compile an extension is missing, or
@@ -67,18 +67,13 @@ class DeepSpeedSettings:
     def __init__(self, config: str | Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> None:
         self.who = "DeepSpeedStrategy" if config is None else name_of(config)
         import_deepspeed(self.who)
-        given, warnings = load({} if config is None else config)
+        explicitly, warnings = load({} if config is None else config)
         for warning in warnings:
             _warn("%s", warning)
-        ours: Config = {}
-        for key, path in precedence.SAME.items():
-            value = arguments.get(key.removeprefix("strategy."))
-            if value is not None:
-                put(ours, path, value)
-        load(ours)
-        self.config = with_defaults(precedence.merge(ours, given, self.who), _DEFAULTS)
+        self.config = with_defaults(precedence.merge(arguments, explicitly, self.who), _DEFAULTS)
+        check(self.config, self.who)
         self._has_warned = False
-        self._has_file_for_checkpointing = explicit(given, _CHECKPOINTING) is not None
+        self._has_file_for_checkpointing = explicit(explicitly, _CHECKPOINTING) is not None
         self._check_offload()
 
     def get(self, path: str, default: Any = None) -> Any:

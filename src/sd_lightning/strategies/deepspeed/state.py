@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.ranks import gathered
 from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter, tensor_of
 from sd_lightning.strategies.base import whole_shape
 from sd_lightning.strategies.whole_tensors import FlatOptimizerState
@@ -219,7 +220,7 @@ class DeepSpeedState(FlatOptimizerState):
 
     def _check_complete(self) -> None:
         """Raise if the fragments miss elements, as with a changed DeepSpeed layout; a collective call."""
-        total = _sum_over_ranks(sum(fragment.end - fragment.begin for fragment in self.fragments))
+        total = sum(gathered(sum(fragment.end - fragment.begin for fragment in self.fragments)))
         expected = sum(math.prod(shape) for shape in self._shapes.values())
         if total != expected:
             raise RuntimeError(
@@ -234,7 +235,7 @@ class DeepSpeedState(FlatOptimizerState):
             if not torch.equal(tensor_of(self._master(fragment)).to(computed.device, computed.dtype), computed):
                 wrong = f"{fragment.name}[{fragment.begin}:{fragment.end}]"
                 break
-        if _sum_over_ranks(wrong is not None):
+        if any(gathered(wrong)):
             raise RuntimeError(
                 f"DeepSpeedState found other weights than {wrong or 'those of another process'} where DeepSpeed should "
                 f"keep them: {_OTHER_LAYOUT}"
@@ -375,10 +376,3 @@ class Zero3State(DeepSpeedState):
 
     def _master_flat(self, group: int) -> Tensor:
         return self._flats()[group].detach()
-
-
-def _sum_over_ranks(value: int) -> int:
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-    total = torch.tensor([int(value)], dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return int(total)

@@ -314,8 +314,8 @@ class Hub(Watchdog):
         if link not in self._rank_of:
             return  # not one of the ranks
         health = self._ranks[self._rank_of[link]]
-        told = {name: message.get(name, getattr(health, name)) for name in ("collectives", "position", "unfinished")}
-        health.hear(now, **told)
+        heard = {name: message.get(name, getattr(health, name)) for name in ("collectives", "position", "unfinished")}
+        health.hear(now, **heard)
         if message["kind"] == "failed":
             self._note_failure(health, Failure(message["text"], message["in_collective"]))
         elif message["kind"] == "bye":

@@ -18,6 +18,7 @@ from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.strategies import EngineStrategy, ddp, engine_of, registry
 from sd_lightning.strategies.base import is_whole, whole_shape
 from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.fsdp import FSDPStrategy
 
 OURS = [name for name in registry.STRATEGIES if "colossalai" not in name and "_offload" not in name]
 
@@ -90,3 +91,9 @@ def test_ddp_is_built_on_the_stream_that_trains(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ddp, "DistributedDataParallel", lambda *given, **options: built.append((given, options)))
     strategy._setup_model(module)
     assert built == [((module,), {"device_ids": [0], **strategy._ddp_kwargs})]
+
+
+@pytest.mark.parametrize(("name", "value", "least"), [("replicas", 0, 1), ("forward_prefetch", -1, 0)])
+def test_numbers_of_fsdp_that_are_too_small_are_refused(name: str, value: int, least: int) -> None:
+    with pytest.raises(UsageError, match=f"FSDPStrategy got {name}={value}; expected at least {least}"):
+        FSDPStrategy(**{name: value})  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ import process_memory
 from sd_lightning import SDLightningModule
 from sd_lightning._console import quiet_libraries
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed.strategy import deepspeed
+from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.processes.group import leave_process_group

@@ -38,7 +38,7 @@ from sd_lightning.planner.roofline import Speeds, Work, step_time
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.strategies import engine_of
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed.strategy import deepspeed
+from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 from sd_lightning.strategies.processes.group import leave_process_group

@@ -32,7 +32,7 @@ from hand_written import BUCKET, Batch, Recipe, Step
 from sd_lightning import SDLightningModule
 from sd_lightning._console import quiet_libraries
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed.strategy import deepspeed
+from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.processes.group import leave_process_group
 from sd_lightning.training.speed import Speed

@@ -128,7 +128,7 @@ def test_the_error_of_one_rank_ends_all_and_leaves_nothing(tmp_path: Path, tempo
     job = {"num": NUM, "broken": [], "folder": str(temporary), "fails": 1}
     jobs = {known: {**job, "known": known} for known in (True, False)}
     ranks = run_jobs_of_all("latent_table_jobs", jobs, tmp_path, world_size=2, timeout=120)
-    told = "UsageError: rank 1 could not encode its images: "
+    told = "UsageError: rank 1: "
     assert [found[True]["error"] for found in ranks] == [f"{told}no memory left", "UsageError: no memory left"]
     assert [found[False]["error"] for found in ranks] == [
         f"{told}RuntimeError('no memory left')",

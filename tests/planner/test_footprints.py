@@ -172,8 +172,7 @@ def test_blocks_are_gathered_one_at_a_time(workloads: dict[str, Workload]) -> No
 
 
 def test_colossalai_is_counted_by_its_chunks(workloads: dict[str, Workload]) -> None:
-    from sd_lightning.strategies.colossalai.footprint import footprint_of
-    from sd_lightning.strategies.colossalai.settings import ColossalAIConfig
+    from sd_lightning.strategies.colossalai.settings import ColossalAIConfig, footprint_of
 
     workload = replace(workloads["sd21"], world_size=8)
     count = sum(weight.numel for weight in workload.trained)

@@ -16,7 +16,7 @@ from sd_lightning.gemini import GeminiConfig, GeminiEngine, chunk
 from sd_lightning.state import host
 from sd_lightning.state.averaging import Averaging
 from sd_lightning.state.host import host_step, num_threads, step_on_host, usable_cores
-from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy, Offload
+from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy
 from sd_lightning.strategies.fsdp import FSDPStrategy
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
@@ -201,7 +201,7 @@ def test_fsdp_and_deepspeed_step_offloaded_states_with_more_threads(
     assert optimizer.threads == expected
 
     inner = watched()
-    deepspeed: Any = DeepSpeedStrategy(stage=2, offload=Offload("cpu" if offload else None, cpu_adam=False))
+    deepspeed: Any = DeepSpeedStrategy(stage=2, offload_optimizer="cpu" if offload else None, cpu_adam=False)
     monkeypatch.setattr(DeepSpeedStrategy, "deepspeed_engine", SimpleNamespace(step=inner.step))
     deepspeed.engine_step()
     assert inner.threads == expected and torch.get_num_threads() == 1

@@ -25,9 +25,14 @@ from sd_lightning import UsageError
 from sd_lightning.apps import plan, train
 from sd_lightning.models.checkpointing import Kept
 from sd_lightning.strategies.colossalai import probe
-from sd_lightning.strategies.colossalai.refusals import check_optimizers, check_run
 from sd_lightning.strategies.colossalai.settings import config_of
-from sd_lightning.strategies.colossalai.strategy import ColossalAIConfig, ColossalAIStrategy, colossalai
+from sd_lightning.strategies.colossalai.strategy import (
+    ColossalAIConfig,
+    ColossalAIStrategy,
+    check_optimizers,
+    check_run,
+    colossalai,
+)
 
 IS_INSTALLED = importlib.util.find_spec("colossalai") is not None
 NOT_INSTALLED = f"colossalai is not installed: {probe.INSTALL}"

@@ -20,13 +20,11 @@ from sd_lightning.apps import preflight
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.checkpointing import Kept, recompute_
 from sd_lightning.planner.footprint import Workload
+from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, deepspeed, precedence
 from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
-from sd_lightning.strategies.deepspeed import keys as deepspeed_keys
-from sd_lightning.strategies.deepspeed import precedence
-from sd_lightning.strategies.deepspeed.config import known_keys, load
-from sd_lightning.strategies.deepspeed.nested import AUTO, get, put
+from sd_lightning.strategies.deepspeed import config as deepspeed_config
+from sd_lightning.strategies.deepspeed.config import AUTO, known_keys, load, put
 from sd_lightning.strategies.deepspeed.nvme import SwapFolder, check_swap_path
-from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy, Offload, deepspeed
 
 EXAMPLE = Path(__file__).with_name("ds_config_zero2.json")
 """The ZeRO-2 example that most tutorials copy, as they copy it."""
@@ -56,7 +54,7 @@ def _environment_is_given_back() -> Iterator[None]:
 def test_the_copied_example_is_accepted_and_each_mistake_is_named_once() -> None:
     config, warnings = load(EXAMPLE)
     mistakes = (
-        "zero_optimization.stage3_max_reuse_parameters is called zero_optimization.stage3_max_reuse_distance today",
+        "zero_optimization.stage3_max_reuse_parameters is called zero_optimization.stage3_max_reuse_distance",
         "activation_checkpointing.partition_activations has no effect here",
         "zero_optimization.stage3_max_live_parameters, zero_optimization.stage3_max_reuse_distance: only stage 3 reads "
         "this",
@@ -90,27 +88,6 @@ def test_a_mistaken_key_keeps_its_value_where_it_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "value"),
-    [
-        ({"bfloat16": {"enabled": True}, "fp16": {}}, "bf16.enabled", True),
-        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.offload_optimizer.device", "cpu"),
-        ({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.offload_optimizer.device", "none"),
-        ({"aio": {"thread_count": 2}}, "aio.intra_op_parallelism", 2),
-    ],
-)
-def test_keys_of_old_releases_are_translated(old: dict[str, Any], new: str, value: Any) -> None:
-    config, warnings = load(old)
-    assert get(config, new) == value
-    assert any("translated" in warning and new.partition(".")[0] in warning for warning in warnings)
-
-
-def test_harmless_leftovers_of_removed_features_are_left_out() -> None:
-    config, warnings = load({"amp": {"enabled": "auto"}, "elasticity": {"enabled": False}, "sparse_gradients": False})
-    assert config == {}
-    assert [warning.split()[1] for warning in warnings] == ["amp", "elasticity", "sparse_gradients"]
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"zero_optimisation": {}}, "zero_optimisation is no key .*; the nearest is zero_optimization"),
@@ -120,12 +97,19 @@ def test_harmless_leftovers_of_removed_features_are_left_out() -> None:
             "nearest is zero_optimization.offload_optimizer.pin_memory",
         ),
         ({"fp16__enable": True}, "fp16.enable is no key .*; the nearest is fp16.enabled"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16 is no key .*; the nearest is bf16"),
+        (
+            {"zero_optimization__cpu_offload": True},
+            "zero_optimization.cpu_offload is a key of old releases; write zero_optimization.offload_optimizer",
+        ),
+        ({"aio": {"thread_count": 2}}, "aio.thread_count is no key"),
+        ({"amp": {"enabled": "auto"}}, "amp is no key"),
         ({"stage": 2}, "stage is no key .*; you mean zero_optimization.stage"),
         ({"zero_optimization__gradient_clipping": 1}, "you mean gradient_clipping, outside of zero_optimization"),
         ({"zero_optimization__stage": 4}, "zero_optimization.stage=4; expected 1, 2 or 3"),
         ({"zero_optimization__stage": 0}, "zero_optimization.stage=0; .*strategy=ddp"),
         ({"zero_optimization__stage": True}, "zero_optimization.stage=true; expected 1, 2 or 3"),
-        ({"zero_optimization": True}, r'zero_optimization=True; expected an object, e.g. \{"stage": 2\}'),
+        ({"zero_optimization": True}, "zero_optimization=true; expected an object"),
         ({"zero_optimization__reduce_bucket_size": "big"}, 'zero_optimization.reduce_bucket_size="big": .*integer'),
         (
             {"zero_optimization__offload_optimizer__device": "gpu"},
@@ -133,7 +117,7 @@ def test_harmless_leftovers_of_removed_features_are_left_out() -> None:
         ),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0; expected a whole number of at least 1"),
         ({"gradient_clipping": -1}, "gradient_clipping=-1; expected a norm of at least 0"),
-        ({"bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
+        ({"bf16": {"enabled": True}}, "DeepSpeed refuses it: bfloat16 and fp16 modes cannot be simultaneously enabled"),
         ({"fp16__loss_scale": -1}, "fp16.loss_scale=-1: .*must be >= 0"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "lr_scheduler=cosine"),
         ({"optimizer__type": "Lamb"}, "optimizer.type=Lamb; expected AdamW or Adam"),
@@ -147,7 +131,7 @@ def test_harmless_leftovers_of_removed_features_are_left_out() -> None:
             {"zero_optimization__offload_param": {"device": "nvme"}},
             "offload_param.device=.nvme. cannot be used: .*half",
         ),
-        ({"elasticity": {"enabled": True}}, "elasticity.enabled=true cannot be used"),
+        ({"autotuning": {"enabled": True}}, "autotuning.enabled=true cannot be used"),
         ({"pipeline": {}}, "pipeline cannot be used: it is another kind of engine"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op=.sum. cannot be used"),
     ],
@@ -194,7 +178,7 @@ def test_every_key_that_deepspeed_reads_is_known() -> None:
     read = {getattr(constants, name) for name in names if isinstance(getattr(constants, name, None), str)}
     assert len(read) > 20
     ours = known_keys("") | {
-        path.partition(".")[0] for path in (*deepspeed_keys.REFUSED, *deepspeed_keys.WITHOUT_EFFECT)
+        path.partition(".")[0] for path in (*deepspeed_config.REFUSED, *deepspeed_config.WITHOUT_EFFECT)
     }
     assert read - ours == set()
 
@@ -325,7 +309,7 @@ def test_a_file_that_switches_a_precision_off_contradicts_the_trainer_that_wants
 def test_arguments_in_python_have_to_agree_with_the_configuration() -> None:
     with pytest.raises(UsageError, match=r"zero_optimization.stage=2 contradicts DeepSpeedStrategy\(stage=3\)"):
         DeepSpeedStrategy(stage=3, config=on_cpu())
-    strategy = DeepSpeedStrategy(config=on_cpu(), offload=Offload(cpu_adam=False))
+    strategy = DeepSpeedStrategy(config=on_cpu(), cpu_adam=False)
     assert (strategy.settings.stage, strategy.settings.offload_device) == (2, "cpu")
     assert not strategy.settings.extensions
 

@@ -104,7 +104,7 @@ def test_offloading_and_checkpointing_change_where_and_not_what(results: Results
         assert results[name]["engine"]["optimizer"] == "torch.optim.adamw.AdamW"
     for name in ("zero2 on host", "zero3 on host"):
         functions = results[name]["engine"]["checkpoint_functions"]
-        assert functions == ["sd_lightning.strategies.deepspeed.host_checkpointing.checkpoint_on_host"]
+        assert functions == ["sd_lightning.strategies.deepspeed.weights.checkpoint_on_host"]
 
 
 @slow

@@ -25,6 +25,7 @@ from sd_lightning._launchers import check_started_processes, is_first_process
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.processes import group
 from sd_lightning.strategies.processes.rank_health import (
+    Link,
     RankHealth,
     behind,
     failure_of,
@@ -33,9 +34,7 @@ from sd_lightning.strategies.processes.rank_health import (
     silent,
     unfinished_collective,
 )
-from sd_lightning.strategies.processes.rank_link import Link
-from sd_lightning.strategies.processes.watchdog import Spoke
-from sd_lightning.strategies.processes.watchdog_hub import Hub, start_watchdog
+from sd_lightning.strategies.processes.watchdog import Hub, Spoke, start_watchdog
 from suites import keep, wanted
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK", "GROUP_RANK")

@@ -21,6 +21,7 @@ from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.strategies import EngineStrategy, ddp, engine_of
 from sd_lightning.strategies.base import is_whole, whole_shape
 from sd_lightning.strategies.ddp import DDPStrategy
+from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.presets import PRESETS
 
 REGISTERED = [preset.registered_as for preset in PRESETS.values() if preset.registered_as is not None]
@@ -118,3 +119,9 @@ def test_ddp_is_built_on_the_stream_that_trains(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ddp, "DistributedDataParallel", lambda *given, **options: built.append((given, options)))
     strategy._setup_model(module)
     assert built == [((module,), {"device_ids": [0], **strategy._ddp_kwargs})]
+
+
+@pytest.mark.parametrize(("name", "value", "least"), [("replicas", 0, 1), ("forward_prefetch", -1, 0)])
+def test_numbers_of_fsdp_that_are_too_small_are_refused(name: str, value: int, least: int) -> None:
+    with pytest.raises(UsageError, match=f"FSDPStrategy got {name}={value}; expected at least {least}"):
+        FSDPStrategy(**{name: value})  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from places import REPO
 from ranks import run_jobs_of_all
 from sd_lightning.callbacks import EMA
-from sd_lightning.strategies.user_hooks import WrappedHooks, user_hooks
+from sd_lightning.strategies.networks import WrappedHooks, user_hooks
 from suites import keep, wanted
 from zoo import WritesAtFitStart
 from zoo_table import CASES, STRATEGIES, guide, refusal

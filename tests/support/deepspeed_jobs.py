@@ -20,7 +20,7 @@ from sd_lightning import LatentDiffusion, SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.strategies import training_state
-from sd_lightning.strategies.deepspeed.strategy import deepspeed
+from sd_lightning.strategies.deepspeed import deepspeed
 from sd_lightning.training.speed import Speed
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from sd_lightning.strategies.auto import AutoStrategy
 from sd_lightning.strategies.ddp import DDPStrategy
-from sd_lightning.strategies.deepspeed.strategy import Buckets, DeepSpeedStrategy, Offload
+from sd_lightning.strategies.deepspeed.strategy import DeepSpeedStrategy
 from sd_lightning.strategies.fsdp import FSDPStrategy
 from sd_lightning.strategies.gemini import GeminiStrategy
 
-SHARD_ALL = Buckets(stage3_param_persistence_threshold=0)
+SHARD_ALL = {"stage": 3, "stage3_param_persistence_threshold": 0}
 SETTINGS: dict[type, dict[str, dict[str, Any]]] = {
     AutoStrategy: {"auto": {"device": "rtx-3060"}},
     DDPStrategy: {
@@ -32,11 +32,11 @@ SETTINGS: dict[type, dict[str, dict[str, Any]]] = {
     DeepSpeedStrategy: {
         "zero1": {"stage": 1},
         "zero2": {"stage": 2},
-        "zero2_offload": {"stage": 2, "offload": Offload("cpu", cpu_adam=False)},
-        "zero2_cpu_adam": {"stage": 2, "offload": Offload("cpu")},
-        "zero3": {"stage": 3, "buckets": SHARD_ALL},
+        "zero2_offload": {"stage": 2, "offload_optimizer": "cpu", "cpu_adam": False},
+        "zero2_cpu_adam": {"stage": 2, "offload_optimizer": "cpu"},
+        "zero3": SHARD_ALL,
         "zero3_default": {"stage": 3},
-        "zero3_offload": {"stage": 3, "buckets": SHARD_ALL, "offload": Offload("cpu", "cpu", cpu_adam=False)},
+        "zero3_offload": SHARD_ALL | {"offload_optimizer": "cpu", "offload_parameters": "cpu", "cpu_adam": False},
     },
     GeminiStrategy: {
         "gemini": {"offload_optim_frac": 0.5, "offload_param_frac": 0.5, "gathered_budget": 2**20},

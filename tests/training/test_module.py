@@ -401,6 +401,6 @@ def test_a_name_gives_our_strategy_and_lightnings_own_stay_its() -> None:
     from sd_lightning.strategies.fsdp import FSDPStrategy
 
     offloaded = StrategyRegistry.get("sd_fsdp_offload")
-    assert isinstance(offloaded, FSDPStrategy) and offloaded.cpu_offload
+    assert isinstance(offloaded, FSDPStrategy) and offloaded.config.cpu_offload
     assert isinstance(StrategyRegistry.get("sd_ddp"), DDPStrategy)
     assert not isinstance(StrategyRegistry.get("ddp"), DDPStrategy)

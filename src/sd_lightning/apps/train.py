@@ -67,9 +67,9 @@ def run(spec: RunSpec, *, prepare: Callable[[RunSpec], None] | None = None) -> i
     module = build_module(spec)
     check_parts(trainer, module, datamodule)
     open_run(spec, trainer, choice)
-    from sd_lightning.strategies.processes.group import parting
+    from sd_lightning.strategies.processes.group import process_group_shutdown
 
-    with parting(trainer):
+    with process_group_shutdown(trainer):
         try:
             trainer.fit(module, datamodule)
         except torch.OutOfMemoryError as error:

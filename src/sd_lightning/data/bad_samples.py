@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-import torch.distributed as dist
-
 from sd_lightning._errors import UsageError
 from sd_lightning.data.source import BadSample, Source
+from sd_lightning.state.ranks import gathered
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +67,8 @@ class BadSamples:
 
     def gather(self) -> None:
         """All-gather the bad samples of all ranks; a collective call."""
-        if dist.is_available() and dist.is_initialized():
-            parts = [self.found] * dist.get_world_size()
-            dist.all_gather_object(parts, self.found)
-            for part in parts:
-                self.found |= part
+        for part in gathered(self.found):
+            self.found |= part
 
     def check_all_ranks(self) -> None:
         """Gather the bad samples of all ranks, then :meth:`check` their total; a collective call.

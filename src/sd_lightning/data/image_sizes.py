@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch.distributed as dist
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.buckets import Bucket, listed
@@ -16,6 +15,7 @@ from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.shapes import Shape, nearest_shapes
 from sd_lightning.data.source import Bad, BadSample, Source
 from sd_lightning.data.transform import any_error_is_a_bad_sample, check_size, resized
+from sd_lightning.state.ranks import gathered, rank_and_world_size
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +43,14 @@ def find_buckets(source: Source, options: ImageOptions) -> tuple[tuple[Bucket, .
     """
     distinct, shapes = source.distinct, options.shapes
     total = len(distinct)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = rank_and_world_size()
     own = range(rank * total // world, (rank + 1) * total // world)
     log.info("data: reading the sizes of %d images for aspect-ratio buckets", total)
     pieces = [own[i : i + _AT_ONCE] for i in range(0, len(own), _AT_ONCE)]
     # Headers are small: most of the time goes to waiting for the disk or the network.
     with ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1))) as pool:
         found = list(pool.map(lambda piece: _assign(distinct, piece, shapes, options.max_image_pixels), pieces))
-    parts = [found] * world
-    if world > 1:
-        dist.all_gather_object(parts, found)
+    parts = gathered(found)
     assigned = np.concatenate([numbers for part in parts for numbers, _ in part])
     bad = [each for part in parts for _, some in part for each in some]
     if len(bad) == total:

@@ -11,15 +11,14 @@ from __future__ import annotations
 import logging
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
@@ -30,6 +29,7 @@ from sd_lightning.data.store.files import StoreFile, hashes_of
 from sd_lightning.data.store.recipe import Recipe
 from sd_lightning.data.store.store import LATENTS, path_of
 from sd_lightning.data.subset import SourceSubset
+from sd_lightning.state.ranks import failing_together, gathered, rank_and_world_size
 from sd_lightning.storage.local_folder import LocalFolder
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WHO = "data.cache_latents=true"
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -124,23 +123,23 @@ def encode_source(
     recipe = Recipe(family="", vae="", resolution=images.resolution, dtype="float32")  # this run's alone
     remedy = "write module.encoder_dtype=float32 if the VAE overflows"
     with ExitStack() as stack:
-        with _failing_together():
+        with failing_together():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sd_lightning-")))
         log.info("encoding %d images once, into files in %s that all processes of a machine share", total, folder)
         host = socket.gethostname()
-        everyone = _gathered((host, folder))
+        everyone = gathered((host, folder))
         here = [rank for rank, (name, path) in enumerate(everyone) if name == host and path.is_dir()]
-        number = here.index(dist.get_rank()) if dist.is_initialized() else 0
+        number = here.index(rank_and_world_size()[0])
         location = LocalFolder(str(folder), folder, f"{_WHO} with TMPDIR={folder.parent}")
         shard = ShardEncoder(
             {"": known}, encoder, recipe, location, device, images.max_image_pixels, num_threads, remedy=remedy
         )
         step = min(max(total // 16, 32), 512)  # whatever the world size
         blocks = [np.arange(begin, min(begin + step, total)) for begin in range(0, total, step)][number :: len(here)]
-        with _failing_together():
+        with failing_together():
             mine = [shard(EncodeTask("", block, hashes[block], *recipe.all_shapes)) for block in blocks]
-        parts = _gathered(mine)
-        with _failing_together():  # all have mapped the files before they are deleted
+        parts = gathered(mine)
+        with failing_together():  # all have mapped the files before they are deleted
             files = [(everyone[rank][1] / path_of(LATENTS, each.name), each) for rank in here for each in parts[rank]]
             return _table(source, files, {image.tobytes(): index for index, image in enumerate(hashes)})
 
@@ -186,28 +185,3 @@ def _substitutes(num_samples: int, bad: Collection[int]) -> Tensor:
         good = good if i in bad else i
         substitute[i] = good
     return substitute
-
-
-def _gathered(value: Value) -> list[Value]:
-    """Return the values of all ranks; a collective call."""
-    parts = [value]
-    if dist.is_initialized():
-        parts *= dist.get_world_size()
-        dist.all_gather_object(parts, value)
-    return parts
-
-
-@contextmanager
-def _failing_together() -> Iterator[None]:
-    """Raise on every rank what one raises within the context, whose end is a collective call."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    told = _gathered(None if error is None else f"{error if isinstance(error, UsageError) else repr(error)}")
-    if error is not None:
-        raise error
-    for rank, reason in enumerate(told):
-        if reason is not None:
-            raise UsageError(f"rank {rank} could not encode its images: {reason}")

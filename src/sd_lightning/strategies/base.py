@@ -17,7 +17,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload, replicated
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import SwappableWeights, TrainingState
-from sd_lightning.strategies.found_inf import give_found_inf, gradient_scaler, takes_found_inf
+from sd_lightning.strategies.optimizers import give_found_inf, gradient_scaler, takes_found_inf
 
 BytesByTier = dict[str, dict[str, int]]
 """Bytes by memory tier ("fast", "slow", "disk") and kind ("weights", "optimizer", …)."""

@@ -15,7 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Holding, When, Workload, replicated
 from sd_lightning.strategies.base import EngineStrategy
 from sd_lightning.strategies.processes.group import WatchedProcesses, timeout_of
-from sd_lightning.strategies.restoring import put_together
+from sd_lightning.strategies.restoring import gather_whole
 
 Compression = Literal["none", "fp16", "bf16"]
 
@@ -68,26 +68,26 @@ class DDPStrategy(EngineStrategy, WatchedProcesses, LightningDDPStrategy):
     @override
     def footprint(self, workload: Workload) -> Footprint:
         """Count the buckets, which DDP keeps, and replaces by others after the first step."""
-        found = replicated(workload, buckets=self._has_views)
+        copies = replicated(workload, buckets=self._has_views)
         gradients = workload.lightning_dtype.itemsize * sum(weight.numel for weight in workload.trained)
         buckets = [Holding("new buckets", gradients, When.UPDATE)]
         if not self._has_views:
             buckets.append(Holding("buckets", gradients))
         sent = gradients if self._ddp_comm_hook is None else gradients * 2 // workload.lightning_dtype.itemsize
         traffic = replace(
-            found.traffic,
+            copies.traffic,
             all_reduced=sent,
             threaded=True,
             collectives=1 + sent // self._bucket,
             copied=2 * gradients * (not self._has_views),
         )
-        return replace(found, device=[*found.device, *buckets], traffic=traffic)
+        return replace(copies, device=[*copies.device, *buckets], traffic=traffic)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
-        put_together(self.lightning_module)
+        gather_whole(self.lightning_module)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -108,7 +108,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
         precision = self._precision
         rest_dtype = precision.compute_dtype if precision.precision == "bf16-true" else None
         self._known = {name for name, _ in module.named_parameters()}
-        is_taken = self.take(trainer)
+        is_taken = self.attach(trainer)
         with _as_trained([] if is_taken else _frozen_at_first(trainer, module)):
             self._make_engine(module, is_taken=is_taken, rest_dtype=rest_dtype)
         self.engine.access.dtype = rest_dtype
@@ -137,7 +137,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
             if rest_dtype is not None and not keeps_batches(module):
                 for network in networks.values():
                     _convert_buffers(network, rest_dtype)
-            self._taken()
+            self.record_hooks()
 
     @property
     @override
@@ -237,7 +237,7 @@ class GeminiStrategy(RestoringStrategy, LightningDDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Gather whole weights one at a time; return them on rank 0, nothing on other ranks; a collective call."""
-        if self.is_together:
+        if self.is_released:
             return super().lightning_module_state_dict()
         with self.engine.access.hidden():
             kept = self._module.state_dict() if self.is_global_zero else {}

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.gemini import GeminiEngine, GeminiOptimizer
-from sd_lightning.strategies.engine_precision import EnginePrecision
+from sd_lightning.strategies.networks import EnginePrecision
 
 _COMPUTE_DTYPES = {
     "32-true": torch.float32,

@@ -1,4 +1,4 @@
-"""The interface of a LightningModule for strategies.
+"""What strategies ask of a LightningModule: its networks, its optimizers, and its own hooks.
 
 The members of :class:`TrainingProtocol` are optional; ``docs/modules.md`` explains them. Only this file reads them and
 defines their defaults.
@@ -6,14 +6,19 @@ defines their defaults.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.models.families.blocks import repeated_blocks
@@ -133,8 +138,8 @@ def planned(
     module: pl.LightningModule, trainer: pl.Trainer, run: TrainingRun | None
 ) -> tuple[LatentDiffusion, TrainingRun] | None:
     """Return the model and the settings of the run, for predictions; None for a module that is traced itself."""
-    told: Callable[..., tuple[LatentDiffusion, TrainingRun]] | None = getattr(module, "planned", None)
-    return None if told is None else told(trainer, run)
+    method: Callable[..., tuple[LatentDiffusion, TrainingRun]] | None = getattr(module, "planned", None)
+    return None if method is None else method(trainer, run)
 
 
 def keeps_batches(module: pl.LightningModule) -> bool:
@@ -182,14 +187,96 @@ def place_rest(
 
 def _called(prefix: str, module: nn.Module, later: Collection[Tensor]) -> list[tuple[str, nn.Module]]:
     """Return the outermost submodules, by name, that are called and have trainable parameters."""
-    found = []
+    called = []
     for name, child in module.named_children():
         # ParameterLists are never called: their parameters are the module's own.
         is_trained = any(parameter.requires_grad or parameter in later for parameter in child.parameters())
         if not is_trained or isinstance(child, nn.ParameterList | nn.ParameterDict):
             continue
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += _called(f"{prefix}{name}.", child, later)
+            called += _called(f"{prefix}{name}.", child, later)
         else:
-            found.append((prefix + name, child))
-    return found
+            called.append((prefix + name, child))
+    return called
+
+
+class EnginePrecision(Precision):
+    """Mixin of precision plugins: if a module has ``keeps_batches``, only its networks are converted."""
+
+    _keeps_batches = False
+
+    @override
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        self._keeps_batches = keeps_batches(model)
+        return model, optimizers, lr_schedulers
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data if self._keeps_batches else super().convert_input(data)
+
+
+GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+"""Hooks of a module in which there are gradients."""
+_WEIGHT_HOOKS = (
+    *(f"on_{stage}_{end}" for stage in ("fit", "train", "train_epoch", "train_batch") for end in ("start", "end")),
+    *(f"on_validation_{end}" for end in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")),
+    *("on_before_zero_grad", "on_before_backward", "on_save_checkpoint"),
+)
+_SAFE = ("sd_lightning.", "lightning.", "pytorch_lightning.")
+_CHANGING = ".finetuning"
+"""Lightning's callbacks that change what is trained."""
+
+
+def user_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[tuple[Any, str]]:
+    """Return whose hooks of which name a run calls, without ours and those of Lightning that touch no weights.
+
+    Args:
+        trainer: The trainer, whose callbacks count.
+        module: The module.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    names = (*_WEIGHT_HOOKS, *GRADIENT_HOOKS)
+    hooks: list[tuple[Any, str]] = [(module, name) for name in names if is_overridden(name, module, pl.LightningModule)]
+    for callback in callbacks:
+        hooks += [(callback, name) for name in names[:-1] if is_overridden(name, callback, pl.Callback)]
+    places = [getattr(owner, name).__module__ for owner, name in hooks]
+    return [hook for hook, p in zip(hooks, places, strict=True) if not p.startswith(_SAFE) or p.endswith(_CHANGING)]
+
+
+class WrappedHooks:
+    """Runs the user's hooks of a run inside of a context.
+
+    Args:
+        trainer: The trainer.
+        module: The module.
+        inside: Returns the context for a hook, given its owner and name.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        inside: Callable[[Any, str], AbstractContextManager[Any]],
+    ) -> None:
+        hooks = user_hooks(trainer, module)
+        self._before = [(owner, name, owner.__dict__.get(name)) for owner, name in hooks]
+        """What each owner itself had by that name, beside its class: a ``LambdaCallback`` has functions."""
+        for owner, name in hooks:
+            owner.__dict__[name] = _inside(getattr(owner, name), functools.partial(inside, owner, name))
+
+    def release(self) -> None:
+        """Make them the owners' own again."""
+        for owner, name, own in self._before:
+            owner.__dict__.pop(name, None)
+            if own is not None:
+                owner.__dict__[name] = own
+        self._before = []
+
+
+def _inside(hook: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    @functools.wraps(hook)  # by which Lightning sees what is overridden
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return hook(*args, **kwargs)
+
+    return call

@@ -1,11 +1,15 @@
-"""The base class of strategies whose engines shard a module's weights."""
+"""The base class of strategies whose engines shard a module's weights: what all ranks do at the same places."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -15,11 +19,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.ranks import gathered, rank_and_world_size
 from sd_lightning.state.shards import TrainingState
 from sd_lightning.storage import checkpoint
 from sd_lightning.strategies.base import EngineStrategy
-from sd_lightning.strategies.buffers import BufferBroadcast
-from sd_lightning.strategies.evaluation_starts import EvaluationStarts, refuse_rank_without_batches, refuse_uneven
 from sd_lightning.strategies.processes.group import WatchedProcesses
 
 CPU_AND_CUDA = "cpu:gloo,cuda:nccl"
@@ -141,25 +144,6 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         """Return the engine's plugin for the same precision as Lightning's ``plugin``."""
         return plugin
 
-    def _once_per_machine(self, act: Callable[[], None], otherwise: str) -> None:
-        """Call a function on each machine's local rank 0 while the other ranks wait; a collective call.
-
-        Args:
-            act: The function.
-            otherwise: The error message of the other ranks.
-
-        Raises:
-            UsageError: The function failed on any machine.
-        """
-        error: UsageError | None = None
-        try:
-            if self.local_rank == 0:
-                act()
-        except UsageError as caught:
-            error = caught
-        if not self.reduce_boolean_decision(error is None, all=True):
-            raise error or UsageError(otherwise)
-
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Route portable checkpoints to ``PortableCheckpoint``, which has set the ``checkpoint_io``."""
@@ -183,3 +167,109 @@ class ShardingStrategy(EngineStrategy, WatchedProcesses):
         if self._evaluations is not None:
             self._evaluations.release()
             self._evaluations = None
+
+
+class BufferBroadcast:
+    """Broadcast of the persistent buffers that a forward changes (BatchNorm): ranks take those of rank 0, as under DDP.
+
+    Args:
+        module: The module. Buffers outside of its ``state_dict`` are constants.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (part, name)
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and name not in part._non_persistent_buffers_set
+        ]
+
+    @torch.no_grad()
+    def from_rank_0(self) -> None:
+        """Give every rank the buffers of rank 0; a collective call."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for part, name in self._places:
+            buffer = part._buffers.get(name)
+            if buffer is not None:  # pruning removes some
+                by_device.setdefault(buffer.device, []).append(buffer)
+        for buffers in by_device.values() if rank_and_world_size()[1] > 1 else ():
+            assert dist.group.WORLD is not None
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 * 2**20, 0)
+
+
+class EvaluationStarts:
+    """Calls a function on every rank where a fit validates, and at each ``validate``, ``test`` and ``predict``.
+
+    Lightning calls no hook there on a rank that has no batches, but all ranks set up the loop's data.
+
+    Args:
+        trainer: The trainer.
+        at_start: Is given the evaluation's loop, whose data are set up; it may make collective calls.
+    """
+
+    def __init__(self, trainer: pl.Trainer, at_start: Callable[[Any], None]) -> None:
+        loops: Any = trainer
+        of_fit = loops.fit_loop.epoch_loop.val_loop
+        self._loops = [of_fit, loops.validate_loop, loops.test_loop, loops.predict_loop]
+        for loop in self._loops:
+            loop.__dict__["setup_data"] = partial(self._set_up_data, loop, at_start)
+
+    @staticmethod
+    def _set_up_data(loop: Any, at_start: Callable[[Any], None]) -> None:
+        type(loop).setup_data(loop)
+        at_start(loop)
+
+    def release(self) -> None:
+        """Leave the loops as they were."""
+        for loop in self._loops:
+            loop.__dict__.pop("setup_data", None)
+
+
+def refuse_uneven(loop: Any, who: str) -> None:
+    """Refuse an evaluation in which ranks have different numbers of batches; a collective call.
+
+    Args:
+        loop: The loop of the evaluation, of which loaders without a known length do not count.
+        who: The strategy, whose ranks gather weights together in each forward.
+
+    Raises:
+        UsageError: The numbers differ; on all ranks alike.
+    """
+    counts = _batches_by_rank(loop)
+    if len(set(counts.values())) > 1:
+        raise UsageError(
+            f"{who} got an evaluation in which {', '.join(f'rank {n} has {count:.0f}' for n, count in counts.items())} "
+            "batches, and all ranks gather weights together in each forward: one with fewer batches would leave the "
+            "others waiting; give every rank as many batches (Lightning's own sampler for validation and test does; "
+            "for predict, pad the data or set limit_predict_batches to the smallest number), or take strategy=ddp"
+        )
+
+
+def refuse_rank_without_batches(loop: Any, who: str) -> None:
+    """Refuse a validation of which some ranks have no batch, so that they swap no averages in; a collective call.
+
+    Args:
+        loop: As for :func:`refuse_uneven`.
+        who: The strategy, whose ranks exchange weights together.
+
+    Raises:
+        UsageError: Some ranks have none; on all ranks alike.
+    """
+    counts = _batches_by_rank(loop)
+    without = [rank for rank, count in counts.items() if count == 0]
+    if without and len(without) < len(counts):
+        raise UsageError(
+            f"{who} got a validation of which rank {without[0]} has no batches, so that Lightning does not start it "
+            "there, and all ranks exchange the weights for their EMA together where it starts: the others would wait; "
+            "give every rank a batch (Lightning's own sampler does), or train without the callback EMA "
+            "(callbacks.ema=null)"
+        )
+
+
+def _batches_by_rank(loop: Any) -> dict[int, float]:
+    """Return the batches of each rank with a known number; a collective call."""
+    limits = getattr(loop, "_max_batches", None) or loop.max_batches  # the latter is cut for a sanity check
+    mode = getattr(loop._combined_loader, "_mode", "sequential")  # None where there is nothing to evaluate
+    num_batches: dict[str, Callable[[list[float]], float]] = {"sequential": sum, "min_size": min}  # else the longest
+    counts = gathered(num_batches.get(mode, max)(limits or [0]))
+    return {rank: count for rank, count in enumerate(counts) if count != math.inf}

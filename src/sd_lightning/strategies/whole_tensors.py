@@ -1,4 +1,4 @@
-"""Gathering of whole tensors, one at a time, from the flat ranges that ranks own."""
+"""Flat ranges that ranks own: the states of engines that step them, and whole tensors gathered one at a time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.shards import ParameterShard, SavedParameter, TrainingState, hyper_parameters, tensor_of
+from sd_lightning.state.optimizer_change import optimizer_name
+from sd_lightning.state.ranks import of_all_ranks, rank_and_world_size
+from sd_lightning.state.shards import (
+    OptimizerGroups,
+    ParameterShard,
+    SavedParameter,
+    ShardedState,
+    TrainingState,
+    check_same_groups,
+    hyper_parameters,
+    tensor_of,
+)
 
 
 def whole(shape: Sequence[int], dtype: torch.dtype, ranges: Iterable[tuple[int, Tensor]]) -> Tensor:
@@ -62,7 +74,7 @@ def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[s
     """
     mine = _by_name(state.parameter_shards())
     known = _known_states(mine)
-    found: dict[int, dict[str, Any]] = {}
+    states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(_names(state, number)):
         entry: dict[str, Any] = {}
         kinds, scalars = known[name]
@@ -70,8 +82,8 @@ def torch_optimizer_state(state: TrainingState, number: int, groups: list[dict[s
             tensor = whole(shape, dtype, ((shard.begin, tensor_of(shard.states[kind])) for shard in mine[name]))
             entry |= {kind: tensor} if keep else {}
         if keep and (entry or scalars):
-            found[index] = dict(scalars) | entry
-    return {"state": found, "param_groups": groups} if keep else {}
+            states[index] = dict(scalars) | entry
+    return {"state": states, "param_groups": groups} if keep else {}
 
 
 def load_torch_optimizer_states(state: TrainingState, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -132,16 +144,6 @@ def _known_states(mine: Mapping[str, list[ParameterShard]]) -> dict[str, Any]:
     )
 
 
-def of_all_ranks(mine: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of the dictionaries of all ranks; a collective call."""
-    world_size = rank_and_world_size()[1]
-    if world_size == 1:
-        return mine
-    parts: list[dict[str, Any]] = [{} for _ in range(world_size)]
-    dist.all_gather_object(parts, mine)
-    return {name: entry for part in parts for name, entry in part.items()}
-
-
 def _names(state: TrainingState, number: int) -> list[str]:
     return [name for group in state.optimizer_groups()[number] for name in group["params"]]
 
@@ -150,14 +152,48 @@ def _sizes(optimizers: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]
     return [[len(group["params"]) for group in groups] for groups in optimizers]
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the world size: 0 and 1 without a process group."""
-    is_one_of_many = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if is_one_of_many else (0, 1)
-
-
 def _device() -> torch.device:
     """Return a device on which the process group can reduce."""
     if rank_and_world_size()[1] == 1 or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+class FlatOptimizerState(ShardedState):
+    """Training state of an engine whose optimizers' ``param_groups`` hold the hyper-parameters."""
+
+    optimizers: Sequence[Any]
+    """The engine's optimizers, whose ``param_groups`` are used in a step."""
+
+    def _group_names(self) -> list[list[list[str]]]:
+        """Return the names of the parameters by optimizer and group, in the optimizer's order."""
+        raise NotImplementedError
+
+    def _inner(self, optimizer: Any) -> Any:
+        """Return the torch optimizer inside of an engine's; its class is the optimizer's name."""
+        return optimizer
+
+    @override
+    def optimizer_groups(self) -> OptimizerGroups:
+        return [
+            [
+                hyper_parameters(group) | {"params": names}
+                for group, names in zip(optimizer.param_groups, each, strict=True)
+            ]
+            for optimizer, each in zip(self.optimizers, self._group_names(), strict=True)
+        ]
+
+    @override
+    def optimizer_names(self) -> list[str]:
+        return [optimizer_name(self._inner(optimizer)) for optimizer in self.optimizers]
+
+    def _take_groups(self, saved: OptimizerGroups) -> None:
+        """Load hyper-parameters from a checkpoint.
+
+        Raises:
+            UsageError: The optimizers' groups do not hold the same parameters as those saved.
+        """
+        check_same_groups(self.optimizer_groups(), saved)
+        for optimizer, groups in zip(self.optimizers, saved, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(hyper_parameters(values))

@@ -13,8 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.together import on_rank_zero
 from sd_lightning.callbacks.checkpoint.trainer_state import check_same_model, read_trainer_state
+from sd_lightning.state.ranks import on_rank_zero
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import SavedParameter
 from sd_lightning.storage import checkpoint, runs
@@ -51,7 +51,7 @@ class CheckpointFolders(CheckpointIO):
         if not checkpoint.is_portable(path):
             return self._files.load_checkpoint(path, map_location, weights_only)
         trainer = self._trainer
-        found = on_rank_zero(trainer, lambda: runs.find_checkpoint(str(path), self._run_dir, who="ckpt_path"))
+        found = on_rank_zero(lambda: runs.find_checkpoint(str(path), self._run_dir, who="ckpt_path"))
         assert found is not None
         if trainer.state.fn == TrainerFn.FITTING:
             self._resume(found)

@@ -10,8 +10,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.together import on_rank_zero
 from sd_lightning.callbacks.ema import ema_of
+from sd_lightning.state.ranks import on_rank_zero
 from sd_lightning.storage import atomic, checkpoint
 from sd_lightning.storage.run_folder import RunFolder
 from sd_lightning.strategies import training_state
@@ -26,7 +26,7 @@ _NFS_SECONDS = 90.0
 
 def take_folder(trainer: pl.Trainer, folder: RunFolder) -> None:
     """Lock and mark the run's directory; raise on all ranks if it holds anything but a run."""
-    on_rank_zero(trainer, lambda: folder.open(key=KEY, others=_logged(trainer, folder.path)))
+    on_rank_zero(lambda: folder.open(key=KEY, others=_logged(trainer, folder.path)))
 
 
 def refuse_another_run(trainer: pl.Trainer, run_dir: Path, *, goes_on: bool) -> None:
@@ -40,7 +40,7 @@ def refuse_another_run(trainer: pl.Trainer, run_dir: Path, *, goes_on: bool) -> 
                 f"resume='{newest}', or give another run_dir"
             )
 
-    on_rank_zero(trainer, check)
+    on_rank_zero(check)
 
 
 def prepare_folder(

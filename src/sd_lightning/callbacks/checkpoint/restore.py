@@ -16,13 +16,13 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint import trainer_state
 from sd_lightning.callbacks.checkpoint.scheduler_state import load_scheduler_state
-from sd_lightning.callbacks.checkpoint.together import on_rank_zero
 from sd_lightning.callbacks.checkpoint.trainer_state import RunPosition
 from sd_lightning.callbacks.ema import ema_of
 from sd_lightning.data.contract import ComparableData, CountedData, ResumableData
 from sd_lightning.data.fingerprint import Change
 from sd_lightning.data.order import check_version
 from sd_lightning.state.optimizer_change import keep_states
+from sd_lightning.state.ranks import on_rank_zero
 from sd_lightning.state.shards import SavedParameter, TrainingState
 from sd_lightning.storage import checkpoint
 from sd_lightning.storage.tensor_store import ShardedTensors
@@ -41,7 +41,7 @@ def agree_on_checkpoint(trainer: pl.Trainer, resume: Path | None) -> Path | None
     Raises:
         UsageError: Some rank sees another checkpoint at that path.
     """
-    path, digest = on_rank_zero(trainer, lambda: (resume, resume and checkpoint.manifest_digest(resume)))
+    path, digest = on_rank_zero(lambda: (resume, resume and checkpoint.manifest_digest(resume)))
     if path is None:
         return None
     is_same = checkpoint.manifest_digest(path) == digest
@@ -143,7 +143,7 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
         bad = saved.get("bad_samples", {})
         return change, datamodule.still_bad(bad) if isinstance(datamodule, CountedData) else {}
 
-    change, bad = on_rank_zero(trainer, look)
+    change, bad = on_rank_zero(look)
     if saved.get("data") is None:
         log.warning("resume=%s: it does not say what data it was trained on; they are taken as they are", path)
     if change is not None:

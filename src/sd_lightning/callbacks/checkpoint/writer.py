@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,15 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.checkpoint.pipeline import write_pipeline
-from sd_lightning.callbacks.checkpoint.together import failing_together, saving_together
 from sd_lightning.callbacks.checkpoint.trainer_state import RunRecord, read_trainer_state
 from sd_lightning.callbacks.ema import EMA, ema_of
 from sd_lightning.callbacks.guards import REMEDY, last_good
 from sd_lightning.data.contract import CountedData
+from sd_lightning.state.ranks import failing_together, of_all_ranks
 from sd_lightning.state.shards import ParameterShard, TensorRange, tensor_of
 from sd_lightning.storage import atomic, checkpoint, typed_json
 from sd_lightning.storage.tensor_store import merge_index, write_shards
 from sd_lightning.strategies import training_state
-from sd_lightning.strategies.whole_tensors import of_all_ranks
 from sd_lightning.training.module import SDLightningModule
 
 
@@ -34,16 +35,16 @@ def write_checkpoint(trainer: pl.Trainer, module: SDLightningModule, run_dir: Pa
     shards = training_state(trainer).parameter_shards()
     ema = ema_of(trainer)
     known: dict[str, str] = {}
-    with saving_together(trainer, run_dir, known) as tmp:
+    with _saving_together(trainer, run_dir, known) as tmp:
         not_finite: list[str] = []
-        with failing_together(trainer, run_dir):
+        with _saving_step(trainer, run_dir):
             (tmp / "state").mkdir(exist_ok=True)
             write_shards(tmp / "state", trainer.global_rank, trainer.world_size, _ranges(shards, ema, not_finite))
         check_finite(trainer, run_dir, not_finite)
         parameters = of_all_ranks({shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end})
         datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
         bad_samples = datamodule.gather_bad_samples() if isinstance(datamodule, CountedData) else {}
-        with failing_together(trainer, run_dir):
+        with _saving_step(trainer, run_dir):
             if trainer.is_global_zero:
                 known |= {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}
                 known |= write_pipeline(run_dir, tmp, module, averaged=ema is not None)
@@ -52,9 +53,40 @@ def write_checkpoint(trainer: pl.Trainer, module: SDLightningModule, run_dir: Pa
     return checkpoint.checkpoint_path(run_dir, trainer.global_step)
 
 
+@contextmanager
+def _saving_together(trainer: pl.Trainer, run_dir: Path, known: dict[str, str]) -> Iterator[Path]:
+    """Yield the current step's checkpoint directory on all ranks; rank 0 completes it, or removes it on failure.
+
+    Args:
+        trainer: The running trainer.
+        run_dir: Directory of the run.
+        known: As for :func:`checkpoint.saving`.
+    """
+    with ExitStack() as stack:
+        tmp: Path | None = None
+        with _saving_step(trainer, run_dir):
+            if trainer.is_global_zero:
+                tmp = stack.enter_context(checkpoint.saving(run_dir, trainer.global_step, known=known))
+        tmp = trainer.strategy.broadcast(tmp)
+        assert tmp is not None
+        yield tmp
+        with _saving_step(trainer, run_dir):
+            stack.close()
+
+
+@contextmanager
+def _saving_step(trainer: pl.Trainer, run_dir: Path) -> Iterator[None]:
+    """Raise on all ranks if the block, a part of saving, fails on any, and name a full disk; a collective call."""
+    with failing_together():
+        try:
+            yield
+        except Exception as error:
+            raise checkpoint.disk_full(error, run_dir, trainer.global_step) or error from error
+
+
 def replace_callbacks(trainer: pl.Trainer, run_dir: Path, newest: Path, callbacks: dict[str, Any]) -> None:
     """Replace the newest checkpoint by one with new callback states; unchanged files are hard-linked."""
-    with failing_together(trainer, run_dir):
+    with _saving_step(trainer, run_dir):
         if trainer.is_global_zero:
             with checkpoint.saving(run_dir, trainer.global_step) as tmp:
                 atomic.hard_link_tree(newest, tmp)

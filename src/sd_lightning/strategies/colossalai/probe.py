@@ -98,10 +98,10 @@ def require(rows: list[Row]) -> None:
 def check_version() -> Row:
     """Check that the installed release is the one whose internals the engine uses."""
     try:
-        found = importlib.metadata.version("colossalai")
+        installed = importlib.metadata.version("colossalai")
     except importlib.metadata.PackageNotFoundError:
         return Row("colossalai", False, "not installed", f"install it with: {INSTALL}")
-    return Row("colossalai", found == VERSION, f"version {found}", f"install {VERSION}: {INSTALL}")
+    return Row("colossalai", installed == VERSION, f"version {installed}", f"install {VERSION}: {INSTALL}")
 
 
 def check_import(timeout_seconds: float) -> Row:
@@ -129,10 +129,10 @@ def check_nvcc() -> Row:
     if nvcc is None:
         return Row("nvcc", False, f"not found (CUDA_HOME={CUDA_HOME})", remedy)
     try:
-        told = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=60).stdout
+        printed = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         return Row("nvcc", False, f"{nvcc} -V: {error}", remedy)
-    release = re.search(r"release (\d+)\.(\d+)", told)
+    release = re.search(r"release (\d+)\.(\d+)", printed)
     ours = f"{release[1]}.{release[2]}" if release else "unknown"
     same = release is not None and release[1] == major
     return Row("nvcc", same, f"{nvcc} is CUDA {ours}, torch is built with CUDA {theirs}", remedy)

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
 from sd_lightning.planner.footprint import Footprint, Workload
+from sd_lightning.state.host import host_step
+from sd_lightning.state.ranks import failing_together
 from sd_lightning.strategies.base import is_in_colossalai_chunk
 from sd_lightning.strategies.colossalai import probe
-from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
-from sd_lightning.strategies.colossalai.footprint import footprint_of
-from sd_lightning.strategies.colossalai.precision import ColossalAIPrecision
-from sd_lightning.strategies.colossalai.refusals import DTYPES, check_optimizers, check_run
-from sd_lightning.strategies.colossalai.settings import WHO, ColossalAIConfig, Policy, config_of
-from sd_lightning.strategies.colossalai.state import ColossalAIState
-from sd_lightning.strategies.networks import configured_optimizers, sharded_networks, take_deferred
+from sd_lightning.strategies.colossalai.engine import ColossalAIEngine, ColossalAIState
+from sd_lightning.strategies.colossalai.settings import OURS, WHO, ColossalAIConfig, Policy, config_of, footprint_of
+from sd_lightning.strategies.networks import configured_optimizers, sharded_networks, take_deferred, trained_networks
+from sd_lightning.strategies.optimizers import is_adam, unsupported_option
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.sharding import ShardingStrategy
 
@@ -93,10 +93,9 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
         if self.engine is None:
             check_run(self.config, trainer, module)
             probe.choose_architecture()
-            self._once_per_machine(
-                partial(probe.require_engine, timeout_seconds=self._build_timeout),
-                f"{WHO} cannot be used on another machine; see its message",
-            )
+            with failing_together():
+                if self.local_rank == 0:
+                    probe.require_engine(timeout_seconds=self._build_timeout)
             self.engine = self._build_engine(module)
             self.model_to_device()  # moves untrained parts, and sets the module's own device
         elif not self.engine.is_usable:
@@ -177,3 +176,115 @@ def colossalai(
     settings = dict(locals())
     timeouts = {name: settings.pop(name) for name in ("timeout_seconds", "build_timeout_seconds")}
     return ColossalAIStrategy(ColossalAIConfig(**settings), **timeouts)
+
+
+class ColossalAIPrecision(Precision):
+    """Precision plugin: the engine gathers weights around every step, computes gradients, and steps.
+
+    Args:
+        precision: "bf16-mixed" or "16-mixed".
+    """
+
+    engine: ColossalAIEngine
+
+    def __init__(self, precision: Any) -> None:
+        self.precision = precision
+
+    @override
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
+        self.engine = model.trainer.strategy.engine
+        return model, optimizers, lr_schedulers
+
+    @override
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator's there
+        return self.engine.training()
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        return self.engine.evaluating()
+
+    @override
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.engine.backward(tensor)
+
+    @override
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine clips while it steps."""
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        result = closure()
+        self._after_closure(model, optimizer)
+        if result is None:
+            raise UsageError(f"training_step returned None: {WHO} cannot skip a backward pass; return a loss, {OURS}")
+        with host_step():
+            self.engine.step()
+        return result
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.engine.scaler_state()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.engine.load_scaler_state(state_dict)
+
+
+DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Compute dtype by ``Trainer(precision=)``; master weights are float32."""
+
+
+def check_run(config: ColossalAIConfig, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise if ColossalAI cannot train a run, or trains it incorrectly without an error.
+
+    Raises:
+        UsageError: It cannot; gives the reason and what to write instead.
+    """
+    precision = str(trainer.precision_plugin.precision)
+    if precision not in DTYPES:
+        raise UsageError(
+            f"{WHO} got trainer.precision={precision}: ColossalAI computes in 16 bits over float32 weights; write "
+            f"trainer.precision=bf16-mixed or 16-mixed, {OURS}"
+        )
+    if precision == "bf16-mixed" and config.of_loss_scale() != ColossalAIConfig().of_loss_scale():
+        raise UsageError(f"{WHO} got a loss scale, which bf16-mixed has not; leave it out, or write precision=16-mixed")
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise UsageError(f"{WHO} clips by norm only; write trainer.gradient_clip_algorithm=norm, {OURS}")
+    if trainer.gradient_clip_val and precision == "bf16-mixed" and config.offloads:
+        raise UsageError(
+            f"{WHO} got trainer.gradient_clip_val={trainer.gradient_clip_val} with bf16-mixed and an optimizer in host "
+            "memory, where ColossalAI ignores clipping without a word; write trainer.gradient_clip_val=null, "
+            f"trainer.precision=16-mixed, or placement_policy=static with offload_optim_frac=0, {OURS}"
+        )
+    if trainer.accumulate_grad_batches > 1:
+        raise UsageError(
+            f"{WHO} got trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: ColossalAI adds gradients "
+            f"up in 16 bits; write trainer.accumulate_grad_batches=1 and a smaller data.batch_size, {OURS}"
+        )
+    if not module.automatic_optimization:
+        raise UsageError(f"{WHO} steps by itself; set automatic_optimization = True in {type(module).__name__}, {OURS}")
+    for name, network in trained_networks(module).items():
+        if any(part._compiled_call_impl is not None for part in network.modules()):
+            raise UsageError(
+                f"{WHO} got a compiled {name}: torch.compile does not see ColossalAI's hooks on weights, which gather "
+                f"them; write speed.compile=false, {OURS}"
+            )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Raise if ColossalAI's Adam cannot replace the optimizers.
+
+    Raises:
+        UsageError: They are not exactly one Adam or AdamW, or it uses an option that ColossalAI's lacks.
+    """
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+    if len(optimizers) != 1 or not is_adam(optimizers[0]):
+        raise UsageError(
+            f"{WHO} got the optimizer {names}: ColossalAI steps its chunks with its own Adam only; choose "
+            f"optimizer=adamw, {OURS}"
+        )
+    option = unsupported_option(optimizers[0])
+    if option is not None:
+        raise UsageError(f"{WHO}: ColossalAI's Adam has no {option}; write optimizer.{option}=false, {OURS}")

@@ -59,7 +59,7 @@ def check_buildable(extension: Extension, who: str, *, instead: str) -> None:
 
     if installed_ops.get(extension, False):
         return
-    told = f"{who}: DeepSpeed compiles {extension} for it, and there is no"
+    problem = f"{who}: DeepSpeed compiles {extension} for it, and there is no"
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         missing, remedy = f"C++ compiler ({compiler})", _install("g++", "gcc-c++", "cxx-compiler")
@@ -74,7 +74,7 @@ def check_buildable(extension: Extension, who: str, *, instead: str) -> None:
         remedy = f"conda install -c nvidia cuda-toolkit={torch.version.cuda}, or NVIDIA's installer of that version"
     else:
         return
-    raise UsageError(f"{told} {missing}; install it with: {remedy}, or write {instead}")
+    raise UsageError(f"{problem} {missing}; install it with: {remedy}, or write {instead}")
 
 
 def _install(apt: str, dnf: str, conda: str) -> str:

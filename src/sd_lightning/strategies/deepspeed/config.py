@@ -1,33 +1,175 @@
-"""Reading, correction and checks of a user's DeepSpeed configuration.
+"""A user's DeepSpeed configuration: read, checked with DeepSpeed's own models, and rid of what has no effect here.
 
 A configuration is the dictionary that DeepSpeed's documentation describes. The value ``"auto"`` (a convention of
-Hugging Face's Trainer) leaves a key to the run or to a default. The functions do not modify their arguments.
+Hugging Face's Trainer) leaves a key to the run or to a default. Values are found by dotted paths. The functions do not
+modify their arguments, except :func:`put`.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Collection, Mapping
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.untrusted import parse_json
 from sd_lightning.strategies.deepspeed.builds import import_deepspeed
-from sd_lightning.strategies.deepspeed.keys import GONE, KEYS, MOVED, REFUSED, SECTIONS, WITHOUT_EFFECT
-from sd_lightning.strategies.deepspeed.nested import (
-    ABSENT,
-    AUTO,
-    Config,
-    explicit,
-    get,
-    leaves,
-    put,
-    remove,
-    text,
-    without_auto,
-)
+
+Config = dict[str, Any]
+
+AUTO = "auto"
+"""Value of a key that a configuration leaves to the run."""
+ABSENT = object()
+
+
+def get(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, or ``ABSENT``, which equals no value of a file."""
+    node: Any = config
+    for part in path.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return ABSENT
+        node = node[part]
+    return node
+
+
+def explicit(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """Return the value at a dotted path; the default if it is absent or "auto"."""
+    value = get(config, path)
+    return default if value in (ABSENT, AUTO) else value
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and value of every leaf."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def without_auto(config: Mapping[str, Any]) -> Config:
+    """Return a copy without the values "auto"."""
+    return {
+        key: without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
+        for key, value in config.items()
+        if value != AUTO
+    }
+
+
+def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
+    """Return the configuration with absent and "auto" values taken from defaults."""
+    filled = copy.deepcopy(dict(config))
+    for path, value in leaves(defaults):
+        if get(filled, path) in (ABSENT, AUTO):
+            put(filled, path, value)
+    return filled
+
+
+def put(config: Config, path: str, value: Any) -> None:
+    """Set the value at a dotted path, creating the sections on the way."""
+    *parents, name = path.split(".")
+    for part in parents:
+        if not isinstance(config.get(part), dict):
+            config[part] = {}
+        config = config[part]
+    config[name] = value
+
+
+def remove(config: Config, path: str) -> None:
+    """Remove the key at a dotted path."""
+    *parents, name = path.split(".")
+    for part in parents:
+        config = config[part]
+    del config[name]
+
+
+def equal(ours: Any, theirs: Any) -> bool:
+    """Return whether two values are equal; a list equals a tuple of the same items."""
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return list(ours) == list(theirs)
+    return bool(ours == theirs)
+
+
+def text(value: Any) -> str:
+    """Return a value as JSON, as in a configuration file."""
+    return json.dumps(value, default=str)
+
+
+_MISNAMED = {
+    "zero_optimization.stage3_max_reuse_parameters": "zero_optimization.stage3_max_reuse_distance",
+}
+"""Key of an example that most tutorials copy, though no release has had it -> what it means."""
+
+WITHOUT_EFFECT = {
+    "activation_checkpointing.partition_activations": "it divides activations over the ranks of a model-parallel group",
+    "activation_checkpointing.contiguous_memory_optimization": "it belongs to partition_activations",
+    "activation_checkpointing.number_checkpoints": "it belongs to partition_activations",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "blocks are checkpointed by torch",
+    "activation_checkpointing.profile": "blocks are checkpointed by torch",
+    "checkpoint": "checkpoints are sd_lightning's own",
+    "vocabulary_size": "nothing reads it",
+    "dataloader_drop_last": "data are sd_lightning's own",
+}
+"""Harmless keys that have no effect here -> the reason."""
+
+_KEYS: dict[str, frozenset[str]] = {
+    "": frozenset(
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer "
+        "scheduler fp16 bf16 zero_optimization activation_checkpointing aio data_types communication_data_type "
+        "prescale_gradients gradient_predivide_factor zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+        "steps_per_print wall_clock_breakdown memory_breakdown dump_state disable_allgather disable_python_gc "
+        "flops_profiler comms_logger tensorboard wandb csv_monitor comet timers log_level".split()
+    ),
+    "optimizer": frozenset({"type", "params", "legacy_fusion"}),
+    "activation_checkpointing": frozenset({"cpu_checkpointing"}),
+    "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
+}
+"""Keys of the sections that DeepSpeed does not check itself; a test compares the first with what it reads."""
+
+_STATE = "EMA, portable checkpoints and sampling cannot read the training state that it makes"
+_ENGINE = "it is another kind of engine than the data-parallel one this strategy drives"
+REFUSED: dict[str, tuple[Collection[Any], str]] = {
+    "zero_optimization.zero_hpz_partition_size": ((0, 1), _STATE),
+    "zero_optimization.zero_quantized_weights": ((False,), _STATE),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _STATE),
+    "zero_optimization.zero_quantized_gradients": ((False,), "gradients in 4 bits change the result of a run"),
+    "zero_optimization.zenflow": ((None,), _STATE),
+    "zero_optimization.elastic_checkpoint": ((False,), _STATE),
+    "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has no such feature any more"),
+    "zero_optimization.parameter_alignment": ((False,), _STATE),
+    "zero_optimization.offload_optimizer.ratio": ((1, 1.0), _STATE),
+    "zero_optimization.offload_optimizer.super_offload": ((False,), _STATE),
+    "zero_optimization.offload_optimizer.pipeline_read": ((False,), _STATE),
+    "zero_optimization.offload_optimizer.pipeline_write": ((False,), _STATE),
+    "zero_optimization.offload_param.device": (
+        ("none", "cpu"),
+        "DeepSpeed rounds weights to half precision on their way to a disk, in float32 runs too; with device=cpu they "
+        "take 2 bytes each in host memory",
+    ),
+    "fp16.fp16_master_weights_and_grads": ((False,), "weights would not be kept in float32"),
+    "bf16.bf16_master_weights_and_grads": ((False,), "weights would not be kept in float32"),
+    "bf16.bf16_optimizer_states": ((False,), "optimizer states would not be kept in float32"),
+    "aio.use_gds": ((False,), _STATE),
+    "gradient_allreduce_op": (("mean",), "a loss is a mean over the whole batch here"),
+    "managed_gradient_accumulation": ((True,), "trainer.accumulate_grad_batches is the one that accumulates"),
+    "torch_autocast.enabled": ((False,), "trainer.precision says what is computed in"),
+    "sequence_parallel_size": ((1,), _ENGINE),
+    "tensor_parallel": ((), _ENGINE),
+    "expert_parallel": ((), _ENGINE),
+    "use_data_before_expert_parallelism": ((False,), _ENGINE),
+    "pipeline": ((), _ENGINE),
+    "hybrid_engine.enabled": ((False,), _ENGINE),
+    "weight_quantization": ((), _ENGINE),
+    "compile.deepcompile": ((False,), "speed.compile_blocks=true compiles"),
+    "autotuning.enabled": ((False,), "it starts runs of its own"),
+    "data_efficiency.enabled": ((False,), "data are sd_lightning's own"),
+    "datastates_ckpt": ((False,), "checkpoints are sd_lightning's own"),
+}
+"""Path of a feature that cannot work here -> the accepted values, which switch it off, and the reason."""
 
 _OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adam": "torch.optim.AdamW"}
 """DeepSpeed's ``Adam`` decays weights as AdamW does, unless ``adam_w_mode`` is false."""
@@ -35,20 +177,20 @@ _HYPER_PARAMETERS = frozenset({"lr", "betas", "eps", "weight_decay"})
 
 
 def load(source: str | Path | Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Read a configuration, translate old and mistaken keys, and check it.
+    """Read a configuration, leave out what has no effect here, and check it.
 
     Args:
         source: A JSON file, or the dictionary itself.
 
     Returns:
-        The configuration, and one warning per key that was translated or left out.
+        The configuration, and one warning per key that was left out, or had another's name.
 
     Raises:
         UsageError: The file cannot be read, a key is unknown (names the nearest), or a value cannot work.
     """
     who = name_of(source)
     import_deepspeed(who)
-    config, warnings = translate(_read(source, who), who)
+    config, warnings = _without_effectless(_read(source, who), who)
     check(config, who)
     return config, warnings
 
@@ -82,35 +224,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:
     return dict(pairs)
 
 
-def translate(config: Config, who: str) -> tuple[Config, list[str]]:
-    """Return the configuration with old and mistaken keys corrected, and a warning for each."""
+def _without_effectless(config: Config, who: str) -> tuple[Config, list[str]]:
+    """Return the configuration without keys that have no effect here, and a warning for each."""
     config, warnings = copy.deepcopy(config), []
-    zero = config.get("zero_optimization")
-    if isinstance(zero, bool):
-        raise UsageError(f'{who}: zero_optimization={zero}; expected an object, e.g. {{"stage": 2}}')
-    for old, new in MOVED.items():
-        value = get(config, old)
-        if value is ABSENT:
-            continue
-        remove(config, old)
-        if new.endswith(".device"):
-            value = "cpu" if value is True else "none"
-        if get(config, new) is ABSENT:
-            put(config, new, value)
-            warnings.append(f"{who}: {old} is called {new} today; translated")
-        else:
-            warnings.append(f"{who}: {old} is the old name of {new}, which is there too; left out")
+    for wrong, right in _MISNAMED.items():
+        value = get(config, wrong)
+        if value is not ABSENT:
+            remove(config, wrong)
+            put(config, right, explicit(config, right, value))
+            warnings.append(f"{who}: {wrong} is called {right}")
     for key, reason in WITHOUT_EFFECT.items():
         value = get(config, key)
         if value is not ABSENT:
             remove(config, key)
             if value not in (False, None, AUTO):
                 warnings.append(f"{who}: {key} has no effect here ({reason}); left out")
-    for path, (off, reason) in REFUSED.items():
-        if reason == GONE and get(config, path) in (*off, AUTO):
-            key = path if path.startswith("zero_") else path.partition(".")[0]
-            remove(config, key)
-            warnings.append(f"{who}: {key} is of old releases ({reason}); left out")
     warnings += _without_stage3(config, who)
     if get(config, "train_batch_size") == AUTO:
         warnings.append(
@@ -127,8 +255,8 @@ def _without_stage3(config: Config, who: str) -> list[str]:
     names = [name for name in zero if name.startswith("stage3_") and name in known_keys("zero_optimization")]
     for name in names:
         del zero[name]
-    told = ", ".join(f"zero_optimization.{name}" for name in names)
-    return [f"{who}: {told}: only stage 3 reads this, the file says stage {zero['stage']}; left out"] if names else []
+    keys = ", ".join(f"zero_optimization.{name}" for name in names)
+    return [f"{who}: {keys}: only stage 3 reads this, the file says stage {zero['stage']}; left out"] if names else []
 
 
 def check(config: Mapping[str, Any], who: str) -> None:
@@ -140,16 +268,16 @@ def check(config: Mapping[str, Any], who: str) -> None:
     for path, (harmless, reason) in REFUSED.items():
         value = get(config, path)
         if value is not ABSENT and value != AUTO and value not in harmless:
-            told = "" if isinstance(value, Mapping) else f"={text(value)}"
-            raise UsageError(f"{who}: {path}{told} cannot be used: {reason}; remove it")
-    gone = {path.partition(".")[0] for path in REFUSED}
-    for section in SECTIONS:
+            setting = path if isinstance(value, Mapping) else f"{path}={text(value)}"
+            raise UsageError(f"{who}: {setting} cannot be used: {reason}; remove it")
+    refused = frozenset(path.partition(".")[0] for path in REFUSED)  # what switches them off may stay
+    for section in (*_KEYS, "aio", *_models()):
         node = get(config, section) if section else config
         if node is ABSENT or node is None or node == AUTO:
             continue
         if not isinstance(node, Mapping):
             raise UsageError(f"{who}: {section}={text(node)}; expected an object")
-        known = known_keys(section) | (frozenset() if section else gone)
+        known = known_keys(section) | (frozenset() if section else refused)
         for key in node:
             if key not in known:
                 raise UsageError(f"{who}: {_unknown(section, str(key), known)}")
@@ -164,8 +292,6 @@ def check(config: Mapping[str, Any], who: str) -> None:
     clip = explicit(config, "gradient_clipping", 0)
     if isinstance(clip, bool) or not isinstance(clip, int | float) or clip < 0:
         raise UsageError(f'{who}: gradient_clipping={text(clip)}; expected a norm of at least 0, or "auto"')
-    if all(get(config, f"{name}.enabled") is True for name in ("fp16", "bf16")):
-        raise UsageError(f"{who}: fp16.enabled and bf16.enabled are both true; switch one of them off")
     scheduler = config.get("scheduler")
     if isinstance(scheduler, Mapping) and any(v != AUTO for path, v in leaves(scheduler) if path != "type"):
         raise UsageError(
@@ -176,38 +302,48 @@ def check(config: Mapping[str, Any], who: str) -> None:
     _ask_deepspeed(config, who)
 
 
-def known_keys(section: str) -> frozenset[str]:
-    """Return the keys of a section of the configuration, "" for its top level."""
-    if section in KEYS:
-        return KEYS[section]
+@functools.cache
+def _models() -> dict[str, Any]:
+    """Return the pydantic models with which DeepSpeed checks sections, by path."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
+    from deepspeed.runtime.zero import config as zero
 
-    models = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    return {
+        "zero_optimization": zero.DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": zero.DeepSpeedZeroOffloadParamConfig,
         "fp16": DeepSpeedFP16Config,
         "bf16": DeepSpeedBF16Config,
     }
-    fields = models[section].model_fields
-    return frozenset(fields) | {field.alias for field in fields.values() if field.alias}
+
+
+def known_keys(section: str) -> frozenset[str]:
+    """Return the keys of a section of the configuration, "" for its top level, without names of old releases."""
+    if section in _KEYS:
+        return _KEYS[section]
+    if section == "aio":
+        from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+        return frozenset(AIO_DEFAULT_DICT)
+    fields = _models()[section].model_fields
+    old = {name for name, field in fields.items() if (field.json_schema_extra or {}).get("deprecated")}
+    return frozenset(fields) - old | {field.alias for field in fields.values() if field.alias}
 
 
 def _unknown(section: str, key: str, known: Collection[str]) -> str:
     prefix = f"{section}." if section else ""
-    told = f"{prefix}{key} is no key of DeepSpeed's"
+    problem = f"{prefix}{key} is no key of DeepSpeed's"
+    fields = _models()[section].model_fields if section in _models() else {}
+    if key in fields:
+        new = fields[key].json_schema_extra["new_param"]
+        return f"{prefix}{key} is a key of old releases; write {prefix}{new}"
     near = difflib.get_close_matches(key, sorted(known), n=1)
     if near:
-        return f"{told}; the nearest is {prefix}{near[0]}"
-    for other in SECTIONS:
+        return f"{problem}; the nearest is {prefix}{near[0]}"
+    for other in (*_KEYS, *_models()):
         if key in known_keys(other):
-            return f"{told}; you mean {other}.{key}" if other else f"{told}; you mean {key}, outside of {section}"
-    return f"{told}; remove it"
+            return f"{problem}; you mean {other}.{key}" if other else f"{problem}; you mean {key}, outside of {section}"
+    return f"{problem}; remove it"
 
 
 def _ask_deepspeed(config: Mapping[str, Any], who: str) -> None:
@@ -221,8 +357,8 @@ def _ask_deepspeed(config: Mapping[str, Any], who: str) -> None:
         DeepSpeedConfig(trial)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        section = {"DeepSpeedZeroConfig": "zero_optimization", "DeepSpeedFP16Config": "fp16"}.get(error.title)
-        place = ".".join(str(part) for part in (*([section] if section else []), *first["loc"]))
+        section = [path for path, model in _models().items() if model.__name__ == error.title]
+        place = ".".join(map(str, (*section, *first["loc"])))
         raise UsageError(f"{who}: {place}={text(first['input'])}: {first['msg']}") from error
     except Exception as error:
         raise UsageError(f"{who}: DeepSpeed refuses it: {str(error).splitlines()[0]}") from error

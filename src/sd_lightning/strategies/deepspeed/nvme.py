@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import LazyTensor
-from sd_lightning.strategies.deepspeed.state import Fragment
-from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
+from sd_lightning.strategies.deepspeed.state import Fragment, Zero3State
 
 log = logging.getLogger(__name__)
 

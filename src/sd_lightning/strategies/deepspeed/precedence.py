@@ -1,4 +1,4 @@
-"""Precedence of settings between a DeepSpeed file, the command line and our defaults.
+"""Precedence of settings between a DeepSpeed file, the command line, the module and our defaults.
 
 Explicit values of the file override the defaults of our YAML. Values that the command line or a Python caller sets are
 not defaults: they have to agree with the file, or the run does not start.
@@ -10,9 +10,22 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch.optim import Optimizer
+
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.deepspeed.config import optimizer_of
-from sd_lightning.strategies.deepspeed.nested import ABSENT, AUTO, Config, equal, get, leaves, put, text, without_auto
+from sd_lightning.state.replicated import is_eight_bit
+from sd_lightning.strategies.deepspeed.config import (
+    ABSENT,
+    AUTO,
+    Config,
+    equal,
+    get,
+    optimizer_of,
+    put,
+    text,
+    without_auto,
+)
+from sd_lightning.strategies.optimizers import is_adam, unsupported_option
 
 SAME = {
     "strategy.stage": "zero_optimization.stage",
@@ -54,13 +67,13 @@ def check_precision(config: Mapping[str, Any], chosen: str, who: str, *, on_cuda
                 f'or write "{name}": {{"enabled": "auto"}} in the file'
             )
     if kind == "fp16" and not on_cuda:
-        told = f"{who}: fp16.enabled=true" if precision(config) == "16-mixed" else f"trainer.precision={chosen}"
+        setting = f"{who}: fp16.enabled=true" if precision(config) == "16-mixed" else f"trainer.precision={chosen}"
         remedy = (
             'write "fp16": {"enabled": "auto"} in the file'
             if config.get("fp16")
             else "write trainer.precision=bf16-mixed"
         )
-        raise UsageError(f"{told} needs a CUDA device, DeepSpeed has no float16 on CPU; {remedy}")
+        raise UsageError(f"{setting} needs a CUDA device, DeepSpeed has no float16 on CPU; {remedy}")
 
 
 def settle(
@@ -105,9 +118,9 @@ def settle(
         if equal(ours, value):
             continue
         if key in overridden:
-            told = path if "=" in path else f"{path}={text(value)}"
+            setting = path if "=" in path else f"{path}={text(value)}"
             raise UsageError(
-                f"{who}: {told} contradicts {key}={text(ours)} on the command line; make them agree, or write "
+                f"{who}: {setting} contradicts {key}={text(ours)} on the command line; make them agree, or write "
                 '"auto" in the file'
             )
         changes[key] = value
@@ -153,32 +166,36 @@ def check_optimizer(config: Mapping[str, Any], optimizer: Any, who: str) -> None
     theirs, name = target.rpartition(".")[2], type(optimizer).__name__
     ours = {key: optimizer.defaults.get(key) for key in params}
     if name != theirs or any(not equal(ours[key], value) for key, value in params.items()):
-        told = [
+        first, second = (
             f"{kind}({', '.join(f'{k}={v}' for k, v in each.items())})"
             for kind, each in ((theirs, params), (name, ours))
-        ]
+        )
         raise UsageError(
-            f"{who}: optimizer={told[0]} contradicts the module's {told[1]}; give it that one, or remove the section"
+            f"{who}: optimizer={first} contradicts the module's {second}; give it that one, or remove the section"
         )
 
 
-def merge(ours: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Config:
+def merge(arguments: Mapping[str, Any], config: Mapping[str, Any], who: str) -> Config:
     """Return a file's configuration with our explicit arguments added.
+
+    Args:
+        arguments: Ours by name, of which those in :data:`SAME` count; None if not given.
+        config: The file's.
+        who: The file's name in messages.
 
     Raises:
         UsageError: An argument contradicts the file; names both.
     """
-    names = {path: key.partition(".")[2] for key, path in SAME.items()}
     merged = copy.deepcopy(dict(config))
-    for path, value in leaves(ours):
-        theirs = get(config, path)
-        if theirs in (ABSENT, AUTO):
-            put(merged, path, value)
-        elif not equal(theirs, value):
-            name = names.get(path, path)
+    for key, path in SAME.items():
+        name = key.removeprefix("strategy.")
+        value, theirs = arguments.get(name), get(config, path)
+        if value is not None and theirs not in (ABSENT, AUTO) and not equal(theirs, value):
             raise UsageError(
                 f"{who}: {path}={text(theirs)} contradicts DeepSpeedStrategy({name}={text(value)}); give one of the two"
             )
+        if value is not None:
+            put(merged, path, value)
     return merged
 
 
@@ -203,3 +220,37 @@ def engine_config(
     if kind is not None:
         engine[kind] = sections[kind] | {"enabled": True}
     return engine
+
+
+_WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
+"""Optimizers that need whole matrices or all weights, while a rank has only a flat range."""
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise if an optimizer's states are not one value per weight.
+
+    Raises:
+        UsageError: They are not; names the optimizer and the reason.
+    """
+    name = type(optimizer).__name__
+    problem = f"{name} cannot step DeepSpeed's shards, flat ranges of many weights"
+    if is_eight_bit(optimizer):
+        raise UsageError(f"{problem}: its states are quantised in blocks; choose optimizer=adamw, or strategy=ddp")
+    if name in _WHOLE:
+        raise UsageError(f"{problem}: it looks at whole weights; choose optimizer=adamw, or strategy=ddp")
+
+
+def check_cpu_adam(optimizer: Optimizer) -> None:
+    """Raise if DeepSpeed's CPU Adam cannot replace an optimizer.
+
+    Raises:
+        UsageError: It is not torch's Adam or AdamW, or uses an option that CPU Adam lacks.
+    """
+    remedy = "write strategy.cpu_adam=false to step with torch's optimizer"
+    if not is_adam(optimizer):
+        raise UsageError(
+            f"strategy.cpu_adam=true replaces torch's Adam or AdamW, not {type(optimizer).__name__}; {remedy}"
+        )
+    option = unsupported_option(optimizer)
+    if option is not None:
+        raise UsageError(f"strategy.cpu_adam=true: DeepSpeed's CPU Adam has no {option}; {remedy}")

@@ -16,11 +16,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.ranks import gathered
 from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter, tensor_of
 from sd_lightning.strategies.base import whole_shape
-from sd_lightning.strategies.engine_state import EngineState
+from sd_lightning.strategies.whole_tensors import FlatOptimizerState
 
 _OTHER_LAYOUT = "this DeepSpeed release lays them out differently"
 
@@ -43,7 +45,7 @@ class Fragment:
         return flat.narrow(0, self.offset, self.end - self.begin)
 
 
-class DeepSpeedState(EngineState):
+class DeepSpeedState(FlatOptimizerState):
     """Training state common to ZeRO-1/2 and ZeRO-3: flat float32 tensors that a torch optimizer steps.
 
     Args:
@@ -218,7 +220,7 @@ class DeepSpeedState(EngineState):
 
     def _check_complete(self) -> None:
         """Raise if the fragments miss elements, as with a changed DeepSpeed layout; a collective call."""
-        total = _sum_over_ranks(sum(fragment.end - fragment.begin for fragment in self.fragments))
+        total = sum(gathered(sum(fragment.end - fragment.begin for fragment in self.fragments)))
         expected = sum(math.prod(shape) for shape in self._shapes.values())
         if total != expected:
             raise RuntimeError(
@@ -233,15 +235,144 @@ class DeepSpeedState(EngineState):
             if not torch.equal(tensor_of(self._master(fragment)).to(computed.device, computed.dtype), computed):
                 wrong = f"{fragment.name}[{fragment.begin}:{fragment.end}]"
                 break
-        if _sum_over_ranks(wrong is not None):
+        if any(gathered(wrong)):
             raise RuntimeError(
                 f"DeepSpeedState found other weights than {wrong or 'those of another process'} where DeepSpeed should "
                 f"keep them: {_OTHER_LAYOUT}"
             )
 
 
-def _sum_over_ranks(value: int) -> int:
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-    total = torch.tensor([int(value)], dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return int(total)
+class Zero12State(DeepSpeedState):
+    """Training state of ZeRO-1/2: each rank steps a range of one flat tensor per group; weights are replicated."""
+
+    overflow_switches = ("check_overflow", "check_grad_overflow")
+
+    @override
+    def _fragments(self) -> list[Fragment]:
+        fragments = []
+        for group, parameters in enumerate(self.zero.round_robin_bit16_groups):
+            size = int(self.zero.partition_size[group])
+            start = dist.get_rank(group=self.zero.real_dp_process_group[group]) * size
+            offsets = self.zero.round_robin_bit16_offsets[group]
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                begin = max(start - offset, 0)
+                end = min(start + size - offset, parameter.numel())
+                if begin < end:
+                    name = self._names[id(parameter)]
+                    fragments.append(Fragment(name, self._shapes[name], begin, end, group, offset + begin - start))
+        return fragments
+
+    @override
+    def _flats(self) -> list[Tensor]:
+        return list(self.zero.single_partition_of_fp32_groups)
+
+    @override
+    def _group_names(self) -> list[list[list[str]]]:
+        return [[[self._names[id(p)] for p in group] for group in self.zero.bit16_groups]]
+
+    @override
+    def _compute(self, fragment: Fragment) -> Tensor:
+        parameter = self._parameters[fragment.name].detach().reshape(-1)
+        return parameter[fragment.begin : fragment.end]
+
+    @override
+    def _end_refresh(self) -> None:
+        self.zero.update_lp_params()
+
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Write other weights into this rank's range of the compute weights, and all-gather them."""
+        flats, groups = self.zero.parallel_partitioned_bit16_groups, self.zero.real_dp_process_group
+        ours = [partitions[dist.get_rank(group=group)] for partitions, group in zip(flats, groups, strict=True)]
+        for fragment in self.fragments:
+            fragment.of(ours[fragment.group].data).copy_(weights[fragment.name, fragment.begin])
+        for partitions, own, group in zip(flats, ours, groups, strict=True):
+            dist.all_gather(partitions, own.clone(), group=group)
+
+    def swap_out(self) -> None:
+        """Restore the trained compute weights: the float32 partitions, rounded as after a step."""
+        self.zero.update_lp_params()
+
+
+class Zero3State(DeepSpeedState):
+    """Training state of ZeRO-3: every rank keeps a range of each parameter, packed into flat tensors by sub-group."""
+
+    overflow_switches = ("_overflow_check_and_loss_scale_update",)
+    _trained: list[Tensor | None] | None = None
+
+    @override
+    def _fragments(self) -> list[Fragment]:
+        fragments = []
+        rank = dist.get_rank(group=self.zero.dp_process_group)
+        for group, parameters in enumerate(self.zero.fp16_groups):
+            offset = 0
+            for parameter in parameters:
+                name = self._names[id(parameter)]
+                each = int(parameter.partition_numel())
+                begin = min(rank * each, parameter.ds_numel)
+                end = min(begin + each, parameter.ds_numel)
+                fragments.append(Fragment(name, self._shapes[name], begin, end, group, offset))
+                offset += each
+        return fragments
+
+    @override
+    def _flats(self) -> list[Tensor]:
+        return list(self.zero.fp32_partitioned_groups_flat)
+
+    @override
+    def _group_names(self) -> list[list[list[str]]]:
+        names: list[list[str]] = [[] for _ in self.zero.optimizer.param_groups]
+        for sub_group, parameters in enumerate(self.zero.fp16_groups):
+            names[self.zero.sub_group_to_group_id[sub_group]] += [self._names[id(p)] for p in parameters]
+        return [names]
+
+    @override
+    def _compute(self, fragment: Fragment) -> Tensor:
+        partition: Any = self._parameters[fragment.name]
+        return partition.ds_tensor.detach()[: fragment.end - fragment.begin]
+
+    @override
+    def _begin_refresh(self) -> None:
+        """Free gathered copies, which would be used instead of the newly written partitions."""
+        self.zero.parameter_offload.partition_all_parameters()
+
+    @override
+    def _refresh(self, group: int) -> None:
+        self.zero._reassign_or_swap_out_partitioned_parameters(group)
+
+    @override
+    @torch.inference_mode(False)  # weights gathered for a validation may be trained next
+    @torch.no_grad()
+    def _end_refresh(self) -> None:
+        persistent = self.zero.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Write other weights into this rank's partitions of the compute weights."""
+        if self._trained is not None:
+            raise RuntimeError("swap_in called twice without swap_out")
+        self._begin_refresh()
+        compute = self.zero.fp16_partitioned_groups_flat
+        # In float32 training the compute weights may be the masters themselves; otherwise the masters restore them.
+        self._trained = [
+            flat.detach().clone() if master.data_ptr() == flat.data_ptr() else None
+            for flat, master in zip(compute, self._flats(), strict=True)
+        ]
+        for fragment in self.fragments:
+            fragment.of(compute[fragment.group].data).copy_(weights[fragment.name, fragment.begin])
+        self._end_refresh()
+
+    def swap_out(self) -> None:
+        """Restore the trained compute weights, rounded as after a step."""
+        if self._trained is None:
+            raise RuntimeError("swap_out called without swap_in")
+        self._begin_refresh()
+        for group, (flat, trained) in enumerate(
+            zip(self.zero.fp16_partitioned_groups_flat, self._trained, strict=True)
+        ):
+            flat.data.copy_(self._master_flat(group) if trained is None else trained)
+        self._trained = None
+        self._end_refresh()
+
+    def _master_flat(self, group: int) -> Tensor:
+        return self._flats()[group].detach()

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision as LightningDeepSpeedPrecision
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,32 +25,19 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.host import host_step
+from sd_lightning.state.ranks import failing_together
 from sd_lightning.storage.deferred_weights import DeferredWeights
 from sd_lightning.strategies.base import whole_shape
-from sd_lightning.strategies.deepspeed import precedence
+from sd_lightning.strategies.deepspeed import precedence, weights
 from sd_lightning.strategies.deepspeed.builds import build
-from sd_lightning.strategies.deepspeed.footprint import footprint_of
-from sd_lightning.strategies.deepspeed.hooks import remedy_of, whole_in_hook
-from sd_lightning.strategies.deepspeed.host_checkpointing import checkpoint_on_host, checkpointed_blocks
-from sd_lightning.strategies.deepspeed.load import (
-    ReadRange,
-    exact_weights,
-    partition_deferred,
-    register_external_parameters,
-)
 from sd_lightning.strategies.deepspeed.nvme import SwapFolder, SwappedZero3State, check_swap_path
-from sd_lightning.strategies.deepspeed.optimizer import to_cpu_adam
-from sd_lightning.strategies.deepspeed.precision import DeepSpeedPrecision
-from sd_lightning.strategies.deepspeed.settings import Buckets, DeepSpeedSettings, Offload, Stage, as_config
-from sd_lightning.strategies.deepspeed.state import DeepSpeedState
-from sd_lightning.strategies.deepspeed.zero3_state import Zero3State
-from sd_lightning.strategies.deepspeed.zero12_state import Zero12State
+from sd_lightning.strategies.deepspeed.settings import DeepSpeedSettings, Stage, footprint_of
+from sd_lightning.strategies.deepspeed.state import DeepSpeedState, Zero3State, Zero12State
+from sd_lightning.strategies.networks import EnginePrecision
+from sd_lightning.strategies.optimizers import replace_adam
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
-from sd_lightning.strategies.user_hooks import WrappedHooks
 from sd_lightning.strategies.whole_tensors import whole_masters
-
-__all__ = ["Buckets", "DeepSpeedStrategy", "Offload", "deepspeed"]
 
 
 class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
@@ -61,8 +48,16 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     Args:
         stage: ZeRO stage 1, 2 or 3; 2 if neither this nor the configuration sets it.
         config: DeepSpeed's own configuration: a JSON file or a dictionary. "auto" is filled in from the run.
-        offload: What is offloaded.
-        buckets: Sizes of DeepSpeed's messages.
+        offload_optimizer: Put optimizer states and float32 weights into host memory, or on a disk (stage 3).
+        offload_parameters: Keep weights that are not in use at the moment in host memory (stage 3).
+        nvme_path: Folder on a fast local disk for ``offload_optimizer="nvme"``.
+        cpu_adam: Step offloaded states with DeepSpeed's CPU Adam (compiled once per machine) instead of torch's Adam or
+            AdamW, with the same hyper-parameters; true if not given. False keeps the module's optimizer.
+        reduce_bucket_size: Elements reduced at once; 200 million if not given.
+        allgather_bucket_size: Elements gathered at once (stages 1 and 2); 200 million if not given.
+        overlap_comm: Reduce gradients during backward; true if not given.
+        stage3_param_persistence_threshold: Parameters with fewer elements stay whole on every rank (stage 3); 100 000
+            if not given.
         cpu_checkpointing: Keep the activations of checkpointed blocks in host memory.
         timeout_seconds: Seconds after which a slow collective or a silent rank ends the run.
 
@@ -79,18 +74,22 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         *,
         stage: Stage | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
-        offload: Offload | None = None,
-        buckets: Buckets | None = None,
+        offload_optimizer: Literal["none", "cpu", "nvme"] | None = None,
+        offload_parameters: Literal["none", "cpu"] | None = None,
+        nvme_path: str | None = None,
+        cpu_adam: bool | None = None,
+        reduce_bucket_size: int | None = None,
+        allgather_bucket_size: int | None = None,
+        overlap_comm: bool | None = None,
+        stage3_param_persistence_threshold: int | None = None,
         cpu_checkpointing: bool | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
+        self.settings = DeepSpeedSettings(config, locals())
         timeout = timeout_of("DeepSpeedStrategy", timeout_seconds)
-        ours = as_config(stage, offload or Offload(), buckets or Buckets(), cpu_checkpointing)
-        self.settings = DeepSpeedSettings(config, ours)
         self.loads_weights = self.settings.stage == 3
         self._deferred: dict[str, DeferredWeights] = {}
         self._swap_folder: SwapFolder | None = None
-        self._hooks: WrappedHooks | None = None
         self._skips_update = False
         self._linear = torch.nn.functional.linear
         super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
@@ -149,25 +148,24 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.check(trainer, self._module)
             if self.settings.extensions:
-                self._once_per_machine(
-                    lambda: build(self.settings.extensions),
-                    "compiling DeepSpeed's extensions failed on another process; see its message",
-                )
+                with failing_together():
+                    if self.local_rank == 0:
+                        build(self.settings.extensions)
         self._linear = torch.nn.functional.linear
         self._state = None
-        self.take(trainer)
+        self.attach(trainer)
         LightningDeepSpeedStrategy.setup(self, trainer)  # the engine takes the module and the optimizer together
-        self._taken()
+        self.record_hooks()
         if self.zero_stage_3:
-            register_external_parameters(self._module)
+            weights.register_external_parameters(self._module)
         if self._fits:
             names = {parameter: name for name, parameter in self._module.named_parameters()}
-            self._hooks = WrappedHooks(trainer, self._module, partial(self._in_hook, names))
+            self._wrap_hooks(trainer, partial(self._in_hook, names))
 
     def _in_hook(self, names: Mapping[nn.Parameter, str], owner: Any, name: str) -> AbstractContextManager[None]:
         state = self.training_state()
         assert isinstance(state, DeepSpeedState)
-        return whole_in_hook(f"{type(owner).__name__}.{name}", names, state.adopt)
+        return weights.whole_in_hook(f"{type(owner).__name__}.{name}", names, state.adopt)
 
     @property
     @override
@@ -176,7 +174,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def _remedy_of(self, error: BaseException) -> str | None:
-        return remedy_of(error) if self.zero_stage_3 else None
+        return weights.remedy_of(error) if self.zero_stage_3 else None
 
     @override
     def _format_config(self) -> None:
@@ -189,16 +187,20 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
-        return (to_cpu_adam(optimizer) if self.settings.uses_cpu_adam else optimizer), scheduler
+        if self.settings.uses_cpu_adam:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            optimizer = replace_adam(optimizer, DeepSpeedCPUAdam)
+        return optimizer, scheduler
 
     @override
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
         """Give the engine the model, and restore the float32 weights that the engine's cast has rounded."""
-        exact: dict[str, ReadRange] = {}
+        exact: dict[str, weights.ReadRange] = {}
         if str(self.precision_plugin.precision).endswith("-mixed"):
-            exact = exact_weights(model, self._deferred)
+            exact = weights.exact_weights(model, self._deferred)
         engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         self._state = state = self._state_of(zero)
         if exact:
@@ -210,17 +212,17 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         """Partition deferred weights first, as the engine would need all of them in memory at once."""
         if self.loads_weights:
             assert isinstance(self.config, dict)
-            self._deferred = partition_deferred(self._module, self.config, self.root_device)
+            self._deferred = weights.partition_deferred(self._module, self.config, self.root_device)
         super().init_deepspeed()
-        for weights in self._deferred.values():
-            weights.close()
+        for each in self._deferred.values():
+            each.close()
         self._deferred = {}
 
     @override
     def _set_deepspeed_activation_checkpointing(self) -> None:
         if self.settings.get("activation_checkpointing.cpu_checkpointing"):
-            for block in checkpointed_blocks(self._module):
-                block._gradient_checkpointing_func = checkpoint_on_host
+            for block in weights.checkpointed_blocks(self._module):
+                block._gradient_checkpointing_func = weights.checkpoint_on_host
 
     @override
     def _adopts(self, other: RestoringStrategy) -> bool:
@@ -252,11 +254,9 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._hooks is not None:
-            self._hooks.release()
         super().teardown()
         torch.nn.functional.linear = self._linear  # later training in this process would use ZeRO-3's
-        if self._swap_folder is not None and self.is_together:
+        if self._swap_folder is not None and self.is_released:
             self._swap_folder.remove()
 
     @override
@@ -288,27 +288,69 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         return result
 
 
-def deepspeed(
-    *,
-    stage: Stage | None = None,
-    config: str | dict[str, Any] | None = None,
-    offload_optimizer: Literal["none", "cpu", "nvme"] | None = None,
-    offload_parameters: Literal["none", "cpu"] | None = None,
-    nvme_path: str | None = None,
-    cpu_adam: bool | None = None,
-    reduce_bucket_size: int | None = None,
-    allgather_bucket_size: int | None = None,
-    overlap_comm: bool | None = None,
-    stage3_param_persistence_threshold: int | None = None,
-    cpu_checkpointing: bool | None = None,
-    timeout_seconds: float = 1800.0,
-) -> DeepSpeedStrategy:
-    """Build the strategy from flat command-line keys; see :class:`DeepSpeedStrategy`, ``Offload`` and ``Buckets``."""
-    return DeepSpeedStrategy(
-        stage=stage,
-        config=config,
-        offload=Offload(offload_optimizer, offload_parameters, nvme_path, cpu_adam),
-        buckets=Buckets(reduce_bucket_size, allgather_bucket_size, overlap_comm, stage3_param_persistence_threshold),
-        cpu_checkpointing=cpu_checkpointing,
-        timeout_seconds=timeout_seconds,
-    )
+class DeepSpeedPrecision(EnginePrecision, LightningDeepSpeedPrecision):
+    """Lightning's plugin with support of ``keeps_batches``, and with the engine's step left to the strategy."""
+
+    _is_by_hand = _has_gradients = False
+
+    @override
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        self._is_by_hand = not model.automatic_optimization
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Create new tensors in the weights' dtype: the engine uses it for "-mixed", too, without autocast."""
+        if self._keeps_batches or self._desired_dtype == torch.float32:
+            return nullcontext()
+        half = HalfPrecision("bf16-true" if self._desired_dtype == torch.bfloat16 else "16-true")
+        return half.tensor_init_context()
+
+    @override
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        """Call the pre-step hooks once per optimizer step: with accumulation, the engine steps for every batch."""
+        engine: Any = model.trainer.model
+        if engine.is_gradient_accumulation_boundary():
+            super()._after_closure(model, optimizer)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Let the engine compute gradients; Lightning has divided the loss by the number of accumulated batches.
+
+        Raises:
+            UsageError: Gradients are accumulated by hand where the engine loses those of the first pass.
+        """
+        strategy: Any = model.trainer.strategy
+        if self._is_by_hand and self._has_gradients and not strategy.zero_stage_3:
+            raise UsageError(
+                "a second manual_backward before optimizer.step(): DeepSpeed at stages 1 and 2 keeps gradients of one "
+                "pass; add the losses up, let trainer.accumulate_grad_batches accumulate, or take strategy=fsdp or ddp"
+            )
+        self._has_gradients = True
+        super().backward(tensor, model, optimizer, *args, **({"scale_wrt_gas": False} | kwargs))
+
+    @override
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Leave it to the engine, if that has been told to clip.
+
+        Raises:
+            UsageError: A module that optimizes by hand clips, which would have no effect.
+        """
+        if self._is_by_hand:
+            raise UsageError(
+                "clip_gradients has no effect under DeepSpeed in manual optimization; give DeepSpeed's configuration "
+                '"gradient_clipping", or take strategy=fsdp, gemini or ddp'
+            )
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Any, **kwargs: Any
+    ) -> Any:
+        result, self._has_gradients = closure(), False
+        self._after_closure(model, optimizer)
+        if model.automatic_optimization and result is None:
+            raise UsageError("training_step returned None: DeepSpeed cannot skip a backward pass; return a loss")
+        strategy: Any = model.trainer.strategy  # the one that this plugin belongs to
+        return strategy.engine_step(**kwargs)

@@ -20,8 +20,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.strategies.processes.watchdog import EXIT_CODE, FAREWELL, Watchdog
-from sd_lightning.strategies.processes.watchdog_hub import start_watchdog
+from sd_lightning.strategies.processes.watchdog import EXIT_CODE, FAREWELL, Watchdog, start_watchdog
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ def leave_process_group() -> None:
 
 
 @contextmanager
-def parting(trainer: pl.Trainer) -> Iterator[None]:
+def process_group_shutdown(trainer: pl.Trainer) -> Iterator[None]:
     """Leave the process group after the block, which holds the program's last collective.
 
     Without an exception, all ranks wait for each other, stop the watchdog and destroy the process group; then the

@@ -112,10 +112,10 @@ def _set(func: Callable[..., Any], parameter: DTensor, value: Tensor) -> None:
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that a function writes."""
-    found = tree_leaves(kwargs.get("out"))
+    written = tree_leaves(kwargs.get("out"))
     if _is_in_place(func) or kwargs.get("inplace"):
-        found += tree_leaves(args[:1] or list(kwargs.values())[:1])  # nn.init names its tensor
-    return [each for each in found if isinstance(each, Tensor)]
+        written += tree_leaves(args[:1] or list(kwargs.values())[:1])  # nn.init names its tensor
+    return [each for each in written if isinstance(each, Tensor)]
 
 
 def _needs_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -164,8 +164,7 @@ def _note_views(result: Any, bases: Iterable[tuple[Tensor, DTensor]]) -> None:
 
 def _bases(views: Iterable[Tensor]) -> list[tuple[Tensor, DTensor]]:
     """Return what views were gathered from, each once."""
-    found = {id(base[1]): base for base in (_VIEWS[each] for each in views)}
-    return list(found.values())
+    return list({id(base[1]): base for base in (_VIEWS[each] for each in views)}.values())
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,8 +28,8 @@ from sd_lightning.state.host import step_on_host
 from sd_lightning.state.replicated import ReplicatedState, is_eight_bit
 from sd_lightning.state.shards import ShardedState
 from sd_lightning.strategies.base import EngineStrategy, RunSettings
-from sd_lightning.strategies.fsdp_footprint import footprint_of
-from sd_lightning.strategies.fsdp_hooks import WholeWhereNeeded, local_rows, remedy_of
+from sd_lightning.strategies.fsdp.config import Dtype, FSDPConfig, footprint_of
+from sd_lightning.strategies.fsdp.hooks import WholeWhereNeeded, local_rows, remedy_of
 from sd_lightning.strategies.networks import (
     blocks_of,
     configured_optimizers,
@@ -42,9 +42,6 @@ from sd_lightning.strategies.networks import (
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
 from sd_lightning.strategies.sharding import CPU_AND_CUDA
-from sd_lightning.strategies.user_hooks import WrappedHooks
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
@@ -66,7 +63,6 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     loads_weights = True  # each rank reads its rows
     keeps_layout = False
-    _hooks: WrappedHooks | None = None
 
     def __init__(
         self,
@@ -79,17 +75,9 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         forward_prefetch: int = 0,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        for name, value, least in (("replicas", replicas, 1), ("forward_prefetch", forward_prefetch, 0)):
-            if value < least:
-                raise UsageError(f"FSDPStrategy got {name}={value}; expected at least {least}")
         super().__init__(timeout=timeout_of("FSDPStrategy", timeout_seconds))
-        self.reshard_after_forward = reshard_after_forward
-        self.cpu_offload = cpu_offload
-        self.replicas = replicas
-        self.forward_prefetch = forward_prefetch
-        self.mixed_precision = MixedPrecisionPolicy(
-            param_dtype=None if param_dtype is None else getattr(torch, param_dtype),
-            reduce_dtype=None if reduce_dtype is None else getattr(torch, reduce_dtype),
+        self.config = FSDPConfig(
+            reshard_after_forward, cpu_offload, replicas, param_dtype, reduce_dtype, forward_prefetch
         )
 
     @override
@@ -116,7 +104,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     @override
     def footprint(self, workload: Workload) -> Footprint:
-        return footprint_of(self, workload)
+        return footprint_of(self.config, workload)
 
     @property
     @override
@@ -131,14 +119,13 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         assert self.cluster_environment is not None
         with self.joining():
             _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
-        if self.world_size % self.replicas:
+        replicas, parts = self.config.replicas, self.world_size // self.config.replicas
+        if parts * replicas != self.world_size:
             raise UsageError(
-                f"FSDPStrategy got replicas={self.replicas} for {self.world_size} processes; expected a divisor"
+                f"FSDPStrategy got replicas={replicas} for {self.world_size} processes; expected a divisor"
             )
-        shape: tuple[int, ...] = (self.world_size,)
-        names: tuple[str, ...] = ("shard",)
-        if self.replicas > 1:
-            shape, names = (self.replicas, self.world_size // self.replicas), ("replicate", "shard")
+        shape = (replicas, parts) if replicas > 1 else (parts,)
+        names = ("replicate", "shard")[-len(shape) :]
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     @override
@@ -146,24 +133,23 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.check(trainer, module)
         later = unfrozen_later(trainer, module) if trainer.state.fn == TrainerFn.FITTING else ()
-        self.take(trainer)
+        self.attach(trainer)
         networks = sharded_networks(module, type(self).__name__, later)
         _refuse_shared_weights(networks)
         blocks = blocks_of(module, networks)
         for name, network in networks.items():
             if not isinstance(network, FSDPModule):  # else an earlier run could not restore it and left it sharded
-                shard_network(network, self.device_mesh, self, blocks)
+                shard_network(network, self.device_mesh, self.config, blocks)
             weights = take_deferred(module, name)
             if weights is not None:
-                weights.fill_(network, torch.device("cpu") if self.cpu_offload else self.root_device, local_rows)
-        self._taken()
+                weights.fill_(network, torch.device("cpu") if self.config.cpu_offload else self.root_device, local_rows)
+        self.record_hooks()
         self.model = self.precision_plugin.convert_module(module)
-        if self.cpu_offload:
+        if self.config.cpu_offload:
             place_rest(module, networks, self.root_device, None)
         else:
             self.model_to_device()
-        in_hook = partial(self._in_hook, dict(module.named_parameters()))
-        self._hooks = WrappedHooks(trainer, module, in_hook)
+        self._wrap_hooks(trainer, partial(self._in_hook, dict(module.named_parameters())))
         self.barrier()
 
     @contextmanager
@@ -187,19 +173,13 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
                 )
 
     @override
-    def teardown(self) -> None:
-        if self._hooks is not None:
-            self._hooks.release()
-        super().teardown()
-
-    @override
     def _remedy_of(self, error: BaseException) -> str | None:
         return remedy_of(error)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if not self.cpu_offload:
+        if not self.config.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
             return
         for optimizer in self.optimizers:
@@ -207,7 +187,7 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     @override
     def skip_update_if(self, optimizer: Optimizer, is_bad: Tensor) -> bool:
-        if self.cpu_offload:  # the host steps, so it must know
+        if self.config.cpu_offload:  # the host steps, so it must know
             return False
         return EngineStrategy.skip_update_if(self, optimizer, is_bad)
 
@@ -220,8 +200,8 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
 
     @override
     def _adopts(self, other: RestoringStrategy) -> bool:
-        settings = attrgetter("cpu_offload", "replicas", "mixed_precision")
-        return isinstance(other, FSDPStrategy) and settings(self) == settings(other)
+        settings = attrgetter("cpu_offload", "replicas", "param_dtype", "reduce_dtype")
+        return isinstance(other, FSDPStrategy) and settings(self.config) == settings(other.config)
 
     @override
     def _has_engine(self) -> bool:
@@ -240,23 +220,23 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def shard_network(network: nn.Module, mesh: DeviceMesh, options: FSDPStrategy, blocks: Iterable[nn.Module]) -> None:
+def shard_network(network: nn.Module, mesh: DeviceMesh, config: FSDPConfig, blocks: Iterable[nn.Module]) -> None:
     """Apply ``fully_shard`` to the network's blocks, and then to its root, which takes the remaining parameters."""
     settings: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": options.reshard_after_forward,
-        "mp_policy": options.mixed_precision,
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(config.dtype("param_dtype"), config.dtype("reduce_dtype")),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        if options.cpu_offload
+        if config.cpu_offload
         else OffloadPolicy(),
     }
     inside = set(network.modules()) - {network}
     ours = [block for block in blocks if block in inside and not _shares_weights(block, network)]
     sharded = [fully_shard(block, **settings) for block in ours]
     fully_shard(network, **settings)
-    if options.forward_prefetch:
+    if config.forward_prefetch:
         for i, block in enumerate(sharded):
-            block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + options.forward_prefetch])
+            block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + config.forward_prefetch])
 
 
 def _shares_weights(block: nn.Module, network: nn.Module) -> bool:

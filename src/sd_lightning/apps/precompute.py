@@ -20,8 +20,8 @@ from sd_lightning._errors import UsageError
 from sd_lightning.apps.encoding import Workers, num_workers
 from sd_lightning.apps.preflight import check_model, load_model
 from sd_lightning.apps.stage_progress import StageProgress, shares
-from sd_lightning.apps.store_actions import ACTIONS, check_action
 from sd_lightning.apps.store_texts import Texts
+from sd_lightning.apps.store_upkeep import prune, verify
 from sd_lightning.data.bad_samples import BadSamples
 from sd_lightning.data.samples import tell_of_long_captions
 from sd_lightning.data.source import Source
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from sd_lightning.data.datamodule import SDDataModule
 
 log = logging.getLogger(__name__)
+
+_ONLY_FOR = {"text": ("encode", False), "dry_run": ("prune and verify", True), "drop_texts": ("prune", None)}
+"""Settings -> the actions that they are for, and what they are if not given; other actions would ignore them."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,11 @@ class Settings:
 def run(cfg: DictConfig) -> int:
     """Encode a data set, or do something else with a store."""
     quiet_libraries()
-    check_action(cfg)
-    if cfg.action != "encode":
-        return ACTIONS[cfg.action](cfg)
+    _check_action(cfg)
+    if cfg.action == "prune":
+        return prune(cfg.store, dry_run=cfg.dry_run, drop_texts=cfg.drop_texts)
+    if cfg.action == "verify":
+        return verify(cfg.store, dry_run=cfg.dry_run)
     settings = Settings(**{each.name: cfg[each.name] for each in fields(Settings)})
     root = open_location(settings.store, key="store")
     root.check_writable()
@@ -78,6 +83,16 @@ def run(cfg: DictConfig) -> int:
     store = LatentStore(root, recipe_of(model, datamodule, settings))
     sources = keep_held_out(store, sources)
     return encode(store, sources, model, datamodule, settings)
+
+
+def _check_action(cfg: DictConfig) -> None:
+    """Raise a ``UsageError`` if a setting is for another action."""
+    who = "precompute" if cfg.action == "encode" else f"precompute {cfg.action}"
+    for key, (actions, default) in _ONLY_FOR.items():
+        if cfg.action not in actions and cfg[key] != default:
+            whose = "encoding" if actions == "encode" else f"precompute {actions}"
+            value = str(cfg[key]).lower() if isinstance(cfg[key], bool) else cfg[key]
+            raise UsageError(f"{who} got {key}={value}; expected it only with {whose}; leave it out")
 
 
 def sources_of(datamodule: SDDataModule) -> dict[str, Source]:

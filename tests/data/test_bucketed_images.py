@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data import image_sizes
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.image_sizes import find_buckets
-from sd_lightning.data.loader import LoaderOptions
-from sd_lightning.data.samples import CaptionedImages
+from sd_lightning.data import sampler
+from sd_lightning.data.batch import CaptionedImages
+from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.sampler import find_buckets
 from sd_lightning.data.source import as_source
+from sd_lightning.data.transform import ImageOptions
 from shaped_data import IN_BUCKETS, NUM, OPTIONS, SIZES, TINY, Shapes
 from square_data import Recorder, datamodule, tokenize, trainer
 
@@ -41,14 +41,14 @@ def test_the_ranks_share_the_reading_of_sizes(monkeypatch: pytest.MonkeyPatch) -
             parts[rank] = own
             out[:] = [parts.get(other, own) for other in range(3)]
 
-        monkeypatch.setattr(image_sizes.dist, "get_rank", lambda: rank)
-        monkeypatch.setattr(image_sizes.dist, "all_gather_object", gather)
+        monkeypatch.setattr(sampler.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(sampler.dist, "all_gather_object", gather)
         found, bad = find_buckets(as_source(Shapes(headless=(2, 26))), OPTIONS)
         return [(bucket.shape, bucket.at(np.arange(len(bucket))).tolist()) for bucket in found], bad
 
     alone = find(0)
-    monkeypatch.setattr(image_sizes.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(image_sizes.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(sampler.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(sampler.dist, "get_world_size", lambda: 3)
     for rank in range(3):
         find(rank)
     assert [find(rank) for rank in range(3)] == [alone] * 3

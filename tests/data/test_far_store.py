@@ -20,13 +20,13 @@ from locations import opened, refusal
 from s3_server import Fault, S3Server
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import latents_data
-from sd_lightning.data.look_ahead import LookAhead
+from sd_lightning.data.loading import LookAhead
 from sd_lightning.data.sources import latents as latents_source
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import choose_recipe
+from sd_lightning.data.store import layout
 from sd_lightning.data.store import reader as reader_module
-from sd_lightning.data.store import store as store_module
-from sd_lightning.data.store.store import LatentStore
+from sd_lightning.data.store.layout import LatentStore
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.storage import object_store
 from sd_lightning.storage.file_cache import FileCache
@@ -176,7 +176,7 @@ class TestTwoJobs:
 
     def test_a_living_job_keeps_others_out_and_a_dead_one_does_not(self, far, photos, monkeypatch):
         folder = latents_of(far).folder
-        monkeypatch.setattr(store_module, "_BEAT", 0.05)
+        monkeypatch.setattr(layout, "_BEAT", 0.05)
         with latents_of(far).locked():
             first = json.loads(folder.read("job.json"))
             time.sleep(0.5)
@@ -190,7 +190,7 @@ class TestTwoJobs:
         assert folder.size("job.json") is None
 
     def test_a_sign_of_life_that_fails_does_not_end_them(self, s3, far, monkeypatch, caplog):
-        monkeypatch.setattr(store_module, "_BEAT", 0.02)
+        monkeypatch.setattr(layout, "_BEAT", 0.02)
         folder = latents_of(far).folder
         with latents_of(far).locked():
             begin = json.loads(folder.read("job.json"))["time"]
@@ -337,14 +337,12 @@ class TestReading:
             trainer(100).fit(recorder(), data)
 
     def test_token_ids_of_more_files_than_may_be_open(self, near_store, monkeypatch):
-        from sd_lightning.data.store import open_files
-
         index = np.random.default_rng(0).permutation(NUM)
         whole = reader(near_store)
         wanted, ids = whole.latents(index), whole.token_ids(index, np.zeros(NUM, int))
         for name, limit in (("_MOST_OPEN", 3), ("_MOST_HANDLES", 7)):
             with monkeypatch.context() as patch:
-                patch.setattr(open_files, name, limit)
+                patch.setattr(reader_module, name, limit)
                 few = reader(near_store)
                 found = few.latents(index)
                 assert torch.equal(found.latents, wanted.latents) and torch.equal(found.sizes, wanted.sizes)

@@ -16,11 +16,11 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import stored_images
 from sd_lightning.data.store import job
+from sd_lightning.data.store.files import StoreFile
+from sd_lightning.data.store.index import ROW, HashTable, ImageIndex, rows_of
 from sd_lightning.data.store.job import rows_per_file
-from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
-from sd_lightning.data.store.recipe import Recipe, network_hash
-from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.layout import LATENTS, LatentStore, Recipe, network_hash, path_of, recipes
+from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.storage.locations import open_location
@@ -302,7 +302,7 @@ class TestSameKey:
 
 
 class TestKilled:
-    @pytest.mark.parametrize("after", range(0, 14, 2))
+    @pytest.mark.parametrize("after", range(11))
     def test_a_job_that_died_after_some_files_is_continued(self, after, photos, tmp_path, monkeypatch):
         update(tmp_path / "undisturbed", ImageFolder(photos))
         self._die_after(after, photos, tmp_path / "store", monkeypatch)
@@ -334,7 +334,7 @@ class TestKilled:
         create = kind.create
 
         def dying(self, name, data):
-            if name.startswith(("latents", "tables", "samples", "generations")):
+            if name.startswith(("latents", "samples", "generations")):
                 left[0] -= 1
                 if left[0] < 0:
                     raise Killed
@@ -400,7 +400,7 @@ class TestPrune:
         prune(tmp_path / "store", tmp_path / "scratch")
         assert same(held(reader(tmp_path / "store")), expected(photos))
         assert not prune(tmp_path / "store", tmp_path / "scratch", dry_run=True).unused.files
-        ran = update(tmp_path / "store", ImageFolder(photos))  # the tables know all that is left
+        ran = update(tmp_path / "store", ImageFolder(photos))  # the files know all that is left
         assert not ran.tasks and ran.counts.kept == len(expected(photos))
         write_picture(photos, f"{next(iter(gone)):03}", colour=next(iter(gone)))
         assert update(tmp_path / "store", ImageFolder(photos)).counts.encoded == 1  # and none that is gone
@@ -466,35 +466,69 @@ class TestTwoJobs:
             store.commit(ran.generation)
 
 
-class TestKeyTable:
+class TestHashTable:
     @pytest.mark.parametrize("at_once", [10**6, 700], ids=["in memory", "on disk"])
     def test_finds_what_is_there_and_nothing_else(self, tmp_path, at_once):
         random = np.random.default_rng(0)
         hashes = random.integers(0, 256, (5000, 16), np.uint8)
         hashes[1000, :8] = hashes[1, :8]  # the same first half
         blocks = [rows_of(hashes[i : i + 500], i // 500, np.arange(500)) for i in range(0, 5000, 500)]
-        assert write_table(tmp_path / "table", blocks, shards=["a", "b"], sorted_at_once=at_once) == 5000
-        assert [path.name for path in tmp_path.iterdir()] == ["table"]
-        table = KeyTable(tmp_path / "table")
-        assert len(table) == 5000 and table.shards == ["a", "b"]
-        shard, row = table.at(table.find(hashes))
-        assert (shard * 500 + row == np.arange(5000)).all()
-        others = random.integers(0, 256, (5000, 16), np.uint8)
-        assert (table.find(others) == -1).all()
+        table = HashTable(tmp_path / "table", blocks, sorted_at_once=at_once)
+        assert len(table) == 5000 and [path.name for path in tmp_path.iterdir()] == ["table"]
+        file, row = table.find(hashes)
+        assert (file * 500 + row == np.arange(5000)).all()
+        assert (table.find(random.integers(0, 256, (5000, 16), np.uint8))[0] == -1).all()
         rows = np.concatenate(list(table.blocks(999)))
         assert rows.dtype == ROW and (rows["high"][1:] >= rows["high"][:-1]).all()
 
+    @pytest.mark.parametrize("at_once", [10**6, 4], ids=["in memory", "on disk"])
+    def test_of_equal_hashes_the_first_is_found(self, tmp_path, at_once):
+        hashes = np.random.default_rng(0).integers(0, 256, (3, 16), np.uint8)
+        blocks = [rows_of(hashes[order], file, np.array(order)) for file, order in enumerate([[2, 0], [1, 0, 2]])]
+        file, row = HashTable(tmp_path / "table", blocks, sorted_at_once=at_once).find(hashes)
+        assert file.tolist() == [0, 1, 0] and row.tolist() == [0, 1, 2]
+
     def test_an_empty_table(self, tmp_path):
-        write_table(tmp_path / "table", [])
-        assert (KeyTable(tmp_path / "table").find(np.zeros((3, 16), np.uint8)) == -1).all()
+        assert (HashTable(tmp_path / "table", []).find(np.zeros((3, 16), np.uint8))[0] == -1).all()
 
-    def test_is_a_safetensors_file(self, tmp_path):
-        from safetensors import safe_open
 
-        hashes = np.random.default_rng(0).integers(0, 256, (50, 16), np.uint8)
-        write_table(tmp_path / "table", [rows_of(hashes, 0, np.arange(50))])
-        with safe_open(tmp_path / "table", "np") as file:
-            assert sorted(file.get_tensor("row").tolist()) == list(range(50))
+class TestImageIndex:
+    def test_of_two_files_with_an_image_the_smaller_name_counts_and_few_tables_stay(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        folder = next((tmp_path / "store").rglob("latents"))
+        smallest = min(folder.iterdir())
+        shutil.copy(smallest, folder / f"{'0' * 32}.safetensors")
+        store = LatentStore(open_location(tmp_path / "store", key="store"), recipe())
+        images = ImageIndex(store, store.present(LATENTS), tmp_path, used={smallest.stem})
+        for number in range(20):  # portions of two images
+            hashes = np.full((2, 16), number, np.uint8)
+            hashes[1, 0] = 255
+            images.add([(f"new-{number}", 100, hashes)])
+        shards, where = images.find(np.full((3, 16), 7, np.uint8))
+        assert shards == [("new-7", 100)] and where.tolist() == [[0, 0]] * 3
+        assert images.find(np.full((1, 16), 99, np.uint8))[1].tolist() == [[-1, -1]]
+        stored = StoreFile(open(smallest, "rb", buffering=0), name="").read("images").numpy()
+        shards, where = images.find(stored)
+        assert [name for name, _ in shards] == ["0" * 32] and where[:, 1].tolist() == list(range(len(stored)))
+        assert images.is_left_over(shards[0]) and not images.is_left_over(("new-7", 100))
+        assert len(list(tmp_path.glob("images-*"))) < 7
+
+    def test_after_a_kill_images_are_found_although_the_data_changed(self, photos, tmp_path, monkeypatch):
+        TestKilled._die_after(5, photos, tmp_path / "store", monkeypatch)
+        there = len(list((tmp_path / "store").rglob("latents/*.safetensors")))
+        write_picture(photos, "0", colour=999)  # the first one now: all later files begin elsewhere
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert there and ran.counts.found >= 2 * there and ran.counts.encoded + ran.counts.found == 24
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+
+    def test_after_a_kill_files_are_the_same_although_images_are_broken(self, photos, tmp_path, monkeypatch):
+        (photos / "001.png").write_bytes(b"no image")
+        update(tmp_path / "undisturbed", ImageFolder(photos))
+        for count in (2, 4, 6):
+            TestKilled._die_after(count, photos, tmp_path / "store", monkeypatch)
+            assert list(update(tmp_path / "store", ImageFolder(photos)).bad) == [str(photos / "001.png")]
+            assert files(tmp_path / "store") == files(tmp_path / "undisturbed")
+            shutil.rmtree(tmp_path / "store")
 
 
 def test_the_recipes_of_a_store_are_listed(photos, tmp_path):

@@ -14,17 +14,14 @@ from torch import Tensor
 
 from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.samples import CaptionedImages
+from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import StoredImages
-from sd_lightning.data.store.files import CHECKS, row_sums, write_groups
-from sd_lightning.data.store.rows import captions_hash
-from sd_lightning.data.store.store import LatentStore
-from sd_lightning.data.store.stored_texts import StoredTexts
-from sd_lightning.data.store.texts import TextEncoder, missing_texts, text_kind, text_tasks
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.files import CHECKS, captions_hash, row_sums, write_groups
+from sd_lightning.data.store.layout import LatentStore
+from sd_lightning.data.store.texts import StoredTexts, TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
 from sd_lightning.data.store.upkeep import Pruning, broken_files
+from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models.families.base import flat_conditioning, nested_conditioning
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.locations import open_location
@@ -102,14 +99,14 @@ def test_the_reader_is_pickled_for_workers(photos: Path, tmp_path: Path) -> None
 
 
 def test_few_files_are_open_at_a_time(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_lightning.data.store.stored_texts._MOST_OPEN", 1)
+    monkeypatch.setattr("sd_lightning.data.store.texts._MOST_OPEN", 1)
     update(tmp_path / "store", ImageFolder(photos), samples_per_file=4, portion=100)
     assert embed(tmp_path / "store", tmp_path / "scratch") > 4
     texts = StoredTexts(reader(tmp_path / "store"), KIND)
     for i in (0, 22, 9, 0):
         right = LetterEncoder().embed(tokenize([reader(tmp_path / "store").captions(i)[0]]))["hidden"]
         assert torch.equal(texts.batch(np.array([i]), [0])["hidden"], right)
-    assert len(texts._files._open) == 1
+    assert texts._file.cache_info().currsize == 1
 
 
 def test_changed_and_new_captions_are_missing_until_they_are_encoded(photos: Path, tmp_path: Path) -> None:

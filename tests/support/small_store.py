@@ -12,15 +12,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.batch import BadSamples
 from sd_lightning.data.source import Source
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder
 from sd_lightning.data.store.job import Counts, StoreJob
+from sd_lightning.data.store.layout import Generation, LatentStore, Recipe
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.recipe import Recipe
-from sd_lightning.data.store.store import Generation, LatentStore
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.locations import open_location

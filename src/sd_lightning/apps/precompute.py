@@ -22,16 +22,13 @@ from sd_lightning.apps.preflight import check_model, load_model
 from sd_lightning.apps.stage_progress import StageProgress, shares
 from sd_lightning.apps.store_texts import Texts
 from sd_lightning.apps.store_upkeep import prune, verify
-from sd_lightning.data.bad_samples import BadSamples
-from sd_lightning.data.samples import tell_of_long_captions
-from sd_lightning.data.source import Source
+from sd_lightning.data.batch import BadSamples, tell_of_long_captions
+from sd_lightning.data.source import Source, SourceSubset, hold_out
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.files import hashes_of
 from sd_lightning.data.store.job import StoreJob, rows_per_file
-from sd_lightning.data.store.recipe import DTYPES, Recipe, network_hash
-from sd_lightning.data.store.store import Generation, LatentStore, recipes
-from sd_lightning.data.store.tokenizing import Tokenizing
-from sd_lightning.data.subset import SourceSubset, hold_out
+from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, Recipe, network_hash, recipes
+from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.locations import open_location
@@ -180,7 +177,7 @@ def encode(
     images_per_file, samples_per_file = rows_per_file(total, bytes_per_image, settings.shard_mb)
     print(
         f"{total} images, {bytes_per_image} bytes of latents each: at most {total * bytes_per_image / 1e9:.3g} GB in "
-        f"{store.folder.url} ({store.recipe.told()})",
+        f"{store.folder.url} ({store.recipe.description()})",
         flush=True,
     )
     text_encoder = None if texts is None else texts.encoder(encoder, device)

@@ -12,17 +12,12 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.data.buckets import Bucket
-from sd_lightning.data.order import Locality
-from sd_lightning.data.shapes import Shape
+from sd_lightning.data.order import Bucket, Locality, Shape
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import name_of
+from sd_lightning.data.store.layout import LatentStore, Recipe, network_hash, recipes
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.recipe import Recipe, network_hash
-from sd_lightning.data.store.store import LatentStore, recipes
-from sd_lightning.data.store.stored_texts import StoredTexts
-from sd_lightning.data.store.texts import text_kind
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.texts import StoredTexts, Tokenizing, text_kind
 from sd_lightning.storage.location import Location
 
 if TYPE_CHECKING:
@@ -204,7 +199,7 @@ def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None)
     ]
     if len(fits) == 1:
         return fits[0]
-    told = "; ".join(f"{each.fingerprint[:8]}: {each.told()} vae {each.vae[:8]}" for each in fits or found)
+    told = "; ".join(f"{each.fingerprint[:8]}: {each.description()} vae {each.vae[:8]}" for each in fits or found)
     wanted = " ".join(
         f"data.{name}={value}" for name, value in (("recipe", recipe), ("resolution", resolution)) if value is not None
     )
@@ -246,6 +241,7 @@ def stored_images(store: LatentStore, reader: StoreReader) -> StoredImages:
     if not len(reader):
         raise UsageError(
             f"data.store={store.root.url} has no samples to {'train on' if reader.split == 'train' else 'validate'} "
-            f"({store.recipe.told()}): precompute has not ended, or none of its images could be used; run it again"
+            f"({store.recipe.description()}): precompute has not ended, or none of its images could be used; run it "
+            "again"
         )
     return StoredImages(reader)

@@ -17,7 +17,7 @@ from sd_lightning.data.order import Shape
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import BLANK, CHECKS, HASH_BYTES, hashes_of, name_of, row_sums, sealed, serialized
 from sd_lightning.data.store.layout import DTYPES, LATENTS, Recipe, path_of
-from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, place, to_model_range
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, any_error_is_a_bad_sample, place, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 from sd_lightning.storage.location import Location
@@ -149,24 +149,22 @@ class ShardEncoder:
     def _load(self, source: Source, task: EncodeTask, number: int) -> tuple[list[Placed], str | None, dict[str, float]]:
         """Return an image in every variant, or why it cannot be used, and the seconds of each stage."""
         index, image = int(task.indices[number]), task.images[number]
-        start = read = time.perf_counter()
+        begin = read = time.perf_counter()
         try:
-            content = source.content(index)
+            with any_error_is_a_bad_sample():
+                content = source.content(index)
             read = time.perf_counter()
             if not np.array_equal(hashes_of([content])[0], image):
                 raise UsageError(
                     f"precompute: {source.name(index)} has changed while it was encoded; nothing is lost: run "
                     "precompute again when nobody writes to the data"
                 )
-            picture = source.decode(content)
-            placed = [self._placed(picture, image, variant, task.shape) for variant in range(self.recipe.variants)]
-            return placed, None, {"read": read - start, "decode": time.perf_counter() - read}
-        except (UsageError, MemoryError):
-            raise
+            with any_error_is_a_bad_sample():
+                picture = source.decode(content)
+                placed = [self._placed(picture, image, variant, task.shape) for variant in range(self.recipe.variants)]
+            return placed, None, {"read": read - begin, "decode": time.perf_counter() - read}
         except BadSample as reason:
-            return [], str(reason), {"read": read - start}
-        except Exception as error:  # what PIL's plug-ins raise
-            return [], f"{type(error).__name__}: {error}", {"read": read - start}
+            return [], str(reason), {"read": read - begin}
 
     def _placed(self, picture: Any, image: np.ndarray, variant: int, shape: Shape) -> Placed:
         """Resize, crop and flip; random numbers belong to the image and the variant."""

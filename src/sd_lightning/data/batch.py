@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 
 _NAMED = 20
 """Number of bad samples that warnings and errors list by name."""
+_LOOKED_AT = 1000
+"""Number of samples whose captions are checked for truncation."""
+Tokenize = Callable[[list[str]], dict[str, Tensor]]
+"""Captions -> token ids (B, L) int64, by text encoder."""
 
 
 class BadSamples:
@@ -118,12 +122,6 @@ class BadSamples:
         shown = [f"{name} ({reason})" for name, reason in list(self.found.items())[:_NAMED]]
         more = len(self.found) - len(shown)
         return ", ".join(shown) + (f" and {more} more" if more else "")
-
-
-_LOOKED_AT = 1000
-"""Number of samples whose captions are checked for truncation."""
-Tokenize = Callable[[list[str]], dict[str, Tensor]]
-"""Captions -> token ids (B, L) int64, by text encoder."""
 
 
 class CaptionedImages(Dataset[Batch]):

@@ -27,6 +27,13 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 """Threads that fetch: one alone waits for the network most of the time."""
+T = TypeVar("T")
+_SLOW_SECONDS = 120.0
+"""After this, and each time it has doubled, a worker process says where it is in a batch."""
+Batch = dict[str, Any]
+"""Entries of a batch by name; see ``CaptionedImages``."""
+BatchKeys = Iterable[list[Key]]
+"""The keys of each batch."""
 
 
 def fetch_all(source: Source, index: Sequence[int]) -> None:
@@ -125,15 +132,6 @@ class _Position:
         with self._moved:
             self._moved.wait_for(lambda: self.ended or self.now >= number)
             return not self.ended
-
-
-T = TypeVar("T")
-_SLOW_SECONDS = 120.0
-"""After this, and each time it has doubled, a worker process says where it is in a batch."""
-Batch = dict[str, Any]
-"""Entries of a batch by name; see ``CaptionedImages``."""
-BatchKeys = Iterable[list[Key]]
-"""The keys of each batch."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ _FILES, _FIRST_WINDOW = 1, 2
 """Streams of the permutations of an order with a locality; stream 0 is that of all samples."""
 _STREAMS = 8
 """Streams of each order of an epoch; windows are numbered above them."""
+_TICK_BITS = 31
+"""Bits of the resolution of the batches' times; batches of the same time follow in the order of their buckets."""
 
 
 class BatchOrder(Protocol):
@@ -234,10 +236,6 @@ def check_version(version: int) -> None:
             f"resume: the checkpoint is in the middle of an epoch in order version {version}; expected 1 to "
             f"{ORDER_VERSION}; update sd-lightning, or start a new run from its weights with init_from="
         )
-
-
-_TICK_BITS = 31
-"""Bits of the resolution of the batches' times; batches of the same time follow in the order of their buckets."""
 
 
 @dataclass(frozen=True, eq=False)

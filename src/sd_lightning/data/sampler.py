@@ -55,6 +55,9 @@ Key = tuple[int, int] | tuple[int, int, float]
 
 In global batches that are divided unevenly, the third is the weight of its loss.
 """
+_AT_ONCE = 256
+"""Images whose sizes a thread reads before it takes the next ones."""
+_NAMED = 20
 
 
 def split_keys(keys: Sequence[Key]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -236,11 +239,6 @@ def bucket_validation_batches(
             mine = indices[rank * size // world_size : (rank + 1) * size // world_size]
             batches.append([(0, index, 1.0) for index in mine] or [(0, indices[0], 0.0)])
     return batches
-
-
-_AT_ONCE = 256
-"""Images whose sizes a thread reads before it takes the next ones."""
-_NAMED = 20
 
 
 def find_buckets(source: Source, options: ImageOptions) -> tuple[tuple[Bucket, ...], list[Bad]]:

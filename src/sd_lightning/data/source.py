@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 Bad = tuple[int, str]
 """Index of a sample that could not be read, and why."""
+_BY_CONTENT = 10_000
+"""Largest number of samples whose images are looked at: three small pieces of each file, of no image without one."""
+_BY_KEY = 1_000_000
+"""Largest number of samples whose keys are hashed at every start: about three seconds."""
 
 
 class BadSample(Exception):
@@ -228,12 +232,6 @@ class _Undeclared(Source):
 def as_source(source: Source) -> Source:
     """Return a source with every member of ``Source``; wrap an object that does not inherit from it."""
     return source if isinstance(source, Source) else _Undeclared(source)
-
-
-_BY_CONTENT = 10_000
-"""Largest number of samples whose images are looked at: three small pieces of each file, of no image without one."""
-_BY_KEY = 1_000_000
-"""Largest number of samples whose keys are hashed at every start: about three seconds."""
 
 
 class Indices(Protocol):

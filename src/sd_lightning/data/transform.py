@@ -19,6 +19,11 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Shape
 from sd_lightning.data.source import BadSample, Source
 
+MAX_IMAGE_PIXELS = 128_000_000
+"""Default limit on an image's pixels, before and after resizing: half a gigabyte, and more than cameras have."""
+BUCKET_FIELDS = ("enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps")
+"""Fields of ``ImageOptions`` of aspect-ratio buckets."""
+
 
 def bucket_shapes(resolution: int, *, min_side: int, max_side: int, step: int) -> list[Shape]:
     """Return the shapes with about as many pixels as the square, and none with more, from tall to wide.
@@ -58,10 +63,6 @@ def nearest_shapes(sizes: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
     ratios = width / height
     middles = np.sqrt(ratios[:-1] * ratios[1:])
     return np.searchsorted(middles, sizes[:, 1] / sizes[:, 0])
-
-
-MAX_IMAGE_PIXELS = 128_000_000
-"""Default limit on an image's pixels, before and after resizing: half a gigabyte, and more than cameras have."""
 
 
 @dataclass(frozen=True)
@@ -222,10 +223,6 @@ def place(
 def to_model_range(pixels: Tensor) -> Tensor:
     """Turn pixels (B, H, W, 3) uint8 into (B, 3, H, W) float32 in [-1, 1]."""
     return (pixels.permute(0, 3, 1, 2).to(torch.float32).contiguous() / 127.5).sub_(1.0)
-
-
-BUCKET_FIELDS = ("enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps")
-"""Fields of ``ImageOptions`` of aspect-ratio buckets."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,12 @@ CACHE_BYTES = 2**29
 _PIECE = 64
 _UNREADABLE = (OSError, ValueError, LookupError, NotImplementedError)
 """What pyarrow raises for damaged or changed files."""
+MAX_GROUP_GIB = 1.0
+"""Largest row group of images: reading one of them decodes all."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PIECES = 4
+_LOOKED_AT = 20
+"""Number of rows checked to decide whether a column holds images."""
 
 
 class RowGroups:
@@ -192,14 +198,6 @@ def pyarrow_parquet() -> Any:
 
 def _types() -> Any:
     return require("pyarrow.types", extra="parquet", who="data=parquet")
-
-
-MAX_GROUP_GIB = 1.0
-"""Largest row group of images: reading one of them decodes all."""
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_PIECES = 4
-_LOOKED_AT = 20
-"""Number of rows checked to decide whether a column holds images."""
 
 
 class ParquetImages(EncodedImages):

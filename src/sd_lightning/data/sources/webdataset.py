@@ -33,6 +33,11 @@ from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """First bytes of compressed files."""
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_LOOKED_AT = 20
+"""Number of samples checked to decide whether a key holds captions."""
+_COLUMNS = 6
 
 
 class TarMember(io.RawIOBase):
@@ -127,10 +132,6 @@ def refuse_compressed(path: str, kind: str) -> NoReturn:
     )
 
 
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
-
-
 def expand_braces(pattern: str) -> list[str]:
     """Return what shells expand a pattern to: ``{08..10}`` to 08, 09 and 10, ``{a,b}`` to a and b."""
     braces = _BRACES.search(pattern)
@@ -145,11 +146,6 @@ def expand_braces(pattern: str) -> list[str]:
     return [
         each for value in values for each in expand_braces(pattern[: braces.start()] + value + pattern[braces.end() :])
     ]
-
-
-_LOOKED_AT = 20
-"""Number of samples checked to decide whether a key holds captions."""
-_COLUMNS = 6
 
 
 @dataclass(slots=True)

@@ -316,11 +316,7 @@ class KnownSamples:
     def _check_size(self, path: str, found: int, size: int) -> None:
         """Raise for a file that would count as written although it is not whole."""
         if found != size:
-            raise UsageError(
-                f"{self._store.folder.url}/{path} has {found} bytes instead of {size}: it is truncated or altered; "
-                f"delete it with python -m sd_lightning.precompute verify store={self._store.root.url} dry_run=false, "
-                "and run precompute again"
-            )
+            raise self._store.broken(path, f"it has {found} bytes instead of {size}")
 
     def keep(self, rows: SampleRows) -> np.ndarray:
         """Return which samples are in the store as they are, (N,) bool, and note that these are still wanted.

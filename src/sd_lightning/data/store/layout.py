@@ -310,10 +310,14 @@ class LatentStore:
         except UsageError:  # such as of the network
             raise
         except UNREADABLE as error:
-            raise UsageError(
-                f"{self.folder.url}/{path} is truncated or altered ({error}); delete it with python -m "
-                f"sd_lightning.precompute verify store={self.root.url} dry_run=false, and run precompute again"
-            ) from error
+            raise self.broken(path, str(error)) from error
+
+    def broken(self, path: str, reason: str) -> UsageError:
+        """Return the error for a file that is not what was written."""
+        return UsageError(
+            f"{self.folder.url}/{path} is truncated or altered ({reason}); delete it with python -m "
+            f"sd_lightning.precompute verify store={self.root.url} dry_run=false, and run precompute again"
+        )
 
     def local(self, kind: str, name: str, scratch: Path) -> Path:
         """Return a local path of a file; it is copied into ``scratch`` once if the store is not local."""

@@ -118,8 +118,8 @@ class Pruning:
                     "again, which encodes what is missing"
                 )
             num_rows = self.store.header(LATENTS, name, self._latents[name]).columns["images"].shape[0]
-            rows = np.frombuffer(bits.to_bytes(num_rows // 8 + 1, "little"), np.uint8)
-            rows = np.flatnonzero(np.unpackbits(rows, bitorder="little"))
+            packed = np.frombuffer(bits.to_bytes(num_rows // 8 + 1, "little"), np.uint8)
+            rows = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
             if len(rows) < num_rows * (1 - _WORTHWHILE):
                 unused.partly[name] = rows
                 unused.freed += self._latents[name] * (num_rows - len(rows)) // num_rows

@@ -114,7 +114,7 @@ def read_store(store: StoreReader, order: np.ndarray) -> None:
     """Read all records in batches."""
     for begin in range(0, len(order), BATCH):
         index = order[begin : begin + BATCH]
-        store.latents(index)
+        store.read_latents(index)
         store.token_ids(index, np.zeros(len(index), np.int64))
 
 

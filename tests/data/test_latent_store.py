@@ -14,7 +14,6 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.latents import stored_images
 from sd_lightning.data.store import job
 from sd_lightning.data.store.files import StoreFile
 from sd_lightning.data.store.index import ROW, HashTable, ImageIndex, rows_of
@@ -31,6 +30,7 @@ from small_store import (
     reader,
     recipe,
     same,
+    source_of,
     tokenize,
     update,
     write_picture,
@@ -70,10 +70,10 @@ class TestContents:
     def test_rows_come_in_any_order_and_again(self, photos, tmp_path):
         update(tmp_path / "store", ImageFolder(photos))
         store = reader(tmp_path / "store")
-        everything = store.latents(np.arange(23))
+        everything = store.read_latents(np.arange(23))
         in_order, sizes = everything.latents, everything.sizes
         index = np.random.default_rng(0).integers(0, 23, 200)
-        some = store.latents(index)
+        some = store.read_latents(index)
         assert torch.equal(some.latents, in_order[index]) and torch.equal(some.sizes, sizes[index])
         assert sizes.tolist() == [[8, 8, 0, 0]] * 23
 
@@ -98,7 +98,7 @@ class TestContents:
     def test_stored_types(self, photos, tmp_path, dtype):
         of = recipe(dtype=dtype)
         update(tmp_path / "store", ImageFolder(photos), of=of)
-        latents = reader(tmp_path / "store", of=of).latents(np.arange(23)).latents
+        latents = reader(tmp_path / "store", of=of).read_latents(np.arange(23)).latents
         assert latents.dtype == getattr(torch, dtype)
         exact = np.stack([moments for moments, _ in expected(photos).values()])
         assert np.allclose(
@@ -119,23 +119,23 @@ class TestContents:
             update(tmp_path / f"store-{folder}", ImageFolder(tmp_path / folder), of=of, images_per_file=2)
             store = reader(tmp_path / f"store-{folder}", of=of)
             index = next(i for i in range(len(store)) if Path(store.name(i)).stem == "b")
-            found.append(store.latents(np.full(4, index), np.arange(4)))
+            found.append(store.read_latents(np.full(4, index), np.arange(4)))
         assert torch.equal(found[0].latents, found[1].latents) and torch.equal(found[0].sizes, found[1].sizes)
         assert len({row.numpy().tobytes() for row in found[0].latents}) == 4
 
     def test_a_draw_is_half_the_bytes_and_always_the_same(self, photos, tmp_path):
         of = recipe(latents="draw")
         update(tmp_path / "store", ImageFolder(photos), of=of)
-        latents = reader(tmp_path / "store", of=of).latents(np.arange(23)).latents
+        latents = reader(tmp_path / "store", of=of).read_latents(np.arange(23)).latents
         moments = _moments(photos, tmp_path)
         assert latents.shape[1] * 2 == moments.shape[1]
         update(tmp_path / "again", ImageFolder(photos), of=of)
-        assert torch.equal(latents, reader(tmp_path / "again", of=of).latents(np.arange(23)).latents)
+        assert torch.equal(latents, reader(tmp_path / "again", of=of).read_latents(np.arange(23)).latents)
 
 
 def _moments(photos, tmp_path):
     update(tmp_path / "moments", ImageFolder(photos))
-    return reader(tmp_path / "moments").latents(np.arange(23)).latents
+    return reader(tmp_path / "moments").read_latents(np.arange(23)).latents
 
 
 class TestBuckets:
@@ -153,11 +153,11 @@ class TestBuckets:
         of = recipe(shapes=self.SHAPES)
         update(tmp_path / "store", ImageFolder(photos), of=of, images_per_file=2, portion=8)
         store = reader(tmp_path / "store", of=of)
-        source = stored_images(store.store, store)
+        source = source_of(store)
         assert sum(map(len, source.buckets)) == 21 and [b.shape for b in source.buckets] == [*self.SHAPES]
         for bucket in source.buckets:
             index = np.array(bucket.members)
-            stored = store.latents(index)
+            stored = store.read_latents(index)
             assert stored.latents.shape[1:] == (6, bucket.shape[0] // 4, bucket.shape[1] // 4)
             for i, latents, given in zip(index.tolist(), stored.latents, stored.sizes.tolist()):
                 picture = Image.open(store.name(i))
@@ -168,7 +168,7 @@ class TestBuckets:
                 ratios = [abs(np.log(picture.width / picture.height * h / w)) for h, w in self.SHAPES]
                 assert self.SHAPES[int(np.argmin(ratios))] == bucket.shape
         with pytest.raises(AssertionError, match="several shapes"):
-            store.latents(np.arange(21))
+            store.read_latents(np.arange(21))
 
     def test_a_changed_shape_moves_the_sample_to_its_bucket_and_the_rest_stays(self, photos, tmp_path):
         from PIL import Image
@@ -178,7 +178,7 @@ class TestBuckets:
         Image.new("RGB", (32, 16), "red").save(photos / "004.png")
         ran = update(tmp_path / "store", ImageFolder(photos), of=of)
         assert ran.counts.encoded == 1 and ran.counts.kept == 22
-        buckets = {b.shape: len(b) for b in stored_images(None, reader(tmp_path / "store", of=of)).buckets}
+        buckets = {b.shape: len(b) for b in source_of(reader(tmp_path / "store", of=of)).buckets}
         assert buckets == {(8, 8): 22, (8, 16): 1}
 
 
@@ -442,7 +442,7 @@ class TestVerify:
         store = reader(tmp_path / "store")
         shutil.rmtree(next((tmp_path / "store").rglob("latents")))
         with pytest.raises(UsageError, match="is not there; the store was pruned.*resume=auto"):
-            store.latents(np.arange(3))
+            store.read_latents(np.arange(3))
 
 
 class TestTwoJobs:
@@ -512,6 +512,16 @@ class TestImageIndex:
         assert [name for name, _ in shards] == ["0" * 32] and where[:, 1].tolist() == list(range(len(stored)))
         assert images.is_left_over(shards[0]) and not images.is_left_over(("new-7", 100))
         assert len(list(tmp_path.glob("images-*"))) < 7
+
+    def test_images_that_were_gone_and_come_back_are_not_encoded_again(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        for i in range(3, 9):
+            (photos / f"{i:03}.png").unlink()
+        update(tmp_path / "store", ImageFolder(photos))
+        write_pictures(photos, 9)
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert (ran.counts.encoded, ran.counts.found, ran.counts.added) == (0, 4, 6), "nothing else was in one of the files"
+        assert same(held(reader(tmp_path / "store")), expected(photos))
 
     def test_after_a_kill_images_are_found_although_the_data_changed(self, photos, tmp_path, monkeypatch):
         TestKilled._die_after(5, photos, tmp_path / "store", monkeypatch)

@@ -299,7 +299,7 @@ def test_altered_latents_are_not_trained_on(column: str, photos: Path, tmp_path:
     begin, end = column_of(path, column)
     flip(path, (begin + end) // 2, 6)
     store = reader(tmp_path / "store")
-    message = refusal(lambda: store.latents(np.arange(9)), "not those that were written", "verify store=")
+    message = refusal(lambda: store.read_latents(np.arange(9)), "not those that were written", "verify store=")
     assert path.name in message
     path.unlink()
     update(tmp_path / "store", ImageFolder(photos))
@@ -312,7 +312,7 @@ def test_an_altered_sample_file_is_neither_read_nor_copied(column: str, photos: 
     path = next((tmp_path / "store").rglob("samples/*.safetensors"))
     flip(path, column_of(path, column)[0])
     refusal(lambda: reader(tmp_path / "store").captions(0), path.name, "not those that were written")
-    refusal(lambda: reader(tmp_path / "store").latents(np.arange(2)), path.name, "not those that were written")
+    refusal(lambda: reader(tmp_path / "store").read_latents(np.arange(2)), path.name, "not those that were written")
     (photos / "000.txt").write_text("another caption")
     refusal(lambda: update(tmp_path / "store", ImageFolder(photos)), path.name, "not those that were written")
 
@@ -494,7 +494,7 @@ def test_a_portion_without_a_usable_image_and_captions_that_are_empty(tmp_path: 
     assert ran.counts.added == 19 and len(ran.bad) == 10
     again = update(tmp_path / "store", ImageFolder(photos), portion=10)
     assert again.counts.kept == 19 and not again.counts.encoded
-    assert np.isfinite(reader(tmp_path / "store").latents(np.arange(19)).latents).all()
+    assert np.isfinite(reader(tmp_path / "store").read_latents(np.arange(19)).latents).all()
 
 
 def test_a_read_only_folder_is_refused(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.latents import StoredImages
 from sd_lightning.data.store.files import CHECKS, captions_hash, row_sums, write_groups
 from sd_lightning.data.store.layout import LatentStore
 from sd_lightning.data.store.texts import StoredTexts, TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
@@ -25,7 +24,7 @@ from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models.families.base import flat_conditioning, nested_conditioning
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.locations import open_location
-from small_store import reader, recipe, tokenize, update, write_picture, write_pictures
+from small_store import reader, recipe, source_of, tokenize, update, write_picture, write_pictures
 
 KIND = "texts/t0"
 
@@ -180,8 +179,8 @@ def test_batches_have_embeddings_instead_of_token_ids(photos: Path, tmp_path: Pa
     embed(tmp_path / "store", tmp_path / "scratch")
 
     def batches(texts: bool, wrong: bool) -> dict[str, Any]:
-        source = StoredImages(reader(tmp_path / "store"))
-        source._texts = StoredTexts(source.reader, KIND) if texts else None
+        source = source_of(reader(tmp_path / "store"))
+        source._texts = StoredTexts(source, KIND) if texts else None
         options = ImageOptions(8, center_crop=True, proportion_empty_prompts=0.0 if wrong else 0.4)
         latents = {"latents": source, "wrong_captions": wrong}
         return CaptionedImages(source, tokenize, options=options, seed=1, **latents).__getitems__(

@@ -15,6 +15,7 @@ from torch import Tensor
 from sd_lightning.data.batch import BadSamples
 from sd_lightning.data.source import Source
 from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.sources.latents import StoredImages
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder
 from sd_lightning.data.store.job import Counts, StoreJob
 from sd_lightning.data.store.layout import Generation, LatentStore, Recipe
@@ -137,6 +138,11 @@ def reader(
     return StoreReader(latents, latents.generation(), split, cache)
 
 
+def source_of(store: StoreReader) -> StoredImages:
+    """Return what training reads of a split."""
+    return StoredImages(store.store, store.generation, store.split, store.cache)
+
+
 def expected(folder: Path) -> dict[str, tuple[np.ndarray, list[str]]]:
     """Return what a store of a folder holds: name -> moments and captions, encoded here and now."""
     source = ImageFolder(folder)
@@ -156,7 +162,7 @@ def held(store: StoreReader) -> dict[str, tuple[np.ndarray, list[str]]]:
     found = {}
     for files in store.files_of_shape().values():
         index = np.arange(store.ends[files.start - 1] if files.start else 0, store.ends[files.stop - 1])
-        latents = store.latents(index).latents
+        latents = store.read_latents(index).latents
         found |= {store.name(i): (each.numpy(), store.captions(i)) for i, each in zip(index.tolist(), latents)}
     return found
 

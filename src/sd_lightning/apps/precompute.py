@@ -218,17 +218,13 @@ def tell(job: StoreJob, generation: Generation, bad: BadSamples, progress: Stage
     """Print what a job has done."""
     counts = job.counts
     splits = ", ".join(f"{split} {generation.num_samples(split)}" for split in generation.splits)
-    done = (
-        f"{counts.encoded} images encoded, {counts.found} found from a job that had not ended"
-        if counts.found
-        else (f"{counts.encoded} images encoded")
-    )
+    found = f", {counts.found} found that an earlier job had encoded" if counts.found else ""
     moved = f" ({counts.moved} of them moved from another split)" if counts.moved else ""
     speed = f", {progress.images / seconds:.3g} img/s ({shares(progress.seconds)})" if progress.images else ""
     print(
         f"samples: {splits}; {counts.kept} kept, {counts.added} added{moved}, {counts.removed} removed, "
         f"{len(bad.found)} bad; "
-        f"{done}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
+        f"{counts.encoded} images encoded{found}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
     )
 
 

@@ -20,11 +20,11 @@ from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.latents import check_law, choose_recipe, stored_images
+from sd_lightning.data.sources.latents import StoredImages, check_law, choose_recipe
 from sd_lightning.data.sources.parquet import ParquetImages
 from sd_lightning.data.sources.webdataset import WebDatasetTars
 from sd_lightning.data.store.layout import LatentStore, Recipe
-from sd_lightning.data.store.reader import StoreReader, default_cache
+from sd_lightning.data.store.reader import default_cache
 from sd_lightning.data.transform import BUCKET_FIELDS, ImageOptions
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.locations import open_location
@@ -326,15 +326,15 @@ def latents_data(
     folder = LatentStore(root, recipe)
     generation = folder.generation()
     cache = default_cache(cache_dir, cache_gb)
-    train, val = (StoreReader(folder, generation, split, cache) for split in ("train", "val"))
+    train = StoredImages(folder, generation, "train", cache)
+    val = StoredImages(folder, generation, "val", cache) if generation.num_samples("val") else None
     images = ImageOptions(
         recipe.resolution,
         center_crop=recipe.crop == "center",
         random_flip=recipe.flip,
         proportion_empty_prompts=proportion_empty_prompts,
     )
-    source_val = stored_images(folder, val) if len(val) else None
-    return SDDataModule(stored_images(folder, train), source_val, images=images, loader=loader, **vars(batches))
+    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
 
 
 def _of_many(

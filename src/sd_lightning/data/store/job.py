@@ -67,7 +67,7 @@ class Counts:
     encoded: int = 0
     """Images encoded by this job."""
     found: int = 0
-    """Images that an earlier job had encoded, and to which no sample referred: it did not end."""
+    """Images that an earlier job had encoded, and to which no sample referred: it did not end, or they were removed."""
     bytes_written: int = 0
 
 

@@ -73,44 +73,47 @@ class StoreReader:
         """Whether files are read where they lie."""
         return self.store.folder.path("") is not None
 
-    def latents(self, indices: np.ndarray, variants: np.ndarray | int = 0) -> StoredBatch:
+    def read_latents(self, index: np.ndarray, variants: np.ndarray | int = 0) -> StoredBatch:
         """Return the latents of some samples, and their sizes.
 
         Args:
-            indices: (B,) int64, samples of one shape.
+            index: (B,) int64, samples of one shape.
             variants: (B,) or one number: which encoding of each image.
 
         Raises:
             UsageError: A file is missing or not what was written.
         """
-        numbers = self.ends.searchsorted(indices, side="right")
+        numbers = self.ends.searchsorted(index, side="right")
         shapes = self._shapes[numbers]
         assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
         column = self._files.latents(int(numbers[0]))
-        out, about = RowBuffer(len(indices), column), np.empty((len(indices), 6), np.int64)
-        variants = np.broadcast_to(variants, len(indices))
-        for part, rows in self._rows(indices):
+        out, about = RowBuffer(len(index), column), np.empty((len(index), 6), np.int64)
+        variants = np.broadcast_to(variants, len(index))
+        for part, rows in self._rows(index):
             if not out.read(part, rows["fd"], rows["offset"] + variants[part] * column.row_bytes):
                 raise self.cut_off(LATENTS)
             of_all = rows["about"]  # (N, variants, 6)
             about[part] = of_all[:, 0] if of_all.shape[1] == 1 else of_all[np.arange(len(rows)), variants[part]]
         differs = out.sums() != about[:, 4]
         if differs.any() and (is_altered := differs & (about[:, 5] == 1)).any():
-            raise self._altered(int(indices[is_altered.argmax()]))
+            raise self._altered(int(index[is_altered.argmax()]))
         return StoredBatch(out.tensor, torch.from_numpy(about[:, :4]))
 
-    def num_captions(self, indices: np.ndarray) -> list[int]:
+    def num_captions(self, index: Sequence[int] | np.ndarray) -> list[int]:
         """Return the number of captions of each sample."""
-        counts = np.empty(len(indices), np.int64)
-        for part, rows in self._rows(indices):
+        counts = np.empty(len(index), np.int64)
+        for part, rows in self._rows(np.asarray(index, np.int64)):
             counts[part] = rows["num_captions"]
         return counts.tolist()
 
-    def token_ids(self, indices: np.ndarray, which: np.ndarray) -> dict[str, Tensor]:
+    def token_ids(
+        self, index: Sequence[int] | np.ndarray, which: Sequence[int] | np.ndarray
+    ) -> dict[str, Tensor] | None:
         """Return the token ids (B, L) int64, by text encoder, of caption number ``which[i]`` of each sample."""
-        found = {name: RowBuffer(len(indices), column) for name, column in self._ids.items()}
-        for part, rows in self._rows(indices):
-            captions = rows["first_caption"] + which[part]
+        found = {name: RowBuffer(len(index), column) for name, column in self._ids.items()}
+        numbers = np.asarray(which, np.int64)
+        for part, rows in self._rows(np.asarray(index, np.int64)):
+            captions = rows["first_caption"] + numbers[part]
             for number, out in enumerate(found.values()):
                 if not out.read(part, rows["id_fd"], rows["id_begin"][:, number] + captions * out.row_bytes):
                     raise self.cut_off(SAMPLES)
@@ -158,16 +161,16 @@ class StoreReader:
         for name, size in self._sample_file(0).shards:
             self.cache.check_fits(f"{self.store.folder.url}/{path_of(LATENTS, name)}", size)
 
-    def files(self, indices: np.ndarray) -> list[int]:
+    def files(self, index: np.ndarray) -> list[int]:
         """Return the numbers of the sample files of some samples."""
-        return np.unique(self.ends.searchsorted(indices, side="right")).tolist()
+        return np.unique(self.ends.searchsorted(index, side="right")).tolist()
 
-    def fetch(self, number: int) -> None:
-        """Copy a sample file and its latent files into the cache, unless it was done just now."""
-        if number not in self._fetched:
-            for name, size in self._sample_file(number).shards:
+    def fetch(self, file: int) -> None:
+        """Copy a sample file, by its number, and its latent files into the cache, unless it was done just now."""
+        if file not in self._fetched:
+            for name, size in self._sample_file(file).shards:
                 self.cache.fetch(self.store.folder, path_of(LATENTS, name), size)
-            self._fetched.append(number)
+            self._fetched.append(file)
 
     def _sample(self, index: int) -> tuple[SampleFile, int]:
         number = bisect_right(self.ends, index)

@@ -117,7 +117,8 @@ class Pruning:
                     f"precompute prune: {self.store.folder.url}/{path_of(LATENTS, name)} is not there; run precompute "
                     "again, which encodes what is missing"
                 )
-            num_rows = self.store.header(LATENTS, name, self._latents[name]).columns["images"].shape[0]
+            with self.store.readable(path_of(LATENTS, name)):
+                num_rows = self.store.header(LATENTS, name, self._latents[name]).columns["images"].shape[0]
             packed = np.frombuffer(bits.to_bytes(num_rows // 8 + 1, "little"), np.uint8)
             rows = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
             if len(rows) < num_rows * (1 - _WORTHWHILE):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from sd_lightning import LatentDiffusion
 from sd_lightning.callbacks.steps import paused
-from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.sources.digits import Digits
+from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models.encoder import LatentEncoder
 
 

@@ -1,7 +1,6 @@
-"""A table of image hashes that need not fit into memory: writing, finding and removing, on synthetic hashes.
+"""A table of image hashes that need not fit into memory: writing and finding, on synthetic hashes.
 
-As in a store, no table has more than 2²⁸ rows, and removal writes one after the other anew. `--set rows=2000000000` are
-the tables of two billion images: 48 GB, and 61 GB of disk while they are made and rewritten.
+`--set rows=2000000000` is the table of two billion images: 48 GB, and twice as much disk while it is made.
 """
 
 import tempfile
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sd_lightning.data.store.image_tables import MOST_ROWS
-from sd_lightning.data.store.key_table import HASH_BYTES, ROW, KeyTable, rows_of, write_sorted, write_table
+from sd_lightning.data.store.files import HASH_BYTES
+from sd_lightning.data.store.index import ROW, HashTable, rows_of
 
 BARS = {"write_peak_mb": "<= 1000", "find_peak_mb": "<= 1000", "bytes_per_row": "<= 32"}
 TABLE = {
@@ -32,58 +31,21 @@ def peers() -> dict[str, dict[str, str]]:
     return {}
 
 
-def measure(rows: int = 20_000_000, removed: float = 0.1, most_rows: int = MOST_ROWS) -> dict[str, float]:
-    """Seconds and memory of each operation, on hashes of consecutive numbers.
-
-    Args:
-        rows: Rows of all tables.
-        removed: Fraction of the rows that are removed; 0 removes none.
-        most_rows: Rows of one table.
-    """
+def measure(rows: int = 20_000_000) -> dict[str, float]:
+    """Seconds and memory of each operation, on hashes of consecutive numbers."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        parts = [range(begin, min(begin + most_rows, rows)) for begin in range(0, rows, most_rows)]
-        paths = [Path(folder, f"table-{number}") for number in range(len(parts))]
         with _measured("write", found):
-            for path, part in zip(paths, parts, strict=True):
-                write_table(path, _blocks(part), shards=["a shard"])
-        found["bytes_per_row"] = sum(path.stat().st_size for path in paths) // rows
+            table = HashTable(Path(folder, "table"), _blocks(range(rows)))
+        found["bytes_per_row"] = table.path.stat().st_size // rows
         numbers = np.sort(np.random.default_rng(0).integers(0, 2 * rows, _LOOKED_UP))
         with _measured("find", found):
             start = time.perf_counter()
-            hashes = _hashes(numbers)
-            at = np.full(len(numbers), -1, np.int64)
-            for path in paths:
-                _find(KeyTable(path), hashes, at)
+            _, at = table.find(_hashes(numbers))
             found["found_per_second"] = _LOOKED_UP / (time.perf_counter() - start)
         # Every number below `rows` is there, none above it: what deduplication relies on.
         assert np.array_equal(at, np.where(numbers < rows, numbers % 2**32, -1))
-        if removed:
-            with _measured("remove", found):
-                left = sum(_remove(path, removed) for path in paths)
-            found["rows_left"] = left
-            at[:] = -1
-            for path in paths:
-                _find(KeyTable(path), hashes, at)
-            is_there = (numbers < rows) & _is_kept(numbers % 2**32, removed)
-            assert np.array_equal(at, np.where(is_there, numbers % 2**32, -1))
     return found
-
-
-def _find(table: KeyTable, hashes: np.ndarray, at: np.ndarray) -> None:
-    """Write the row of every hash that a table has to ``at``."""
-    found = table.find(hashes)
-    hit = np.flatnonzero(found >= 0)
-    at[hit] = table.at(found[hit])[1]
-
-
-def _remove(path: Path, removed: float) -> int:
-    """Write a table without some of its rows, and delete the old one."""
-    table = KeyTable(path)
-    new = path.with_suffix(".new")
-    left = write_sorted(new, lambda: (block[_is_kept(block["row"], removed)] for block in table.blocks()))
-    new.replace(path)
-    return left
 
 
 class _measured:
@@ -119,7 +81,3 @@ def _hashes(numbers: np.ndarray) -> np.ndarray:
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         words[:, half] = mixed ^ (mixed >> np.uint64(31))
     return words.view(np.uint8).reshape(-1, HASH_BYTES)
-
-
-def _is_kept(row: np.ndarray, removed: float) -> np.ndarray:
-    return row % 1000 >= 1000 * removed

@@ -19,11 +19,9 @@ import torch
 
 from sd_lightning.data.order import EpochOrder
 from sd_lightning.data.store.encoding import latent_file
-from sd_lightning.data.store.files import name_of
+from sd_lightning.data.store.files import Sample, SampleRows, name_of
+from sd_lightning.data.store.layout import LATENTS, SAMPLES, Generation, LatentStore, Recipe, SampleEntry
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.recipe import Recipe
-from sd_lightning.data.store.rows import SampleRows
-from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.locations import open_location
 from timing import interleaved, ratios
@@ -90,7 +88,10 @@ def write_store(folder: Path, latents: np.ndarray, ids: np.ndarray) -> StoreRead
     for begin in range(0, len(latents), FILE_ROWS):
         end = min(begin + FILE_ROWS, len(latents))
         rows = SampleRows.of(
-            [(f"{i}", f"{i}.png", i.to_bytes(16, "big"), [f"the caption of image {i}"]) for i in range(begin, end)],
+            [
+                Sample(i, f"{i}", f"{i}.png", i.to_bytes(16, "big"), [f"the caption of image {i}"], (1, 1))
+                for i in range(begin, end)
+            ],
             "-",
             shape=0,
         )
@@ -113,7 +114,7 @@ def read_store(store: StoreReader, order: np.ndarray) -> None:
     """Read all records in batches."""
     for begin in range(0, len(order), BATCH):
         index = order[begin : begin + BATCH]
-        store.latents(index)
+        store.read_latents(index)
         store.token_ids(index, np.zeros(len(index), np.int64))
 
 

@@ -53,9 +53,9 @@ def _train(
 
     from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule
     from sd_lightning.callbacks import EMA, Throughput
-    from sd_lightning.data.image_options import ImageOptions
+    from sd_lightning.data.source import SourceSubset
     from sd_lightning.data.sources.digits import Digits
-    from sd_lightning.data.subset import SourceSubset
+    from sd_lightning.data.transform import ImageOptions
     from sd_lightning.training.speed import Speed
 
     model = LatentDiffusion.build(architecture)

@@ -14,7 +14,7 @@ PROGRAM = _conf.Program(
     given={"model": {"deferred"}},
     hints={
         "store": str,
-        "action": Literal["encode", "prune", "verify", "export", "import"],
+        "action": Literal["encode", "prune", "verify"],
         "dry_run": bool,
         "latents": str,
         "dtype": str,

@@ -16,11 +16,10 @@ from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.data import fingerprint as fingerprints
 from sd_lightning.data.datamodule import dreambooth_data, image_folder_data
 from sd_lightning.data.fingerprint import Change, change, fingerprint
-from sd_lightning.data.source import Source
+from sd_lightning.data.source import Source, SourceSubset
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.subset import SourceSubset
 from sd_lightning.storage import typed_json
 from sd_lightning.storage.checkpoint import checkpoint_path
 

@@ -18,11 +18,9 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import parquet_data, webdataset_data
 from sd_lightning.data.fingerprint import change, fingerprint
 from sd_lightning.data.source import BadSample, Source
-from sd_lightning.data.sources import parquet, parquet_files
-from sd_lightning.data.sources.parquet import ParquetImages
-from sd_lightning.data.sources.parquet_files import read_footer
-from sd_lightning.data.sources.tar_members import expand_braces
-from sd_lightning.data.sources.webdataset import WebDatasetTars
+from sd_lightning.data.sources import parquet
+from sd_lightning.data.sources.parquet import ParquetImages, read_footer
+from sd_lightning.data.sources.webdataset import WebDatasetTars, expand_braces
 
 
 def shown(source: Source, root: Path) -> dict[str, str]:
@@ -307,14 +305,14 @@ def test_decoded_row_groups_are_kept_within_the_budget(tmp_path: Path, monkeypat
     write_parquet(tmp_path / "a.parquet", image_rows(20), rows_per_group=2)
     source = ParquetImages(tmp_path)
     one = sum(len(encoded(value)) for value in range(2))
-    monkeypatch.setattr(parquet_files, "CACHE_BYTES", 4 * one)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 4 * one)
     kept = source._groups._kept
     for index in range(20):
         source.content(index)
         assert sum(values.nbytes for values in kept.values()) <= 4 * one
     assert [group for _, group, _ in kept] == [7, 8, 9], "the last ones"
     reads = []
-    monkeypatch.setattr(parquet_files, "pyarrow_parquet", lambda: reads.append(1))
+    monkeypatch.setattr(parquet, "pyarrow_parquet", lambda: reads.append(1))
     source.content(14)
     assert not reads, "kept"
     monkeypatch.undo()

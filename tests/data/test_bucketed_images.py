@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.image_sizes import find_buckets
-from sd_lightning.data.loader import LoaderOptions
-from sd_lightning.data.samples import CaptionedImages
+from sd_lightning.data.batch import CaptionedImages
+from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.sampler import find_buckets
 from sd_lightning.data.source import as_source
+from sd_lightning.data.transform import ImageOptions
 from shaped_data import IN_BUCKETS, NUM, OPTIONS, SIZES, TINY, Shapes
 from square_data import Recorder, datamodule, tokenize, trainer
 

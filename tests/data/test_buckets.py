@@ -14,12 +14,9 @@ import torch
 from PIL import Image
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.buckets import Bucket, BucketOrder, bucket_validation_batches, listed, shape_of
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.order import EpochBatches, Locality
-from sd_lightning.data.sampler import GlobalBatchSampler, Key, split_keys
-from sd_lightning.data.shapes import bucket_shapes, nearest_shapes
-from sd_lightning.data.transform import place
+from sd_lightning.data.order import Bucket, BucketOrder, EpochBatches, Locality, listed, shape_of
+from sd_lightning.data.sampler import GlobalBatchSampler, Key, bucket_validation_batches, split_keys
+from sd_lightning.data.transform import ImageOptions, bucket_shapes, nearest_shapes, place
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 from shaped_data import picture

@@ -23,10 +23,10 @@ from places import SUPPORT
 from sd_lightning import train
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import SDDataModule, digits_data
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.loader import LoaderOptions
+from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.sampler import validation_batches
 from sd_lightning.data.source import BadSample
+from sd_lightning.data.transform import ImageOptions
 from square_data import BATCH, NUM, RankTrainer, Recorder, Squares, datamodule, tokenize, trainer
 
 

@@ -19,14 +19,14 @@ from PIL import Image
 
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.samples import _suggested_prompts
+from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.datamodule import huggingface_data, image_folder_data
-from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import encode_source
-from sd_lightning.data.samples import CaptionedImages
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.image_files import decode, read_size
 from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.transform import ImageOptions
 
 
 def paint(path: Path, value: int = 100) -> None:

@@ -10,13 +10,11 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data import subset
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.samples import CaptionedImages
-from sd_lightning.data.source import BadSample, Source, as_source
+from sd_lightning.data import source as source_module
+from sd_lightning.data.batch import CaptionedImages
+from sd_lightning.data.source import BadSample, Source, SourceSubset, as_source, hold_out
 from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
-from sd_lightning.data.subset import SourceSubset, hold_out
-from sd_lightning.data.transform import place, to_model_range, to_rgb
+from sd_lightning.data.transform import ImageOptions, place, to_model_range, to_rgb
 
 
 def noise(height: int, width: int, channels: int = 3) -> Image.Image:
@@ -244,7 +242,7 @@ def test_images_without_cheap_evidence_are_held_out_by_key(monkeypatch: pytest.M
 @pytest.mark.parametrize("by_key", [False, True])
 def test_what_was_held_out_stays_when_data_grow(by_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_key:
-        monkeypatch.setattr(subset, "_BY_CONTENT", 10)
+        monkeypatch.setattr(source_module, "_BY_CONTENT", 10)
     images = {f"{i:03}": i for i in range(100)}
     held = set(names_of(hold_out(Numbered(images), 7)[1]))
     more = images | {f"new {i}": 1000 + i for i in range(400)}

@@ -13,12 +13,11 @@ from PIL.PngImagePlugin import PngInfo
 from sd_lightning import UsageError
 from sd_lightning.apps import class_images
 from sd_lightning.apps.class_images import missing_pictures
+from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.datamodule import dreambooth_data
-from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.order import EpochBatches
 from sd_lightning.data.sampler import GlobalBatchSampler
-from sd_lightning.data.samples import CaptionedImages
 from sd_lightning.data.sources.dreambooth import (
     Picture,
     SubjectAndClass,
@@ -27,6 +26,7 @@ from sd_lightning.data.sources.dreambooth import (
     find_class_pictures,
     find_photos,
 )
+from sd_lightning.data.transform import ImageOptions
 
 SKS = "a photo of sks dog"
 DOG = "a photo of a dog"

@@ -20,18 +20,30 @@ from locations import opened, refusal
 from s3_server import Fault, S3Server
 from sd_lightning._errors import UsageError
 from sd_lightning.data.datamodule import latents_data
-from sd_lightning.data.look_ahead import LookAhead
+from sd_lightning.data.loading import LookAhead
 from sd_lightning.data.sources import latents as latents_source
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.latents import choose_recipe
+from sd_lightning.data.store import layout
 from sd_lightning.data.store import reader as reader_module
-from sd_lightning.data.store import store as store_module
-from sd_lightning.data.store.store import LatentStore
+from sd_lightning.data.store.layout import LatentStore
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.storage import object_store
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import Location
-from small_store import Ran, expected, held, reader, recipe, same, tokenize, update, write_picture, write_pictures
+from small_store import (
+    Ran,
+    expected,
+    held,
+    reader,
+    recipe,
+    same,
+    source_of,
+    tokenize,
+    update,
+    write_picture,
+    write_pictures,
+)
 from square_data import Recorder, trainer
 
 SLOW_DOWN = {"status": "503 Slow Down", "code": "SlowDown"}
@@ -176,7 +188,7 @@ class TestTwoJobs:
 
     def test_a_living_job_keeps_others_out_and_a_dead_one_does_not(self, far, photos, monkeypatch):
         folder = latents_of(far).folder
-        monkeypatch.setattr(store_module, "_BEAT", 0.05)
+        monkeypatch.setattr(layout, "_BEAT", 0.05)
         with latents_of(far).locked():
             first = json.loads(folder.read("job.json"))
             time.sleep(0.5)
@@ -190,7 +202,7 @@ class TestTwoJobs:
         assert folder.size("job.json") is None
 
     def test_a_sign_of_life_that_fails_does_not_end_them(self, s3, far, monkeypatch, caplog):
-        monkeypatch.setattr(store_module, "_BEAT", 0.02)
+        monkeypatch.setattr(layout, "_BEAT", 0.02)
         folder = latents_of(far).folder
         with latents_of(far).locked():
             begin = json.loads(folder.read("job.json"))["time"]
@@ -330,23 +342,21 @@ class TestReading:
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_a_file_that_is_denied_ends_the_run_with_its_name(self, s3, stored, tmp_path, num_workers):
         data = data_of("s3://bucket/store", tmp_path / "cache", 1e9, num_workers=num_workers)
-        name = data.source_train.reader.entries[17].name
+        name = data.source_train.entries[17].name
         s3.fail("GET", name, status="403 Forbidden", code="AccessDenied")
         s3.fail("HEAD", name, status="403 Forbidden", code="AccessDenied")
         with pytest.raises(Exception, match=rf"cannot .*{name}.*access is denied"):
             trainer(100).fit(recorder(), data)
 
     def test_token_ids_of_more_files_than_may_be_open(self, near_store, monkeypatch):
-        from sd_lightning.data.store import open_files
-
         index = np.random.default_rng(0).permutation(NUM)
         whole = reader(near_store)
-        wanted, ids = whole.latents(index), whole.token_ids(index, np.zeros(NUM, int))
+        wanted, ids = whole.read_latents(index), whole.token_ids(index, np.zeros(NUM, int))
         for name, limit in (("_MOST_OPEN", 3), ("_MOST_HANDLES", 7)):
             with monkeypatch.context() as patch:
-                patch.setattr(open_files, name, limit)
+                patch.setattr(reader_module, name, limit)
                 few = reader(near_store)
-                found = few.latents(index)
+                found = few.read_latents(index)
                 assert torch.equal(found.latents, wanted.latents) and torch.equal(found.sizes, wanted.sizes)
                 assert torch.equal(few.token_ids(index, np.zeros(NUM, int))["text_encoder"], ids["text_encoder"])
                 assert few.num_captions(index) == [1] * NUM
@@ -383,7 +393,7 @@ class TestReading:
         of = recipe(shapes=((8, 8), (8, 16)))
         update(tmp_path / "store", ImageFolder(photos), of=of, images_per_file=2, samples_per_file=2, portion=1000)
         store = reader(tmp_path / "store", of=of)
-        windows = {b.shape: b.locality.window for b in latents_source.stored_images(store.store, store).buckets}
+        windows = {b.shape: b.locality.window for b in source_of(store).buckets}
         assert windows == {(8, 8): 8, (8, 16): 2}
 
 

@@ -14,13 +14,12 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.latents import stored_images
 from sd_lightning.data.store import job
+from sd_lightning.data.store.files import StoreFile
+from sd_lightning.data.store.index import ROW, HashTable, ImageIndex, rows_of
 from sd_lightning.data.store.job import rows_per_file
-from sd_lightning.data.store.key_table import ROW, KeyTable, rows_of, write_table
-from sd_lightning.data.store.recipe import Recipe, network_hash
-from sd_lightning.data.store.store import LATENTS, LatentStore, path_of, recipes
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.layout import LATENTS, LatentStore, Recipe, network_hash, path_of, recipes
+from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.data.transform import place, to_model_range
 from sd_lightning.storage.locations import open_location
@@ -31,6 +30,7 @@ from small_store import (
     reader,
     recipe,
     same,
+    source_of,
     tokenize,
     update,
     write_picture,
@@ -70,10 +70,10 @@ class TestContents:
     def test_rows_come_in_any_order_and_again(self, photos, tmp_path):
         update(tmp_path / "store", ImageFolder(photos))
         store = reader(tmp_path / "store")
-        everything = store.latents(np.arange(23))
+        everything = store.read_latents(np.arange(23))
         in_order, sizes = everything.latents, everything.sizes
         index = np.random.default_rng(0).integers(0, 23, 200)
-        some = store.latents(index)
+        some = store.read_latents(index)
         assert torch.equal(some.latents, in_order[index]) and torch.equal(some.sizes, sizes[index])
         assert sizes.tolist() == [[8, 8, 0, 0]] * 23
 
@@ -98,7 +98,7 @@ class TestContents:
     def test_stored_types(self, photos, tmp_path, dtype):
         of = recipe(dtype=dtype)
         update(tmp_path / "store", ImageFolder(photos), of=of)
-        latents = reader(tmp_path / "store", of=of).latents(np.arange(23)).latents
+        latents = reader(tmp_path / "store", of=of).read_latents(np.arange(23)).latents
         assert latents.dtype == getattr(torch, dtype)
         exact = np.stack([moments for moments, _ in expected(photos).values()])
         assert np.allclose(
@@ -119,23 +119,23 @@ class TestContents:
             update(tmp_path / f"store-{folder}", ImageFolder(tmp_path / folder), of=of, images_per_file=2)
             store = reader(tmp_path / f"store-{folder}", of=of)
             index = next(i for i in range(len(store)) if Path(store.name(i)).stem == "b")
-            found.append(store.latents(np.full(4, index), np.arange(4)))
+            found.append(store.read_latents(np.full(4, index), np.arange(4)))
         assert torch.equal(found[0].latents, found[1].latents) and torch.equal(found[0].sizes, found[1].sizes)
         assert len({row.numpy().tobytes() for row in found[0].latents}) == 4
 
     def test_a_draw_is_half_the_bytes_and_always_the_same(self, photos, tmp_path):
         of = recipe(latents="draw")
         update(tmp_path / "store", ImageFolder(photos), of=of)
-        latents = reader(tmp_path / "store", of=of).latents(np.arange(23)).latents
+        latents = reader(tmp_path / "store", of=of).read_latents(np.arange(23)).latents
         moments = _moments(photos, tmp_path)
         assert latents.shape[1] * 2 == moments.shape[1]
         update(tmp_path / "again", ImageFolder(photos), of=of)
-        assert torch.equal(latents, reader(tmp_path / "again", of=of).latents(np.arange(23)).latents)
+        assert torch.equal(latents, reader(tmp_path / "again", of=of).read_latents(np.arange(23)).latents)
 
 
 def _moments(photos, tmp_path):
     update(tmp_path / "moments", ImageFolder(photos))
-    return reader(tmp_path / "moments").latents(np.arange(23)).latents
+    return reader(tmp_path / "moments").read_latents(np.arange(23)).latents
 
 
 class TestBuckets:
@@ -153,11 +153,11 @@ class TestBuckets:
         of = recipe(shapes=self.SHAPES)
         update(tmp_path / "store", ImageFolder(photos), of=of, images_per_file=2, portion=8)
         store = reader(tmp_path / "store", of=of)
-        source = stored_images(store.store, store)
+        source = source_of(store)
         assert sum(map(len, source.buckets)) == 21 and [b.shape for b in source.buckets] == [*self.SHAPES]
         for bucket in source.buckets:
             index = np.array(bucket.members)
-            stored = store.latents(index)
+            stored = store.read_latents(index)
             assert stored.latents.shape[1:] == (6, bucket.shape[0] // 4, bucket.shape[1] // 4)
             for i, latents, given in zip(index.tolist(), stored.latents, stored.sizes.tolist()):
                 picture = Image.open(store.name(i))
@@ -168,7 +168,7 @@ class TestBuckets:
                 ratios = [abs(np.log(picture.width / picture.height * h / w)) for h, w in self.SHAPES]
                 assert self.SHAPES[int(np.argmin(ratios))] == bucket.shape
         with pytest.raises(AssertionError, match="several shapes"):
-            store.latents(np.arange(21))
+            store.read_latents(np.arange(21))
 
     def test_a_changed_shape_moves_the_sample_to_its_bucket_and_the_rest_stays(self, photos, tmp_path):
         from PIL import Image
@@ -178,7 +178,7 @@ class TestBuckets:
         Image.new("RGB", (32, 16), "red").save(photos / "004.png")
         ran = update(tmp_path / "store", ImageFolder(photos), of=of)
         assert ran.counts.encoded == 1 and ran.counts.kept == 22
-        buckets = {b.shape: len(b) for b in stored_images(None, reader(tmp_path / "store", of=of)).buckets}
+        buckets = {b.shape: len(b) for b in source_of(reader(tmp_path / "store", of=of)).buckets}
         assert buckets == {(8, 8): 22, (8, 16): 1}
 
 
@@ -302,7 +302,7 @@ class TestSameKey:
 
 
 class TestKilled:
-    @pytest.mark.parametrize("after", range(0, 14, 2))
+    @pytest.mark.parametrize("after", range(11))
     def test_a_job_that_died_after_some_files_is_continued(self, after, photos, tmp_path, monkeypatch):
         update(tmp_path / "undisturbed", ImageFolder(photos))
         self._die_after(after, photos, tmp_path / "store", monkeypatch)
@@ -334,7 +334,7 @@ class TestKilled:
         create = kind.create
 
         def dying(self, name, data):
-            if name.startswith(("latents", "tables", "samples", "generations")):
+            if name.startswith(("latents", "samples", "generations")):
                 left[0] -= 1
                 if left[0] < 0:
                     raise Killed
@@ -400,7 +400,7 @@ class TestPrune:
         prune(tmp_path / "store", tmp_path / "scratch")
         assert same(held(reader(tmp_path / "store")), expected(photos))
         assert not prune(tmp_path / "store", tmp_path / "scratch", dry_run=True).unused.files
-        ran = update(tmp_path / "store", ImageFolder(photos))  # the tables know all that is left
+        ran = update(tmp_path / "store", ImageFolder(photos))  # the files know all that is left
         assert not ran.tasks and ran.counts.kept == len(expected(photos))
         write_picture(photos, f"{next(iter(gone)):03}", colour=next(iter(gone)))
         assert update(tmp_path / "store", ImageFolder(photos)).counts.encoded == 1  # and none that is gone
@@ -442,7 +442,7 @@ class TestVerify:
         store = reader(tmp_path / "store")
         shutil.rmtree(next((tmp_path / "store").rglob("latents")))
         with pytest.raises(UsageError, match="is not there; the store was pruned.*resume=auto"):
-            store.latents(np.arange(3))
+            store.read_latents(np.arange(3))
 
 
 class TestTwoJobs:
@@ -466,35 +466,81 @@ class TestTwoJobs:
             store.commit(ran.generation)
 
 
-class TestKeyTable:
+class TestHashTable:
     @pytest.mark.parametrize("at_once", [10**6, 700], ids=["in memory", "on disk"])
     def test_finds_what_is_there_and_nothing_else(self, tmp_path, at_once):
         random = np.random.default_rng(0)
         hashes = random.integers(0, 256, (5000, 16), np.uint8)
         hashes[1000, :8] = hashes[1, :8]  # the same first half
         blocks = [rows_of(hashes[i : i + 500], i // 500, np.arange(500)) for i in range(0, 5000, 500)]
-        assert write_table(tmp_path / "table", blocks, shards=["a", "b"], sorted_at_once=at_once) == 5000
-        assert [path.name for path in tmp_path.iterdir()] == ["table"]
-        table = KeyTable(tmp_path / "table")
-        assert len(table) == 5000 and table.shards == ["a", "b"]
-        shard, row = table.at(table.find(hashes))
-        assert (shard * 500 + row == np.arange(5000)).all()
-        others = random.integers(0, 256, (5000, 16), np.uint8)
-        assert (table.find(others) == -1).all()
+        table = HashTable(tmp_path / "table", blocks, sorted_at_once=at_once)
+        assert len(table) == 5000 and [path.name for path in tmp_path.iterdir()] == ["table"]
+        file, row = table.find(hashes)
+        assert (file * 500 + row == np.arange(5000)).all()
+        assert (table.find(random.integers(0, 256, (5000, 16), np.uint8))[0] == -1).all()
         rows = np.concatenate(list(table.blocks(999)))
         assert rows.dtype == ROW and (rows["high"][1:] >= rows["high"][:-1]).all()
 
+    @pytest.mark.parametrize("at_once", [10**6, 4], ids=["in memory", "on disk"])
+    def test_of_equal_hashes_the_first_is_found(self, tmp_path, at_once):
+        hashes = np.random.default_rng(0).integers(0, 256, (3, 16), np.uint8)
+        blocks = [rows_of(hashes[order], file, np.array(order)) for file, order in enumerate([[2, 0], [1, 0, 2]])]
+        file, row = HashTable(tmp_path / "table", blocks, sorted_at_once=at_once).find(hashes)
+        assert file.tolist() == [0, 1, 0] and row.tolist() == [0, 1, 2]
+
     def test_an_empty_table(self, tmp_path):
-        write_table(tmp_path / "table", [])
-        assert (KeyTable(tmp_path / "table").find(np.zeros((3, 16), np.uint8)) == -1).all()
+        assert (HashTable(tmp_path / "table", []).find(np.zeros((3, 16), np.uint8))[0] == -1).all()
 
-    def test_is_a_safetensors_file(self, tmp_path):
-        from safetensors import safe_open
 
-        hashes = np.random.default_rng(0).integers(0, 256, (50, 16), np.uint8)
-        write_table(tmp_path / "table", [rows_of(hashes, 0, np.arange(50))])
-        with safe_open(tmp_path / "table", "np") as file:
-            assert sorted(file.get_tensor("row").tolist()) == list(range(50))
+class TestImageIndex:
+    def test_of_two_files_with_an_image_the_smaller_name_counts_and_few_tables_stay(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        folder = next((tmp_path / "store").rglob("latents"))
+        smallest = min(folder.iterdir())
+        shutil.copy(smallest, folder / f"{'0' * 32}.safetensors")
+        store = LatentStore(open_location(tmp_path / "store", key="store"), recipe())
+        images = ImageIndex(store, store.present(LATENTS), tmp_path, used={smallest.stem})
+        for number in range(20):  # portions of two images
+            hashes = np.full((2, 16), number, np.uint8)
+            hashes[1, 0] = 255
+            images.add([(f"new-{number}", 100, hashes)])
+        shards, where = images.find(np.full((3, 16), 7, np.uint8))
+        assert shards == [("new-7", 100)] and where.tolist() == [[0, 0]] * 3
+        assert images.find(np.full((1, 16), 99, np.uint8))[1].tolist() == [[-1, -1]]
+        stored = StoreFile(open(smallest, "rb", buffering=0), name="").read("images").numpy()
+        shards, where = images.find(stored)
+        assert [name for name, _ in shards] == ["0" * 32] and where[:, 1].tolist() == list(range(len(stored)))
+        assert images.is_left_over(shards[0]) and not images.is_left_over(("new-7", 100))
+        assert len(list(tmp_path.glob("images-*"))) < 7
+
+    def test_images_that_were_gone_and_come_back_are_not_encoded_again(self, photos, tmp_path):
+        update(tmp_path / "store", ImageFolder(photos))
+        for i in range(3, 9):
+            (photos / f"{i:03}.png").unlink()
+        update(tmp_path / "store", ImageFolder(photos))
+        write_pictures(photos, 9)
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert (ran.counts.encoded, ran.counts.found, ran.counts.added) == (0, 4, 6), (
+            "nothing else was in one of the files"
+        )
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+
+    def test_after_a_kill_images_are_found_although_the_data_changed(self, photos, tmp_path, monkeypatch):
+        TestKilled._die_after(5, photos, tmp_path / "store", monkeypatch)
+        there = len(list((tmp_path / "store").rglob("latents/*.safetensors")))
+        write_picture(photos, "0", colour=999)  # the first one now: all later files begin elsewhere
+        ran = update(tmp_path / "store", ImageFolder(photos))
+        assert there and ran.counts.found >= 2 * there and ran.counts.encoded + ran.counts.found == 24
+        assert same(held(reader(tmp_path / "store")), expected(photos))
+
+    def test_after_a_kill_files_are_the_same_although_images_are_broken(self, photos, tmp_path, monkeypatch):
+        (photos / "001.png").write_bytes(b"no image")
+        update(tmp_path / "undisturbed", ImageFolder(photos))
+        for count in (2, 4, 6):
+            TestKilled._die_after(count, photos, tmp_path / "store", monkeypatch)
+            assert list(update(tmp_path / "store", ImageFolder(photos)).bad) == [str(photos / "001.png")]
+            assert files(tmp_path / "store") == files(tmp_path / "undisturbed")
+            shutil.rmtree(tmp_path / "store")
 
 
 def test_the_recipes_of_a_store_are_listed(photos, tmp_path):

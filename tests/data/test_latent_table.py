@@ -13,10 +13,9 @@ from PIL import Image
 
 from ranks import run_jobs, run_jobs_of_all
 from sd_lightning._errors import UsageError
-from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.source import BadSample, as_source
-from sd_lightning.data.transform import place, to_model_range
+from sd_lightning.data.transform import ImageOptions, place, to_model_range
 from square_data import Squares
 
 IMAGES = ImageOptions(16, center_crop=True)

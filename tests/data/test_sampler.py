@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.loader import EpochLoader, LoaderOptions
+from sd_lightning.data.loading import EpochLoader, LoaderOptions
 from sd_lightning.data.order import ORDER_VERSION, EpochBatches, EpochOrder
 from sd_lightning.data.sampler import GlobalBatchSampler, Key, check_division, split_keys
 from sd_lightning.diffusion.randomness import permutation

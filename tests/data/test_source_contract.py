@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from archives import ORIENTATION, encoded, image_rows, sample, write_parquet, write_tar
-from sd_lightning.data.source import BadSample, Source, as_source
+from sd_lightning.data.source import BadSample, Source, SourceSubset, as_source
 from sd_lightning.data.sources import image_files
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, Pictures, SubjectAndClass
@@ -21,7 +21,6 @@ from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
 from sd_lightning.data.sources.parquet import ParquetImages
 from sd_lightning.data.sources.webdataset import WebDatasetTars
-from sd_lightning.data.subset import SourceSubset
 from sd_lightning.data.transform import check_size
 from square_data import Squares
 

@@ -20,12 +20,9 @@ from locations import refusal
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.store_upkeep import verify
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.store import encoding, key_table
-from sd_lightning.data.store.files import name_of, serialized
-from sd_lightning.data.store.recipe import Recipe
-from sd_lightning.data.store.rows import SampleRows
-from sd_lightning.data.store.seal import BLANK, sealed
-from sd_lightning.data.store.store import Generation, LatentStore, recipes
+from sd_lightning.data.store import encoding
+from sd_lightning.data.store.files import BLANK, SampleRows, name_of, sealed, serialized
+from sd_lightning.data.store.layout import Generation, LatentStore, Recipe, recipes
 from sd_lightning.data.store.upkeep import Pruning, broken_files
 from sd_lightning.storage import local_folder
 from sd_lightning.storage.local_folder import LocalFolder
@@ -226,7 +223,7 @@ def test_a_pruning_after_a_killed_one_keeps_what_is_used(photos: Path, tmp_path:
     assert not prune(tmp_path / "store", dry_run=True).unused.files
 
 
-@pytest.mark.parametrize("kind", ["latents", "samples", "tables"])
+@pytest.mark.parametrize("kind", ["latents", "samples"])
 @pytest.mark.parametrize("how", ["truncated", "empty", "garbage"])
 def test_a_damaged_file_is_never_taken_for_whole(kind: str, how: str, photos: Path, tmp_path: Path) -> None:
     update(tmp_path / "store", ImageFolder(photos))
@@ -259,7 +256,7 @@ def column_of(path: Path, column: str) -> tuple[int, int]:
 def test_verify_finds_a_flipped_bit_anywhere(photos: Path, tmp_path: Path) -> None:
     update(tmp_path / "store", {"train": ImageFolder(photos), "val": ImageFolder(photos)})
     files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
-    assert {path.parent.name for path in files} == {"latents", "samples", "tables", "generations", "recipes"}
+    assert {path.parent.name for path in files} == {"latents", "samples", "generations", "recipes"}
     assert verify(str(tmp_path / "store"), dry_run=True) == 0
     for path in files:
         data = path.read_bytes()
@@ -273,18 +270,26 @@ def test_verify_finds_a_flipped_bit_anywhere(photos: Path, tmp_path: Path) -> No
             path.write_bytes(data)
 
 
-@pytest.mark.parametrize("column", ["row", "shard", "high", "low"])
-def test_an_altered_table_gives_no_image_the_latents_of_another(column: str, photos: Path, tmp_path: Path) -> None:
+def test_a_latent_file_with_altered_hashes_gives_no_image_the_latents_of_another(photos: Path, tmp_path: Path) -> None:
     update(tmp_path / "store", ImageFolder(photos))
-    path = next((tmp_path / "store").rglob("tables/*.safetensors"))
-    begin, end = column_of(path, column)
-    for position in range(begin, end, 4):
-        flip(path, position)
-    assert broken(tmp_path / "store") == [f"tables/{path.name}"]
+    for path in (tmp_path / "store").rglob("latents/*.safetensors"):
+        for position in range(*column_of(path, "images"), 16):
+            flip(path, position)
     for i in range(9):
         (photos / f"{i:03}.txt").write_text(f"another caption {i}")
-    update(tmp_path / "store", ImageFolder(photos))
+    assert update(tmp_path / "store", ImageFolder(photos), images_per_file=3).counts.encoded == 9
     assert same(held(reader(tmp_path / "store")), expected(photos))
+
+
+def test_tables_of_older_versions_are_not_read_and_go_with_the_next_pruning(photos: Path, tmp_path: Path) -> None:
+    update(tmp_path / "store", ImageFolder(photos))
+    tables = tmp_path / "store" / recipe().fingerprint / "tables"
+    tables.mkdir()
+    (tables / f"{'0' * 32}.safetensors").write_bytes(b"anything")
+    assert verify(str(tmp_path / "store"), dry_run=True) == 0
+    assert update(tmp_path / "store", ImageFolder(photos)).counts.kept == 9
+    assert prune(tmp_path / "store").unused.freed == len(b"anything")
+    assert not list(tables.iterdir()) and same(held(reader(tmp_path / "store")), expected(photos))
 
 
 @pytest.mark.parametrize("column", ["latents", "sizes", "checks"])
@@ -294,7 +299,7 @@ def test_altered_latents_are_not_trained_on(column: str, photos: Path, tmp_path:
     begin, end = column_of(path, column)
     flip(path, (begin + end) // 2, 6)
     store = reader(tmp_path / "store")
-    message = refusal(lambda: store.latents(np.arange(9)), "not those that were written", "verify store=")
+    message = refusal(lambda: store.read_latents(np.arange(9)), "not those that were written", "verify store=")
     assert path.name in message
     path.unlink()
     update(tmp_path / "store", ImageFolder(photos))
@@ -307,7 +312,7 @@ def test_an_altered_sample_file_is_neither_read_nor_copied(column: str, photos: 
     path = next((tmp_path / "store").rglob("samples/*.safetensors"))
     flip(path, column_of(path, column)[0])
     refusal(lambda: reader(tmp_path / "store").captions(0), path.name, "not those that were written")
-    refusal(lambda: reader(tmp_path / "store").latents(np.arange(2)), path.name, "not those that were written")
+    refusal(lambda: reader(tmp_path / "store").read_latents(np.arange(2)), path.name, "not those that were written")
     (photos / "000.txt").write_text("another caption")
     refusal(lambda: update(tmp_path / "store", ImageFolder(photos)), path.name, "not those that were written")
 
@@ -342,15 +347,11 @@ def test_a_store_of_a_version_without_seals_is_read_kept_and_told_of(
     with monkeypatch.context() as before:
         before.setattr(encoding, "latent_file", old_latent_file)
         before.setattr(Generation, "to_json", old_list)
-        before.setattr(key_table, "seal_file", lambda path: None)
-        before.setattr(SampleRows, "of", lambda found, salt, shape: rows_of(found, "bytes", shape=shape))
+        before.setattr(SampleRows, "of", lambda samples, salt, shape: rows_of(samples, "bytes", shape=shape))
         update(tmp_path / "store", ImageFolder(photos))
-    for path in (tmp_path / "store").rglob("tables/*.safetensors"):
-        seal = f', "seal": "{BLANK}"'.encode()
-        path.write_bytes(path.read_bytes().replace(seal, b" " * len(seal)))
     assert same(held(reader(tmp_path / "store")), expected(photos))
     assert verify(str(tmp_path / "store"), dry_run=True) == 0
-    assert "2 lists and tables of an older version have no seal" in capsys.readouterr().out
+    assert "1 lists of an older version have no seal" in capsys.readouterr().out
     assert update(tmp_path / "store", ImageFolder(photos)).generation.number == 2, "the list has a seal now"
     (photos / "000.txt").write_text("another caption")
     ran = update(tmp_path / "store", ImageFolder(photos))
@@ -370,7 +371,7 @@ def test_a_broken_list_of_samples_is_named_with_the_remedy(photos: Path, tmp_pat
         path.write_text(text)
         refusal(lambda: reader(tmp_path / "store"), str(path), "put back a copy", "precompute verify")
         assert verify(str(tmp_path / "store"), dry_run=False) == 1
-        assert path.exists()  # no other list tells the imported captions and the held-out images
+        assert path.exists()  # no other list tells the held-out images
     path.unlink()
     assert update(tmp_path / "store", ImageFolder(photos)).counts.encoded == 0
 
@@ -438,7 +439,7 @@ def test_a_lock_that_nobody_wrote_locks_nobody_out(text: str, photos: Path, tmp_
     assert same(held(reader(tmp_path / "store")), expected(photos))
 
 
-@pytest.mark.parametrize("kind", ["job.json", "recipes", "latents", "tables", "samples", "generations"])
+@pytest.mark.parametrize("kind", ["job.json", "recipes", "latents", "samples", "generations"])
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_full_disk_is_told_and_leaves_nothing_half_written(
     kind: str, nth: int, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -477,7 +478,7 @@ def test_a_full_disk_of_temporary_files_is_told(photos: Path, tmp_path: Path, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("sd_lightning.data.store.key_table._write_header", full)
+        patch.setattr("sd_lightning.data.store.index.HashTable._write", full)
         refusal(lambda: update(tmp_path / "store", ImageFolder(photos)), "disk is full", "TMPDIR")
     update(tmp_path / "store", ImageFolder(photos))
     assert same(held(reader(tmp_path / "store")), expected(photos))
@@ -493,7 +494,7 @@ def test_a_portion_without_a_usable_image_and_captions_that_are_empty(tmp_path: 
     assert ran.counts.added == 19 and len(ran.bad) == 10
     again = update(tmp_path / "store", ImageFolder(photos), portion=10)
     assert again.counts.kept == 19 and not again.counts.encoded
-    assert np.isfinite(reader(tmp_path / "store").latents(np.arange(19)).latents).all()
+    assert np.isfinite(reader(tmp_path / "store").read_latents(np.arange(19)).latents).all()
 
 
 def test_a_read_only_folder_is_refused(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

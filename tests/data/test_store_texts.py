@@ -14,21 +14,17 @@ from torch import Tensor
 
 from sd_lightning import LatentDiffusion
 from sd_lightning._errors import UsageError
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.samples import CaptionedImages
+from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.latents import StoredImages
-from sd_lightning.data.store.files import CHECKS, row_sums, write_groups
-from sd_lightning.data.store.rows import captions_hash
-from sd_lightning.data.store.store import LatentStore
-from sd_lightning.data.store.stored_texts import StoredTexts
-from sd_lightning.data.store.texts import TextEncoder, missing_texts, text_kind, text_tasks
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.files import CHECKS, captions_hash, row_sums, write_groups
+from sd_lightning.data.store.layout import LatentStore
+from sd_lightning.data.store.texts import StoredTexts, TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
 from sd_lightning.data.store.upkeep import Pruning, broken_files
+from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models.families.base import flat_conditioning, nested_conditioning
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.locations import open_location
-from small_store import reader, recipe, tokenize, update, write_picture, write_pictures
+from small_store import reader, recipe, source_of, tokenize, update, write_picture, write_pictures
 
 KIND = "texts/t0"
 
@@ -102,14 +98,14 @@ def test_the_reader_is_pickled_for_workers(photos: Path, tmp_path: Path) -> None
 
 
 def test_few_files_are_open_at_a_time(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_lightning.data.store.stored_texts._MOST_OPEN", 1)
+    monkeypatch.setattr("sd_lightning.data.store.texts._MOST_OPEN", 1)
     update(tmp_path / "store", ImageFolder(photos), samples_per_file=4, portion=100)
     assert embed(tmp_path / "store", tmp_path / "scratch") > 4
     texts = StoredTexts(reader(tmp_path / "store"), KIND)
     for i in (0, 22, 9, 0):
         right = LetterEncoder().embed(tokenize([reader(tmp_path / "store").captions(i)[0]]))["hidden"]
         assert torch.equal(texts.batch(np.array([i]), [0])["hidden"], right)
-    assert len(texts._files._open) == 1
+    assert texts._file.cache_info().currsize == 1
 
 
 def test_changed_and_new_captions_are_missing_until_they_are_encoded(photos: Path, tmp_path: Path) -> None:
@@ -183,8 +179,8 @@ def test_batches_have_embeddings_instead_of_token_ids(photos: Path, tmp_path: Pa
     embed(tmp_path / "store", tmp_path / "scratch")
 
     def batches(texts: bool, wrong: bool) -> dict[str, Any]:
-        source = StoredImages(reader(tmp_path / "store"))
-        source._texts = StoredTexts(source.reader, KIND) if texts else None
+        source = source_of(reader(tmp_path / "store"))
+        source._texts = StoredTexts(source, KIND) if texts else None
         options = ImageOptions(8, center_crop=True, proportion_empty_prompts=0.0 if wrong else 0.4)
         latents = {"latents": source, "wrong_captions": wrong}
         return CaptionedImages(source, tokenize, options=options, seed=1, **latents).__getitems__(

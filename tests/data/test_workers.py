@@ -15,12 +15,11 @@ import torch
 from PIL import Image
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data import loader as loader_module
-from sd_lightning.data import workers
+from sd_lightning.data import loading, workers
 from sd_lightning.data.datamodule import SDDataModule, digits_data
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.loader import LoaderOptions
+from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.source import as_source
+from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import BatchCost, choose, cores_per_process, measure, reading_threads, settle
 from square_data import NUM, Recorder, Squares, datamodule, trainer
 
@@ -216,12 +215,12 @@ def test_a_worker_that_is_stuck_says_where(monkeypatch: pytest.MonkeyPatch, tmp_
             log_file.write_text(record.getMessage())
 
     handler = ToFile()
-    monkeypatch.setattr(loader_module, "_SLOW_SECONDS", 0.3)
-    loader_module.log.addHandler(handler)
+    monkeypatch.setattr(loading, "_SLOW_SECONDS", 0.3)
+    loading.log.addHandler(handler)
     try:
         trainer(4).fit(Recorder(), datamodule(source=StuckSquares(log_file), num_workers=1))
     finally:
-        loader_module.log.removeHandler(handler)
+        loading.log.removeHandler(handler)
     message = log_file.read_text()
     assert re.match(r"data: worker 0 has read one batch for \d+ s, and is at:\n", message), message
     assert "in image\n" in message and message.index("__getitems__") < message.index("in image\n"), message

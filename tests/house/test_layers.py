@@ -127,7 +127,7 @@ def imports(path: Path, *, top_level_only: bool = False, type_checking: bool = F
 
 
 def inside(name: str) -> str | None:
-    """`sd_lightning.data.samples` -> `data.samples`; None for modules of others."""
+    """`sd_lightning.data.batch` -> `data.batch`; None for modules of others."""
     head, _, rest = name.partition(".")
     return rest if head == "sd_lightning" else None
 

@@ -18,8 +18,7 @@ from transformers import CLIPTextModel
 from places import SUPPORT
 from sd_lightning import generate, precompute, train
 from sd_lightning.apps.store_upkeep import verify
-from sd_lightning.data.store.recipe import Recipe
-from sd_lightning.data.store.store import Generation
+from sd_lightning.data.store.layout import Generation, Recipe
 from small_store import write_photos, write_picture
 
 SMALL = ["trainer.max_steps=6", "data.batch_size=16", "data.num_workers=0", "callbacks.samples=null", "logger=csv"]

@@ -1,4 +1,4 @@
-"""`python -m sd_lightning.precompute` with text embeddings, and its export and import of captions."""
+"""`python -m sd_lightning.precompute` with text embeddings."""
 
 import csv
 import functools
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -116,51 +114,12 @@ def test_prune_deletes_the_embeddings_of_one_model_when_told_to(cli: Any, tmp_pa
     assert code == 0 and f"{kind.name}: 1 files of text embeddings are not there, so training encodes" in out
 
 
-def test_captions_go_out_and_come_back(cli: Any, call_main: Any, tmp_path: Path) -> None:
-    cli(*DATA, "store=latents", "workers=1", "text=true")
-    code, out = cli("export", "store=latents", "table=meta.parquet")
-    assert (code, out) == (0, "meta.parquet: 20 rows\n")
-    rows = pq.read_table(tmp_path / "meta.parquet").to_pylist()
-    assert sorted(row["captions"] for row in rows) == sorted([f"{i} pictures"] for i in range(20))
-    for row in rows[:7]:
-        row["captions"] = ["a better caption", "and a second one"]
-    pq.write_table(pa.Table.from_pylist(rows[:12]), tmp_path / "new.parquet")
-    code, out = cli("import", "store=latents", "table=new.parquet")
-    assert code == 0 and "7 samples have other captions, 5 have these already, 8 are not in the table" in out
-    assert "text embeddings are missing" in out
-    assert call_main(train, "data=latents", "data.store=latents", *SMALL, "output_dir=runs/new")[0] == 0
-    code, out = cli(*DATA, "store=latents", "workers=1", "text=true")
-    assert code == 0 and "20 kept, 0 added" in out and "texts: 0" not in out
-
-
-def test_refusals(cli: Any, tmp_path: Path) -> None:
-    def refused(*given: str) -> str:
-        code, error = cli(*given)
-        assert code == 2 and error.count("\n") == 1 and error.startswith("error: "), error
-        return error
-
-    cli(*DATA, "store=latents", "workers=1")
-    cli(*DATA, "store=latents", "workers=1", "dtype=float32")
-    (tmp_path / "there.parquet").touch()
+def test_settings_of_another_action_are_refused(cli: Any) -> None:
     for given, words in (
-        (["export", "store=latents"], "precompute export got no table=; expected a Parquet file to write"),
-        (
-            ["import", "store=latents"],
-            "precompute import got no table=; expected a Parquet file that precompute export",
-        ),
-        (
-            ["export", "store=latents", "table=a.parquet", "text=true"],
-            "precompute export got text=true; expected it only",
-        ),
-        (["prune", "store=latents", "table=a.parquet"], "precompute prune got table=a.parquet"),
-        ([*DATA, "store=latents", "recipe=r1"], "precompute got recipe=r1; expected it only with precompute export"),
-        ([*DATA, "store=latents", "dry_run=false"], "precompute got dry_run=false"),
-        (["export", "store=latents", "table=a.parquet"], "store=latents has 2 recipes; expected one of"),
-        (["export", "store=latents", "table=a.parquet", "recipe=nothing"], "has no recipes that begin with nothing"),
-        (["export", "store=latents", "table=there.parquet"], "table=there.parquet exists; expected a new file"),
-        (["export", "store=latents", "table=no/a.parquet"], "is in a folder that does not exist"),
-        (["export", "store=nothing", "table=a.parquet"], "no latent store"),
+        (["prune", "store=latents", "text=true"], "precompute prune got text=true; expected it only with encoding;"),
+        (["verify", "store=latents", "drop_texts=t1"], "precompute verify got drop_texts=t1; expected it only with"),
+        ([*DATA, "store=latents", "dry_run=false"], "precompute got dry_run=false; expected it only with precompute"),
+        (["prune", "store=nothing"], "no latent store"),
     ):
-        assert words in refused(*given)
-    recipe = next((tmp_path / "latents/recipes").iterdir()).stem
-    assert cli("export", "store=latents", "table=a.parquet", f"recipe={recipe}")[0] == 0
+        code, error = cli(*given)
+        assert code == 2 and error.count("\n") == 1 and error.startswith("error: ") and words in error, error

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import TensorRange
 from sd_lightning.storage import safetensors_file, streamed_tensor, tensor_store
-from sd_lightning.storage.safetensors_file import flat_blocks
+from sd_lightning.storage.safetensors_file import file_bytes, flat_blocks, read_header
 from sd_lightning.storage.streamed_tensor import StreamedTensor, write_file, write_streamed, write_tensors
 from sd_lightning.storage.tensor_store import ShardedTensors, merge_index, write_shards
 
@@ -109,6 +109,45 @@ def test_file_opens_with_safetensors_and_holds_every_dtype_and_shape(tmp_path: P
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == set(tensors)
         assert all(same_bits(file.get_tensor(key), tensor) for key, tensor in tensors.items())
+
+
+def part_of(data: bytes) -> Callable[[int, int], bytes]:
+    return lambda begin, end: data[begin:end]
+
+
+def test_a_file_in_memory_has_the_bytes_that_safetensors_writes() -> None:
+    tensors = {
+        f"{shape}-{dtype}": a_tensor(dtype, shape)
+        for shape in [(), (3,), (0, 2), (5, 7)]
+        for dtype in reversed(safetensors_file.NAME_OF_DTYPE)
+    }
+    for metadata in ({}, {"about": 'ü "quoted"\n'}):
+        data = file_bytes(tensors, metadata)
+        assert data == save(tensors, metadata or None)
+        header = read_header(part_of(data), len(data))
+        assert header.metadata == metadata and header.end == len(data) and header.columns.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b"{", "."),
+        (b"[]", "no JSON object"),
+        (b'{"x": {}}', "tells no tensors"),
+        (b'{"x": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}', "tells no tensors"),
+        (b'{"x": {"dtype": "F32", "shape": "ab", "data_offsets": [0, 4]}}', "tells no tensors"),
+        (b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "ends within 'x'"),
+        (b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}', "ends within 'x'"),
+    ],
+)
+def test_a_header_that_tells_no_tensors_is_refused(header: bytes, reason: str) -> None:
+    data = len(header).to_bytes(8, "little") + header
+    with pytest.raises(ValueError, match=reason):
+        read_header(part_of(data), len(data))
+    with pytest.raises(ValueError, match="truncated"):
+        read_header(part_of(data), len(data) - 1)
+    with pytest.raises(ValueError, match="the format allows 100,000,000"):
+        read_header(lambda begin, end: (2**60).to_bytes(8, "little"))
 
 
 def test_writer_keeps_every_tensor_aligned(tmp_path: Path) -> None:

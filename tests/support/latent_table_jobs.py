@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.source import as_source
+from sd_lightning.data.transform import ImageOptions
 from square_data import Squares
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from sd_lightning.data.image_options import ImageOptions
 from sd_lightning.data.source import BadSample
+from sd_lightning.data.transform import ImageOptions
 from square_data import Squares
 
 SIZES = [(64, 64)] * 9 + [(40, 90)] * 4 + [(120, 30)] * 5 + [(33, 47)] * 6 + [(50, 44)] * 3

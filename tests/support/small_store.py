@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.batch import BadSamples
 from sd_lightning.data.source import Source
 from sd_lightning.data.sources.images import ImageFolder
+from sd_lightning.data.sources.latents import StoredImages
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder
 from sd_lightning.data.store.job import Counts, StoreJob
+from sd_lightning.data.store.layout import Generation, LatentStore, Recipe
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.recipe import Recipe
-from sd_lightning.data.store.store import Generation, LatentStore
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.locations import open_location
@@ -138,6 +138,11 @@ def reader(
     return StoreReader(latents, latents.generation(), split, cache)
 
 
+def source_of(store: StoreReader) -> StoredImages:
+    """Return what training reads of a split."""
+    return StoredImages(store.store, store.generation, store.split, store.cache)
+
+
 def expected(folder: Path) -> dict[str, tuple[np.ndarray, list[str]]]:
     """Return what a store of a folder holds: name -> moments and captions, encoded here and now."""
     source = ImageFolder(folder)
@@ -157,7 +162,7 @@ def held(store: StoreReader) -> dict[str, tuple[np.ndarray, list[str]]]:
     found = {}
     for files in store.files_of_shape().values():
         index = np.arange(store.ends[files.start - 1] if files.start else 0, store.ends[files.stop - 1])
-        latents = store.latents(index).latents
+        latents = store.read_latents(index).latents
         found |= {store.name(i): (each.numpy(), store.captions(i)) for i, each in zip(index.tolist(), latents)}
     return found
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule
 from sd_lightning.callbacks import EMA, PortableCheckpoint
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.loader import LoaderOptions
+from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.source import SourceSubset
 from sd_lightning.data.sources.digits import Digits
-from sd_lightning.data.subset import SourceSubset
+from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models.checkpointing import Kept
 from sd_lightning.models.families.blocks import recomputable
 from sd_lightning.storage import typed_json

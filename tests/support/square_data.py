@@ -10,9 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from sd_lightning.data.datamodule import SDDataModule
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.loader import LoaderOptions
+from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.source import BadSample
+from sd_lightning.data.transform import ImageOptions
 
 NUM, BATCH = 26, 8  # three global batches an epoch, two samples left out
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import small_training
 from ranks import run_jobs
 from sd_lightning import SDLightningModule
+from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.order import EpochBatches
 from sd_lightning.data.sampler import GlobalBatchSampler
-from sd_lightning.data.samples import CaptionedImages
 
 BATCH_SIZE = 8
 

@@ -19,18 +19,15 @@ from sd_lightning._errors import UsageError
 from sd_lightning.apps.encoding import Workers, num_workers
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.apps.stage_progress import StageProgress, shares
-from sd_lightning.apps.store_actions import ACTIONS, check_action
 from sd_lightning.apps.store_texts import Texts
-from sd_lightning.data.bad_samples import BadSamples
-from sd_lightning.data.samples import tell_of_long_captions
-from sd_lightning.data.source import Source
+from sd_lightning.apps.store_upkeep import prune, verify
+from sd_lightning.data.batch import BadSamples, tell_of_long_captions
+from sd_lightning.data.source import Source, SourceSubset, hold_out
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.files import hashes_of
 from sd_lightning.data.store.job import StoreJob, rows_per_file
-from sd_lightning.data.store.recipe import DTYPES, Recipe, network_hash
-from sd_lightning.data.store.store import Generation, LatentStore, recipes
-from sd_lightning.data.store.tokenizing import Tokenizing
-from sd_lightning.data.subset import SourceSubset, hold_out
+from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, Recipe, network_hash, recipes
+from sd_lightning.data.store.texts import Tokenizing
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.locations import open_location
@@ -41,6 +38,9 @@ if TYPE_CHECKING:
     from sd_lightning.data.datamodule import SDDataModule
 
 log = logging.getLogger(__name__)
+
+_ONLY_FOR = {"text": ("encode", False), "dry_run": ("prune and verify", True), "drop_texts": ("prune", None)}
+"""Settings -> the actions that they are for, and what they are if not given; other actions would ignore them."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,11 @@ class Settings:
 def run(cfg: DictConfig) -> int:
     """Encode a data set, or do something else with a store."""
     quiet_libraries()
-    check_action(cfg)
-    if cfg.action != "encode":
-        return ACTIONS[cfg.action](cfg)
+    _check_action(cfg)
+    if cfg.action == "prune":
+        return prune(cfg.store, dry_run=cfg.dry_run, drop_texts=cfg.drop_texts)
+    if cfg.action == "verify":
+        return verify(cfg.store, dry_run=cfg.dry_run)
     settings = Settings(**{each.name: cfg[each.name] for each in fields(Settings)})
     root = open_location(settings.store, key="store")
     root.check_writable()
@@ -78,6 +80,16 @@ def run(cfg: DictConfig) -> int:
     store = LatentStore(root, recipe_of(model, datamodule, settings))
     sources = keep_held_out(store, sources)
     return encode(store, sources, model, datamodule, settings)
+
+
+def _check_action(cfg: DictConfig) -> None:
+    """Raise a ``UsageError`` if a setting is for another action."""
+    who = "precompute" if cfg.action == "encode" else f"precompute {cfg.action}"
+    for key, (actions, default) in _ONLY_FOR.items():
+        if cfg.action not in actions and cfg[key] != default:
+            whose = "encoding" if actions == "encode" else f"precompute {actions}"
+            value = str(cfg[key]).lower() if isinstance(cfg[key], bool) else cfg[key]
+            raise UsageError(f"{who} got {key}={value}; expected it only with {whose}; leave it out")
 
 
 def sources_of(datamodule: SDDataModule) -> dict[str, Source]:
@@ -165,7 +177,7 @@ def encode(
     images_per_file, samples_per_file = rows_per_file(total, bytes_per_image, settings.shard_mb)
     print(
         f"{total} images, {bytes_per_image} bytes of latents each: at most {total * bytes_per_image / 1e9:.3g} GB in "
-        f"{store.folder.url} ({store.recipe.told()})",
+        f"{store.folder.url} ({store.recipe.description()})",
         flush=True,
     )
     text_encoder = None if texts is None else texts.encoder(encoder, device)
@@ -206,17 +218,13 @@ def tell(job: StoreJob, generation: Generation, bad: BadSamples, progress: Stage
     """Print what a job has done."""
     counts = job.counts
     splits = ", ".join(f"{split} {generation.num_samples(split)}" for split in generation.splits)
-    done = (
-        f"{counts.encoded} images encoded, {counts.found} found from a job that had not ended"
-        if counts.found
-        else (f"{counts.encoded} images encoded")
-    )
+    found = f", {counts.found} found that an earlier job had encoded" if counts.found else ""
     moved = f" ({counts.moved} of them moved from another split)" if counts.moved else ""
     speed = f", {progress.images / seconds:.3g} img/s ({shares(progress.seconds)})" if progress.images else ""
     print(
         f"samples: {splits}; {counts.kept} kept, {counts.added} added{moved}, {counts.removed} removed, "
         f"{len(bad.found)} bad; "
-        f"{done}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
+        f"{counts.encoded} images encoded{found}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
     )
 
 

@@ -12,9 +12,8 @@ import torch
 from sd_lightning.apps.encoding import Workers
 from sd_lightning.apps.stage_progress import StageProgress
 from sd_lightning.data.source import BadSample, Source
-from sd_lightning.data.store.store import Generation, LatentStore
-from sd_lightning.data.store.texts import TextEncoder, missing_texts, text_kind, text_tasks
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.layout import Generation, LatentStore
+from sd_lightning.data.store.texts import TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 

@@ -22,20 +22,16 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.source import Bad, Source
+from sd_lightning.data.source import Bad, Source, SourceSubset
 from sd_lightning.data.store.encoding import Encoded, Encoder, EncodeTask, ShardEncoder
 from sd_lightning.data.store.files import StoreFile, hashes_of
-from sd_lightning.data.store.recipe import Recipe
-from sd_lightning.data.store.store import LATENTS, path_of
-from sd_lightning.data.subset import SourceSubset
+from sd_lightning.data.store.layout import LATENTS, Recipe, path_of
+from sd_lightning.data.transform import ImageOptions
 from sd_lightning.state.ranks import failing_together, gathered, rank_and_world_size
 from sd_lightning.storage.local_folder import LocalFolder
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from sd_lightning.models.encoder import LatentEncoder
 
 log = logging.getLogger(__name__)
 
@@ -69,23 +65,6 @@ class LatentTable:
             "original_size": sizes[:, :2],
             "crop_top_left": sizes[:, 2:],
         }
-
-
-class LatentTables:
-    """The tables of a run's sources: each is encoded once per encoder, however often loaders are built."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[LatentEncoder, LatentTable]] = {}
-
-    def of(
-        self, source: Source, encoder: LatentEncoder, images: ImageOptions, *, device: torch.device, num_threads: int
-    ) -> LatentTable:
-        """Return the table of a source; the first call is collective, see :func:`encode_source`."""
-        known = self._known.get(id(source))
-        if known is None or known[0] is not encoder:
-            table = encode_source(source, encoder, images, device=device, num_threads=num_threads)
-            self._known[id(source)] = known = (encoder, table)
-        return known[1]
 
 
 class _ByIndex(SourceSubset):

@@ -12,20 +12,52 @@ over the global batch. A part without a sample, of an incomplete global batch, t
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.order import ORDER_VERSION, BatchOrder, check_version
+from sd_lightning.data.order import (
+    ORDER_VERSION,
+    BatchOrder,
+    Bucket,
+    BucketOrder,
+    EpochBatches,
+    Shape,
+    check_version,
+    listed,
+)
+from sd_lightning.data.source import Bad, BadSample, Source
+from sd_lightning.data.transform import (
+    BUCKET_FIELDS,
+    ImageOptions,
+    any_error_is_a_bad_sample,
+    check_size,
+    nearest_shapes,
+    resized,
+)
+from sd_lightning.state.ranks import gathered, rank_and_world_size
+
+if TYPE_CHECKING:
+    from sd_lightning.data.batch import BadSamples
+
+log = logging.getLogger(__name__)
 
 Key = tuple[int, int] | tuple[int, int, float]
 """``(epoch, index)`` of a sample: all its randomness is derived from these two and the seed.
 
 In global batches that are divided unevenly, the third is the weight of its loss.
 """
+_AT_ONCE = 256
+"""Images whose sizes a thread reads before it takes the next ones."""
+_NAMED = 20
 
 
 def split_keys(keys: Sequence[Key]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -183,3 +215,195 @@ def validation_batches(num_samples: int, batch_size: int, world_size: int = 1, r
     share = max(1, num_samples // world_size)
     keys: list[Key] = [(0, (rank * share + i) % num_samples) for i in range(share)]
     return [keys[i : i + batch_size] for i in range(0, share, batch_size)]
+
+
+def bucket_validation_batches(
+    buckets: Sequence[Bucket], batch_size: int, world_size: int = 1, rank: int = 0
+) -> list[list[Key]]:
+    """Return this rank's batches of validation keys (epoch 0), each of one bucket.
+
+    Every sample is there once. Where a rank has no sample for a batch, it gets one of weight 0, so that all ranks have
+    equally many batches.
+
+    Args:
+        buckets: The samples.
+        batch_size: Most samples per rank and batch.
+        world_size: Number of data-parallel ranks.
+        rank: This rank.
+    """
+    batches: list[list[Key]] = []
+    for bucket in buckets:
+        for begin in range(0, len(bucket), batch_size * world_size):
+            places = np.arange(begin, min(begin + batch_size * world_size, len(bucket)))
+            indices, size = bucket.at(places).tolist(), len(places)
+            mine = indices[rank * size // world_size : (rank + 1) * size // world_size]
+            batches.append([(0, index, 1.0) for index in mine] or [(0, indices[0], 0.0)])
+    return batches
+
+
+def find_buckets(source: Source, options: ImageOptions) -> tuple[tuple[Bucket, ...], list[Bad]]:
+    """Assign each image to the bucket of the nearest aspect ratio; a collective call with torch.distributed.
+
+    The ranks share the images, and each reads its part with several threads. An image keeps one small integer in
+    memory.
+
+    Args:
+        source: The images.
+        options: Gives the buckets' shapes, and the limit on pixels.
+
+    Returns:
+        The buckets that have images, and the images that fit none: unreadable ones, and those with too many pixels
+        before or after resizing. The same on every rank.
+
+    Raises:
+        UsageError: No image fits a bucket.
+    """
+    distinct, shapes = source.distinct, options.shapes
+    total = len(distinct)
+    rank, world = rank_and_world_size()
+    own = range(rank * total // world, (rank + 1) * total // world)
+    log.info("data: reading the sizes of %d images for aspect-ratio buckets", total)
+    pieces = [own[i : i + _AT_ONCE] for i in range(0, len(own), _AT_ONCE)]
+    # Headers are small: most of the time goes to waiting for the disk or the network.
+    with ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1))) as pool:
+        found = list(pool.map(lambda piece: _assign(distinct, piece, shapes, options.max_image_pixels), pieces))
+    parts = gathered(found)
+    assigned = np.concatenate([numbers for part in parts for numbers, _ in part])
+    bad = [each for part in parts for _, some in part for each in some]
+    if len(bad) == total:
+        shown = "; ".join(f"{distinct.name(i)}: {reason}" for i, reason in bad[:_NAMED])
+        raise UsageError(
+            f"data.enable_bucket=true: none of the {total} images fits a bucket ({shown}); mend or replace them, or "
+            "raise data.max_image_pixels"
+        )
+    if source.rows is not None:
+        rows = source.rows.numpy()
+        assigned = assigned[rows]
+        bad = [(int(np.flatnonzero(rows == row)[0]), reason) for row, reason in bad if row in rows]
+    return listed(assigned, shapes), bad
+
+
+def _assign(source: Source, indices: range, shapes: Sequence[Shape], max_pixels: int) -> tuple[np.ndarray, list[Bad]]:
+    """Return the number of each image's shape (N,) int16, -1 for none, and why some have none."""
+    assigned = np.full(len(indices), -1, dtype=np.int16)
+    bad: list[Bad] = []
+    for place, index in enumerate(indices):
+        try:
+            with any_error_is_a_bad_sample():
+                height, width = source.size(index)
+            check_size((width, height), max_pixels)
+            number = int(nearest_shapes(np.array([[height, width]]), shapes)[0])
+            resized((width, height), shapes[number], max_pixels)
+            assigned[place] = number
+        except BadSample as reason:
+            bad.append((index, str(reason)))
+    return assigned, bad
+
+
+class Batching:
+    """The batches of a run's sources.
+
+    Sources with ``buckets``, such as a latent store, and all sources with ``data.enable_bucket=true`` have batches of
+    one bucket each.
+    """
+
+    def __init__(self, batch_size: int, images: ImageOptions, *, drop_last: bool | None, bad: BadSamples) -> None:
+        """Keep the options.
+
+        Args:
+            batch_size: Samples per optimizer step, over all processes.
+            images: Give the shapes of buckets.
+            drop_last: Leave incomplete last batches out; None does so without buckets.
+            bad: Where images that fit no bucket are counted.
+        """
+        self._batch_size = batch_size
+        self._images = images
+        self._drop_last = drop_last
+        self._bad = bad
+        self._found: dict[int, Sequence[Bucket]] = {}
+
+    def buckets(self, source: Source) -> Sequence[Bucket]:
+        """Return the aspect-ratio buckets of a source, none without; the first call is collective.
+
+        Raises:
+            UsageError: No image fits a bucket.
+        """
+        if source.buckets is not None:
+            return source.buckets
+        if not self._images.enable_bucket:
+            return ()
+        if id(source) not in self._found:
+            self._found[id(source)], bad = find_buckets(source, self._images)
+            self._bad.count({source.name(index): reason for index, reason in bad})
+        return self._found[id(source)]
+
+    def check(self, source: Source, world_size: int, accumulate: int) -> None:
+        """Check before training that a source fills a global batch, and that the batch has a sample for every process.
+
+        Sizes of images are not read: whether buckets fill a batch is checked by :meth:`order`.
+
+        Raises:
+            UsageError: The batch is too large or too small.
+        """
+        if self._images.enable_bucket and source.buckets is None:
+            check_division(self._batch_size, world_size, accumulate)
+        else:
+            GlobalBatchSampler(self.order(source, seed=0), world_size=world_size, accumulate=accumulate)
+
+    def most_batches(self, source: Source) -> int:
+        """Return the largest possible number of global batches in an epoch, the exact one without buckets."""
+        if self._images.enable_bucket and source.buckets is None:
+            return len(source) // self._batch_size + len(self._images.shapes)
+        return self.order(source, seed=0).batches_per_epoch
+
+    def order(self, source: Source, *, seed: int, shuffle: bool = True) -> BatchOrder:
+        """Return the order of a source's samples; collective with buckets.
+
+        Raises:
+            UsageError: No bucket fills a batch, or no image fits a bucket.
+        """
+        buckets, size = self.buckets(source), self._batch_size
+        drop_last = not buckets if self._drop_last is None else self._drop_last
+        if buckets:
+            return BucketOrder(buckets, size, seed, shuffle=shuffle, drop_last=drop_last)
+        return EpochBatches(
+            len(source),
+            size,
+            seed,
+            shuffle=shuffle,
+            together=source.together,
+            locality=source.locality,
+            drop_last=drop_last,
+        )
+
+    def validation(self, source: Source, batch_size: int, world_size: int, rank: int) -> list[list[Key]]:
+        """Return a rank's batches of validation keys, equally many on all ranks; collective with buckets."""
+        buckets = self.buckets(source)
+        if buckets:
+            return bucket_validation_batches(buckets, batch_size, world_size, rank)
+        return validation_batches(len(source), batch_size, world_size, rank)
+
+    def signature(self, source: Source) -> str:
+        """Return the settings that the order of the epochs depends on, for a checkpoint; "" without buckets."""
+        if source.buckets is None and not self._images.enable_bucket:
+            return ""
+        drop_last = f"data.drop_last={str(bool(self._drop_last)).lower()}"
+        if source.buckets is not None:
+            return f"aspect-ratio buckets of the data with {drop_last}"
+        names = ("resolution", "max_image_pixels", *BUCKET_FIELDS[1:])
+        settings = " ".join(f"data.{name}={getattr(self._images, name)}" for name in names)
+        return f"aspect-ratio buckets with {settings} {drop_last}"
+
+
+def check_buckets(images: ImageOptions, source: Source) -> None:
+    """Check that the samples of a source may be in batches of different shapes.
+
+    Raises:
+        UsageError: They stay together in groups.
+    """
+    if images.enable_bucket and source.together > 1:
+        raise UsageError(
+            f"data.enable_bucket=true: samples stay together in groups of {source.together}, such as a photo and a "
+            "picture of its class, but a batch has one shape; write data.enable_bucket=false, or train without "
+            "pictures of the class"
+        )

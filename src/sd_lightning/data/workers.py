@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sd_lightning.data.loader import Batch, BatchKeys, LoaderOptions
-from sd_lightning.data.look_ahead import fetch_all
+from sd_lightning.data.loading import Batch, BatchKeys, LoaderOptions, fetch_all
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from sd_lightning.data.image_options import ImageOptions
-    from sd_lightning.data.samples import CaptionedImages
+    from sd_lightning.data.batch import CaptionedImages
+    from sd_lightning.data.transform import ImageOptions
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,12 @@ so loading would appear to need (and under a memory limit would need) as much me
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,22 +20,22 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.storage.untrusted import header_length, parse_json, read_json
+from sd_lightning.storage.untrusted import MAX_BYTES, parse_json, read_json
 
 SLICE_BYTES = 16 * 2**20
 """Size of the host buffer and of the slices that are hashed and written."""
 
-# Dtype names of the safetensors format.
+# Dtype names of the safetensors format, in the order in which that package writes tensors.
 NAME_OF_DTYPE = {
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
-    torch.float16: "F16",
+    torch.int32: "I32",
     torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
@@ -88,13 +90,125 @@ class HostBuffer:
 
 
 @dataclass(frozen=True)
+class Column:
+    """Where a tensor lies in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """Offset of its first byte in the file."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row, of all but the first dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Offset behind its last byte."""
+        return self.begin + self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a file tells."""
+
+    columns: Mapping[str, Column]
+    """The tensors by name."""
+    metadata: Mapping[str, str]
+    begin: int
+    """Offset of the tensors' first byte."""
+
+    @property
+    def end(self) -> int:
+        """Bytes of the whole file."""
+        return max((column.end for column in self.columns.values()), default=self.begin)
+
+
+def read_header(read: Callable[[int, int], bytes], file_bytes: int | None = None) -> Header:
+    """Read a header.
+
+    Args:
+        read: Returns the bytes ``[begin, end)`` of the file.
+        file_bytes: Size of the file, if it is known.
+
+    Raises:
+        ValueError: It is not a safetensors file. Whether the tensors' bytes are there is not checked.
+    """
+    length = int.from_bytes(prefix := read(0, 8), "little")
+    if len(prefix) < 8 or (file_bytes is not None and length > file_bytes - 8):
+        raise ValueError("its header is truncated")
+    if length > MAX_BYTES:
+        raise ValueError(f"its header has {length:,} bytes; the format allows {MAX_BYTES:,}")
+    entries, start = parse_json(read(8, 8 + length)), 8 + length
+    if not isinstance(entries, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = entries.pop("__metadata__", {})
+    try:
+        columns = {}
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            columns[name] = column = Column(DTYPE_OF_NAME[entry["dtype"]], tuple(entry["shape"]), start + begin)
+            if column.end != start + end or begin < 0:
+                raise ValueError(f"it ends within {name!r}")
+        return Header(columns, dict(metadata), start)
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"its header tells no tensors ({error!r})") from error
+
+
+def header_bytes(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file of tensors that lie one after the other in that order.
+
+    Args:
+        tensors: Name -> dtype and shape.
+        metadata: Extra strings.
+
+    Raises:
+        UsageError: A dtype cannot be stored.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name, (dtype, shape) in tensors.items():
+        if name == "__metadata__":
+            raise ValueError("A safetensors file cannot hold a tensor named '__metadata__'.")
+        if dtype not in NAME_OF_DTYPE:
+            raise UsageError(f"Tensor {name!r} has dtype {dtype}, which safetensors cannot store; convert it first.")
+        end = begin + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAME_OF_DTYPE[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the file of some tensors: the bytes that the package safetensors writes."""
+    rank = {dtype: number for number, dtype in enumerate(NAME_OF_DTYPE)}
+    ordered = dict(sorted(tensors.items(), key=lambda item: (rank[item[1].dtype], item[0])))
+    header = header_bytes({name: (each.dtype, each.shape) for name, each in ordered.items()}, metadata)
+    return b"".join([header, *(bytes_of(each.contiguous()) for each in ordered.values())])
+
+
+@dataclass(frozen=True)
 class OpenFile:
     """A safetensors file that is open for reading."""
 
     handle: BinaryIO
-    header: dict[str, Any]
-    data_start: int
-    """Offset of the tensors' first byte."""
+    header: Header
+
+
+def read_exactly(handle: BinaryIO, memory: memoryview, begin: int) -> bool:
+    """Fill ``memory`` with the bytes of an unbuffered file from ``begin`` on; return False if it ends too early."""
+    while len(memory):
+        count = os.preadv(handle.fileno(), [memory], begin)
+        if not count:
+            return False
+        memory, begin = memory[count:], begin + count
+    return True
 
 
 def open_safetensors(path: Path) -> OpenFile:
@@ -106,24 +220,20 @@ def open_safetensors(path: Path) -> OpenFile:
     """
     handle: BinaryIO = open(path, "rb", buffering=0)
     try:
-        length = header_length(handle.read(8), os.fstat(handle.fileno()).st_size)
-        header = parse_json(handle.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-        return OpenFile(handle, header, 8 + length)
+        return opened(handle)
     except BaseException:
         handle.close()
         raise
 
 
-def read_exactly(handle: BinaryIO, memory: memoryview) -> bool:
-    """Fill ``memory`` from an unbuffered file; return False if the file ends too early."""
-    while len(memory):
-        count = handle.readinto(memory)  # type: ignore[attr-defined]
-        if not count:
-            return False
-        memory = memory[count:]
-    return True
+def opened(handle: BinaryIO) -> OpenFile:
+    """Read the header of an unbuffered file.
+
+    Raises:
+        ValueError: It is not a safetensors file.
+    """
+    fd = handle.fileno()
+    return OpenFile(handle, read_header(lambda begin, end: os.pread(fd, end - begin, begin), os.fstat(fd).st_size))
 
 
 def indexed_files(path: Path, *, variant: str | None = None) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +17,12 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import LazyTensor, tensor_of
 from sd_lightning.storage.safetensors_file import (
-    DTYPE_OF_NAME,
-    NAME_OF_DTYPE,
     SLICE_BYTES,
+    Column,
     HostBuffer,
     bytes_of,
     flat_blocks,
+    header_bytes,
     indexed_files,
     open_safetensors,
     read_exactly,
@@ -100,30 +98,25 @@ def tensors_in(path: Path) -> dict[str, StreamedTensor]:
         file = open_safetensors(path)
         file.handle.close()
         size = path.stat().st_size
-        tensors = {}
-        for name, entry in file.header.items():
-            if name == "__metadata__":
-                continue
-            dtype, shape = DTYPE_OF_NAME[entry["dtype"]], tuple(entry["shape"])
-            begin, end = (file.data_start + offset for offset in entry["data_offsets"])
-            if end > size or end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"it ends within {name!r}")
-            tensors[name] = StreamedTensor(dtype, shape, partial(_stored, path, begin, math.prod(shape), dtype))
-        return tensors
+        if (short := next((name for name, each in file.header.columns.items() if each.end > size), None)) is not None:
+            raise ValueError(f"it ends within {short!r}")
+        return {
+            name: StreamedTensor(each.dtype, each.shape, partial(_stored, path, each))
+            for name, each in file.header.columns.items()
+        }
     except FileNotFoundError as error:
         raise UsageError(f"{path}: no such file; expected weights in safetensors files; {remedy}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a complete safetensors file ({error}); {remedy}") from error
 
 
-def _stored(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    max_numel = SLICE_BYTES // dtype.itemsize
-    buffer = torch.empty(min(numel, max_numel), dtype=dtype)
+def _stored(path: Path, column: Column) -> Iterator[Tensor]:
+    itemsize, numel = column.dtype.itemsize, column.numel
+    buffer = torch.empty(min(numel, SLICE_BYTES // itemsize), dtype=column.dtype)
     with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        for start in range(0, numel, max_numel):
+        for start in range(0, numel, SLICE_BYTES // itemsize):
             block = buffer[: numel - start]
-            if not read_exactly(file, bytes_of(block)):
+            if not read_exactly(file, bytes_of(block), column.begin + start * itemsize):
                 raise UsageError(f"{path}: ends too early; copy or download that file again")
             yield block
 
@@ -216,7 +209,7 @@ def write_file(
         UsageError: A dtype cannot be stored.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    header = _header(ordered, metadata)
+    header = header_bytes({name: (each.dtype, each.shape) for name, each in ordered.items()}, metadata or {})
     digest, buffer = hashlib.sha256(), HostBuffer()
     # hashlib and write() both release the GIL: hashing costs no time if a core is free.
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
@@ -241,25 +234,3 @@ def write_file(
                 raise ValueError(f"{path}: {name!r} got {numel} values; expected shape {tensor.shape}.")
         os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def _header(tensors: Mapping[str, StreamedTensor], metadata: Mapping[str, str] | None) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, tensor in tensors.items():
-        if name == "__metadata__":
-            raise ValueError("A safetensors file cannot hold a tensor named '__metadata__'.")
-        if tensor.dtype not in NAME_OF_DTYPE:
-            raise UsageError(
-                f"Tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot store; convert it first."
-            )
-        end = offset + tensor.numel * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": NAME_OF_DTYPE[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -177,13 +177,12 @@ class ShardedTensors:
             if piece.file not in self._files:
                 self._files[piece.file] = open_safetensors(path)
             file = self._files[piece.file]
-            begin, end = file.header[piece.tensor]["data_offsets"]
-            if end - begin != (piece.end - piece.begin) * itemsize:
+            column = file.header.columns[piece.tensor]
+            if column.end - column.begin != (piece.end - piece.begin) * itemsize:
                 raise ValueError(f"{piece.tensor!r} has another size than in {INDEX_NAME}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"Tensor {key!r} cannot be read from {path} ({error}); use another checkpoint.") from error
-        file.handle.seek(file.data_start + begin + (start - piece.begin) * itemsize)
-        if not read_exactly(file.handle, bytes_of(out)):
+        if not read_exactly(file.handle, bytes_of(out), column.begin + (start - piece.begin) * itemsize):
             raise UsageError(f"Tensor {key!r}: {path} ends too early; use another checkpoint.")
 
 

@@ -54,20 +54,6 @@ def read_yaml(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def header_length(prefix: bytes, file_bytes: int | None = None) -> int:
-    """Return the length of a safetensors header from the file's first eight bytes.
-
-    Raises:
-        ValueError: The file ends before, or the format does not allow so long a header.
-    """
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or (file_bytes is not None and length > file_bytes - 8):
-        raise ValueError("its header is truncated")
-    if length > MAX_BYTES:
-        raise ValueError(f"its header has {length:,} bytes; the format allows {MAX_BYTES:,}")
-    return length
-
-
 class _PlainLoader(yaml.SafeLoader):
     """Without aliases: nine lines of them are a list of a billion entries. We write none."""
 

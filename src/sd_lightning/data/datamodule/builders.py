@@ -6,27 +6,165 @@ functions take (``ImageOptions``, ``LoaderOptions``, ...).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_type_hints
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.datamodule.flat import flat
 from sd_lightning.data.datamodule.module import SDDataModule
-from sd_lightning.data.datamodule.options import Batches, Columns, ColumnsAndSizes, Prior, Recorded, StoredBatches
-from sd_lightning.data.image_options import BUCKET_FIELDS, ImageOptions
-from sd_lightning.data.loader import LoaderOptions
-from sd_lightning.data.source import Source
+from sd_lightning.data.loading import LoaderOptions
+from sd_lightning.data.source import Source, SourceSubset, hold_out
 from sd_lightning.data.sources.digits import Digits
-from sd_lightning.data.sources.dreambooth import SubjectAndClass, find_photos
+from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.latents import stored_images
+from sd_lightning.data.sources.latents import StoredImages, check_law, choose_recipe
 from sd_lightning.data.sources.parquet import ParquetImages
 from sd_lightning.data.sources.webdataset import WebDatasetTars
-from sd_lightning.data.store.reader import StoreReader, default_cache
-from sd_lightning.data.store.store import LatentStore
-from sd_lightning.data.subset import SourceSubset, hold_out
+from sd_lightning.data.store.layout import LatentStore, Recipe
+from sd_lightning.data.store.reader import default_cache
+from sd_lightning.data.transform import BUCKET_FIELDS, ImageOptions
+from sd_lightning.storage.location import Location
 from sd_lightning.storage.locations import open_location
+
+_Builder = Callable[..., SDDataModule]
+
+
+def flat(*, without: Sequence[str] = (), **groups: Any) -> Callable[[_Builder], _Builder]:
+    """Replace a builder's dataclass parameters by the fields of these dataclasses.
+
+    The signature and the annotations of the result are flat, too: the configuration is checked against them.
+
+    Args:
+        without: Fields without meaning for this builder; they keep their defaults.
+        **groups: Parameter -> instance of its dataclass, with the defaults of this builder.
+    """
+
+    def decorate(build: _Builder) -> _Builder:
+        own = inspect.signature(build, eval_str=True).parameters.values()
+        flat = [each for each in own if each.name not in groups]
+        for group in groups.values():
+            hints = get_type_hints(type(group))
+            flat += [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+                for name, default in vars(group).items()
+                if name not in without
+            ]
+        signature = inspect.Signature(flat, return_annotation=SDDataModule)
+
+        @functools.wraps(build)
+        def built(*args: Any, **kwargs: Any) -> SDDataModule:
+            given = signature.bind(*args, **kwargs).arguments
+            for name, group in groups.items():
+                fields = {field: given.pop(field) for field in vars(group) if field in given}
+                given[name] = dataclasses.replace(group, **fields)
+            return build(**given)
+
+        del built.__wrapped__  # or inspect would use its signature and annotations
+        built.__annotations__ = {each.name: each.annotation for each in flat}
+        built.__signature__ = signature  # type: ignore[attr-defined]
+        return built
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """``SDDataModule``'s own options."""
+
+    batch_size: int = 16
+    """Samples per optimizer step, over all processes."""
+    cache_latents: bool = False
+    """Encode all images once, before the first step."""
+    max_bad_fraction: float = 0.01
+    """Stop the run when more than this fraction of the samples is bad."""
+    changed: Literal["refuse", "accept"] = "refuse"
+    """Whether a run may resume within an epoch whose samples have changed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns of a table of images."""
+
+    image_column: str = "image"
+    """Images, or paths of images."""
+    caption_column: str = "text"
+    """Captions, each a string or a list of strings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsAndSizes(Columns):
+    """Columns of Parquet files."""
+
+    width_column: str | None = None
+    """Widths of the upright images; None to read them from the images."""
+    height_column: str | None = None
+    """Heights of the upright images."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    """Prior preservation: pictures of the subject's class beside the photos."""
+
+    class_data_dir: str | None = None
+    """Folder of the class pictures."""
+    class_prompts: list[str] | None = None
+    """Captions of the class pictures; without any, prior preservation is off."""
+    num_class_images: int = 100
+    """Pictures to use, divided among the prompts."""
+    prior_loss_weight: float = 1.0
+    """Loss weight of the class pictures."""
+
+    def find(self) -> list[Picture]:
+        """Return the class pictures.
+
+        Raises:
+            UsageError: There are prompts but no pictures.
+        """
+        if not self.class_prompts:
+            return []
+        if self.class_data_dir is None:
+            raise UsageError(
+                "data.class_prompts without data.class_data_dir; write data.class_data_dir=<folder>, where the "
+                "pictures of the class lie"
+            )
+        pictures = find_class_pictures(self.class_data_dir, self.class_prompts, self.num_class_images)
+        if not pictures:
+            raise UsageError(
+                f"data.class_data_dir={self.class_data_dir} has no pictures of {self.class_prompts[0]!r}; draw them "
+                "with python -m sd_lightning.dreambooth, or leave data.class_prompts out"
+            )
+        return pictures
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """Which encodings of a latent store to train on."""
+
+    recipe: str | None = None
+    """Beginning of the fingerprint of the recipe."""
+    resolution: int | None = None
+    """Side of the images, in pixels."""
+    center_crop: bool | None = None
+    """The crop that the store has to have."""
+    random_flip: bool | None = None
+    """The flip that the store has to have."""
+    enable_bucket: bool | None = None
+    """Whether the store has to have buckets."""
+
+    def choose(self, root: Location) -> Recipe:
+        """Return the recipe of a store that fits.
+
+        Raises:
+            UsageError: None fits, or several do.
+        """
+        recipe = choose_recipe(root, recipe=self.recipe, resolution=self.resolution)
+        asked = {name: getattr(self, name) for name in ("center_crop", "random_flip", "enable_bucket")}
+        check_law(recipe, asked)
+        return recipe
+
 
 _OF_MANY_IMAGES: dict[str, Any] = {
     "batches": Batches(),
@@ -80,8 +218,7 @@ def image_folder_data(
             folder_repeats=folder_repeats,
         )
 
-    train, val = _train_and_val(read, train_data_dir, val_data_dir, num_val_samples)
-    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+    return _of_many(read, train_data_dir, val_data_dir, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
 @flat(columns=Columns(), **_OF_MANY_IMAGES)
@@ -102,8 +239,7 @@ def huggingface_data(
         pixels = images.max_image_pixels
         return HuggingFaceImages(dataset_name, split=part, max_image_pixels=pixels, **vars(columns))
 
-    train, val = _train_and_val(read, split, val_split, num_val_samples)
-    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+    return _of_many(read, split, val_split, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
 @flat(**_OF_MANY_IMAGES)
@@ -122,8 +258,7 @@ def webdataset_data(
     def read(tars: str) -> Source:
         return WebDatasetTars(tars, caption_key=caption_key, max_image_pixels=images.max_image_pixels)
 
-    train, val = _train_and_val(read, train_data_dir, val_data_dir, num_val_samples)
-    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+    return _of_many(read, train_data_dir, val_data_dir, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
 @flat(columns=ColumnsAndSizes(), **_OF_MANY_IMAGES)
@@ -144,8 +279,7 @@ def parquet_data(
         pixels = images.max_image_pixels
         return ParquetImages(folder, max_image_pixels=pixels, allow_outside=allow_outside, **vars(columns))
 
-    train, val = _train_and_val(read, train_data_dir, val_data_dir, num_val_samples)
-    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+    return _of_many(read, train_data_dir, val_data_dir, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
 @flat(
@@ -175,7 +309,7 @@ def dreambooth_data(
     return SDDataModule(source, images=images, loader=loader, **vars(batches))
 
 
-@flat(recorded=Recorded(), batches=StoredBatches(), loader=LoaderOptions())
+@flat(recorded=Recorded(), batches=Batches(), loader=LoaderOptions(), without=("cache_latents",))
 def latents_data(
     store: str,
     *,
@@ -183,7 +317,7 @@ def latents_data(
     cache_dir: str | None = None,
     cache_gb: float = 100.0,
     proportion_empty_prompts: float = 0.1,
-    batches: StoredBatches,
+    batches: Batches,
     loader: LoaderOptions,
 ) -> SDDataModule:
     """Build the datamodule of a latent store."""
@@ -192,21 +326,21 @@ def latents_data(
     folder = LatentStore(root, recipe)
     generation = folder.generation()
     cache = default_cache(cache_dir, cache_gb)
-    train, val = (StoreReader(folder, generation, split, cache) for split in ("train", "val"))
+    train = StoredImages(folder, generation, "train", cache)
+    val = StoredImages(folder, generation, "val", cache) if generation.num_samples("val") else None
     images = ImageOptions(
         recipe.resolution,
         center_crop=recipe.crop == "center",
         random_flip=recipe.flip,
         proportion_empty_prompts=proportion_empty_prompts,
     )
-    source_val = stored_images(folder, val) if len(val) else None
-    return SDDataModule(stored_images(folder, train), source_val, images=images, loader=loader, **vars(batches))
+    return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
 
 
-def _train_and_val(
-    read: Callable[[str], Source], train: str, val: str | None, num_val_samples: int | None
-) -> tuple[Source, Source | None]:
+def _of_many(
+    read: Callable[[str], Source], train: str, val: str | None, num_val_samples: int | None, **options: Any
+) -> SDDataModule:
     """Read what to train on, and what to validate on; without the latter, hold out a part of the former."""
-    if val is None:
-        return hold_out(read(train), num_val_samples)
-    return read(train), read(val)
+    source = read(train)
+    source_train, source_val = hold_out(source, num_val_samples) if val is None else (source, read(val))
+    return SDDataModule(source_train, source_val, **options)

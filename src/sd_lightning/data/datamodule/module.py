@@ -10,20 +10,17 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule, Trainer
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.bad_samples import BadSamples
+from sd_lightning.data.batch import BadSamples, CaptionedImages, tell_of_long_captions
 from sd_lightning.data.contract import TrainedModule
-from sd_lightning.data.datamodule.batching import Batching, check_buckets
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
-from sd_lightning.data.image_options import ImageOptions
-from sd_lightning.data.latent_table import LatentTables
-from sd_lightning.data.loader import Batch, EpochLoader, LoaderOptions, WholeBatchLoader
-from sd_lightning.data.look_ahead import LookAhead
+from sd_lightning.data.latent_table import LatentTable, encode_source
+from sd_lightning.data.loading import Batch, EpochLoader, LoaderOptions, LookAhead, WholeBatchLoader
 from sd_lightning.data.order import ORDER_VERSION
-from sd_lightning.data.sampler import GlobalBatchSampler
-from sd_lightning.data.samples import CaptionedImages, tell_of_long_captions
-from sd_lightning.data.source import Source, StoredLatents, as_source
-from sd_lightning.data.subset import SourceSubset
+from sd_lightning.data.sampler import Batching, GlobalBatchSampler, check_buckets
+from sd_lightning.data.source import Source, SourceSubset, StoredLatents, as_source
+from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import Loaders, reading_threads
+from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
@@ -84,7 +81,8 @@ class SDDataModule(LightningDataModule):
         self.train_sampler: GlobalBatchSampler | None = None
         self.no_caption_gap: str | None = "nothing was validated"
         self._told_of_data = False
-        self._tables = LatentTables()
+        self._tables: dict[int, tuple[LatentEncoder, LatentTable]] = {}
+        """By source: each is encoded once per encoder, however often loaders are built."""
         self._position: dict[str, int] | None = None
         self._fingerprint: Fingerprint | None = None
         self._check_options(max_bad_fraction)
@@ -277,9 +275,13 @@ class SDDataModule(LightningDataModule):
         """Return a source's own latents, or with ``cache_latents`` those encoded once; None for images."""
         if not self.cache_latents:
             return source.latents
-        trainer = self._attached()
-        device, num_threads = trainer.strategy.root_device, reading_threads(trainer.num_devices)
-        table = self._tables.of(source, self._module().encoder, self.images, device=device, num_threads=num_threads)
+        trainer, encoder = self._attached(), self._module().encoder
+        known = self._tables.get(id(source))
+        if known is None or known[0] is not encoder:
+            device, num_threads = trainer.strategy.root_device, reading_threads(trainer.num_devices)
+            table = encode_source(source, encoder, self.images, device=device, num_threads=num_threads)
+            self._tables[id(source)] = known = (encoder, table)
+        table = known[1]
         self.bad.count({source.name(index): reason for index, reason in table.bad})
         return table
 

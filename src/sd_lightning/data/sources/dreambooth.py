@@ -17,17 +17,17 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
-from sd_lightning.data.source import BadSample, Source
-from sd_lightning.data.sources.encoded import EncodedImages, repeats
+from sd_lightning.data.source import BadSample, Source, SourceSubset
 from sd_lightning.data.sources.image_files import (
     KOHYA_FOLDER,
     OTHER_SUFFIXES,
     SUFFIXES,
+    EncodedImages,
     decode,
     open_file,
     read_captions,
+    repeats,
 )
-from sd_lightning.data.subset import SourceSubset
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, resized
 
 _LEAST_PHOTOS = 2

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning.data.source import BadSample
-from sd_lightning.data.sources.columns import check_column, choose
-from sd_lightning.data.sources.encoded import EncodedImages
-from sd_lightning.data.sources.image_files import clean_captions, open_file
+from sd_lightning.data.sources.image_files import EncodedImages, check_column, choose, clean_captions, open_file
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 
 if TYPE_CHECKING:

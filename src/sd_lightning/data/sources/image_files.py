@@ -1,14 +1,21 @@
-"""Readers of image and caption files; they raise ``BadSample`` with the reason if one is unusable."""
+"""What sources of encoded images share: readers of image, caption and table files.
+
+They raise ``BadSample`` with the reason if one is unusable.
+"""
 
 from __future__ import annotations
 
+import difflib
+import io
 import json
 import logging
 import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +24,8 @@ from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from sd_lightning.data.source import BadSample
+from sd_lightning._errors import UsageError
+from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size, to_rgb
 
 log = logging.getLogger(__name__)
@@ -247,3 +255,69 @@ def _values(value: object) -> list[object] | tuple[object, ...]:
 def too_long(path: str | Path) -> str:
     """Return what is wrong with a file that is longer than captions are."""
     return f"the file {path} is longer than captions are ({MAX_CAPTION_BYTES} bytes)"
+
+
+def repeats(names: Iterable[str]) -> dict[int, str]:
+    """Return what tells repeated names apart: "#2" for the position where a name comes the second time."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for position, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            found[position] = f"#{seen[name]}"
+    return found
+
+
+class EncodedImages(Source):
+    """Source of encoded images; a subclass opens them.
+
+    Attributes:
+        max_image_pixels: Limit on an image's pixels; larger ones are bad samples.
+    """
+
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+
+    @abstractmethod
+    def open(self, index: int) -> BinaryIO:
+        """Open an encoded image for reading; raise ``BadSample`` if there is none."""
+
+    def image(self, index: int) -> Image.Image:
+        with self.open(index) as file:
+            return decode(file, max_pixels=self.max_image_pixels)
+
+    def content(self, index: int) -> bytes:
+        with self.open(index) as file:
+            try:
+                return file.read()
+            except OSError as error:
+                raise BadSample(f"cannot read {self.name(index)} ({error.strerror})") from error
+
+    def decode(self, content: bytes) -> Image.Image:
+        return decode(io.BytesIO(content), max_pixels=self.max_image_pixels)
+
+    def size(self, index: int) -> tuple[int, int]:
+        with self.open(index) as file:
+            return read_size(file, max_pixels=self.max_image_pixels)
+
+
+def check_column(option: str, column: str, columns: Sequence[str], where: str) -> None:
+    """Raise a ``UsageError`` if a table has no such column.
+
+    Args:
+        option: The setting that names the column, e.g. ``image_column``.
+        column: Its value.
+        columns: All columns of the table.
+        where: The table, for the message.
+    """
+    if column not in columns:
+        near = next(iter(difflib.get_close_matches(column, columns, n=1)), "<one of them>")
+        raise UsageError(
+            f"data.{option}={column}: {where} has the columns {', '.join(columns)}; write data.{option}={near}"
+        )
+
+
+def choose(option: str, columns: Sequence[str]) -> str:
+    """Return the remedy for a column of the wrong kind, given those of the right one."""
+    if not columns:
+        return "it has none; choose another dataset"
+    return f"write data.{option}={columns[0]}" + (f", or {', '.join(columns[1:])}" if len(columns) > 1 else "")

@@ -18,18 +18,19 @@ from typing import BinaryIO
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import file_evidence
 from sd_lightning.data.source import BadSample
-from sd_lightning.data.sources.encoded import EncodedImages, repeats
 from sd_lightning.data.sources.image_files import (
     KOHYA_FOLDER,
     MAX_CAPTION_BYTES,
     OTHER_SUFFIXES,
     SUFFIXES,
+    EncodedImages,
     caption_problem,
     clean_captions,
     file_problem,
     is_outside,
     open_file,
     read_captions,
+    repeats,
     utf8,
     walk,
 )

@@ -12,17 +12,13 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_process
-from sd_lightning.data.buckets import Bucket
-from sd_lightning.data.order import Locality
-from sd_lightning.data.shapes import Shape
+from sd_lightning.data.order import Bucket, Locality, Shape
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import name_of
+from sd_lightning.data.store.layout import Generation, LatentStore, Recipe, network_hash, recipes
 from sd_lightning.data.store.reader import StoreReader
-from sd_lightning.data.store.recipe import Recipe, network_hash
-from sd_lightning.data.store.store import LatentStore, recipes
-from sd_lightning.data.store.stored_texts import StoredTexts
-from sd_lightning.data.store.texts import text_kind
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.texts import StoredTexts, Tokenizing, text_kind
+from sd_lightning.storage.file_cache import FileCache
 from sd_lightning.storage.location import Location
 
 if TYPE_CHECKING:
@@ -38,55 +34,74 @@ _AHEAD = 0.75
 """Windows for which files are fetched ahead: less than 1, so that files read now were used later than those before."""
 
 
-class StoredImages(Source):
+class StoredImages(StoreReader, Source):
     """One split of a latent store."""
 
-    def __init__(self, reader: StoreReader) -> None:
-        """Read samples with a reader."""
-        self.reader = reader
-        self.recipe = reader.store.recipe
+    def __init__(self, store: LatentStore, generation: Generation, split: str, cache: FileCache) -> None:
+        """Open a split; see :class:`StoreReader`.
+
+        Raises:
+            UsageError: It has no samples.
+        """
+        super().__init__(store, generation, split, cache)
+        self.recipe = store.recipe
+        if not len(self):
+            raise UsageError(
+                f"data.store={store.root.url} has no samples to {'train on' if split == 'train' else 'validate'} "
+                f"({self.recipe.description()}): precompute has not ended, or none of its images could be used; run it "
+                "again"
+            )
         self.latents = self
+        self.fingerprint = self.recipe.fingerprint
         self._has_token_ids = False
         self._texts: StoredTexts | None = None
-        self.fingerprint = self.recipe.fingerprint
-        buckets = [_bucket(reader, shape, files) for shape, files in reader.files_of_shape().items()]
+        buckets = [self._bucket(shape, files) for shape, files in self.files_of_shape().items()]
         if self.recipe.shapes:
             self.buckets = buckets
         else:
             self.locality = buckets[0].locality
-        if not reader.is_local:
-            reader.check_cache()
+        if not self.is_local:
+            self.check_cache()
         self.digests = {
-            name: name_of(*(getattr(entry, name).encode() for entry in reader.entries))
+            name: name_of(*(getattr(entry, name).encode() for entry in self.entries))
             for name in ("identities", "images", "captions")
         }
 
-    def __len__(self) -> int:
-        return len(self.reader)
+    def _bucket(self, shape: Shape, files: range) -> Bucket:
+        """Return the samples of some sample files as a bucket."""
+        begin = int(self.ends[files.start - 1]) if files.start else 0
+        ends = self.ends[files.start : files.stop] - begin
+        # Buckets take turns, so that the files of all their windows are read at the same time.
+        window = max(2, round(_WINDOW * len(files) / len(self.entries)))
+        locality = Locality(ends, window) if len(files) > window else None
+        return Bucket(shape, range(begin, begin + int(ends[-1])), locality)
 
     @cached_property
     def fetched_ahead(self) -> int:  # type: ignore[override]
-        if self.reader.is_local:
+        """How many samples ahead files are fetched, such that those that are read now stay in the cache."""
+        if self.is_local:
             return 0
-        text_bytes = 0 if self._texts is None else self._texts.bytes_of_file(0)
-        return _fetched_ahead(self.reader, self.reader.bytes_of_file(0) + text_bytes)
-
-    def files(self, index: np.ndarray) -> Sequence[int]:
-        return self.reader.files(index)
+        num_files, cache = min(_WINDOW, len(self.entries)), self.cache
+        # The first sample file with all that it refers to: others are like it.
+        first_bytes = self.bytes_of_file(0) + (0 if self._texts is None else self._texts.bytes_of_file(0))
+        window_bytes = num_files * first_bytes * len(self) / len(self.entries) / self.entries[0].rows
+        if cache.max_bytes < min(2 * window_bytes, window_bytes * len(self.entries) / num_files):
+            log.warning(
+                "%s=%.3g holds %.1f times the %d files (%.3g GB) among which samples are shuffled; files are fetched "
+                "again and again if it holds less than once, and late if less than twice; expected %.3g or more",
+                *(cache.key, cache.max_bytes / 1e9, cache.max_bytes / window_bytes, num_files, window_bytes / 1e9),
+                2 * window_bytes / 1e9,
+            )
+        ahead = min(_AHEAD, max(cache.max_bytes / window_bytes - 1, 0))
+        return int(ahead * num_files * len(self) / len(self.entries))
 
     def fetch(self, file: int) -> None:
-        self.reader.fetch(file)
+        super().fetch(file)
         if self._texts is not None:
             self._texts.fetch(file)
 
     def image(self, index: int) -> Image.Image:
         raise BadSample("a latent store holds no images")
-
-    def captions(self, index: int) -> Sequence[str]:
-        return self.reader.captions(index)
-
-    def name(self, index: int) -> str:
-        return self.reader.name(index)
 
     def usable(self, index: Tensor) -> list[int]:
         """Return the samples themselves: a store holds none that is broken."""
@@ -95,25 +110,21 @@ class StoredImages(Source):
     def batch(self, used: Sequence[int], *, epoch: Tensor) -> dict[str, Tensor]:
         """Return stored latents and sizes; epochs take turns among the encodings of an image."""
         index = np.asarray(used, np.int64)
-        variants = (index + epoch.numpy()) % self.recipe.variants
-        stored = self.reader.latents(index, variants)
+        stored = self.read_latents(index, (index + epoch.numpy()) % self.recipe.variants)
         name = "latent_moments" if self.recipe.latents == "moments" else "latents"
         sizes = stored.sizes
         return {name: stored.latents.float(), "original_size": sizes[:, :2], "crop_top_left": sizes[:, 2:]}
 
-    def num_captions(self, index: Sequence[int]) -> list[int]:
-        return self.reader.num_captions(np.asarray(index, np.int64))
-
-    def token_ids(self, index: Sequence[int], which: Sequence[int]) -> dict[str, Tensor] | None:
-        if not self._has_token_ids:
-            return None
-        return self.reader.token_ids(np.asarray(index, np.int64), np.asarray(which, np.int64))
+    def token_ids(
+        self, index: Sequence[int] | np.ndarray, which: Sequence[int] | np.ndarray
+    ) -> dict[str, Tensor] | None:
+        return super().token_ids(index, which) if self._has_token_ids else None
 
     def text_embeddings(self, index: Sequence[int], which: Sequence[int | None]) -> dict[str, Any] | None:
         return None if self._texts is None else self._texts.batch(np.asarray(index, np.int64), which)
 
     def evidence(self, index: int, *, thorough: bool) -> tuple[str, str, str]:
-        return self.name(index), self.reader.image_hash(index), "\n".join(self.captions(index))
+        return self.name(index), self.image_hash(index), "\n".join(self.captions(index))
 
     def check_model(self, model: LatentDiffusion, *, train_text_encoder: bool) -> None:
         """Check that a model has the VAE of the store; use what is stored of captions if it fits the model.
@@ -123,7 +134,7 @@ class StoredImages(Source):
         Raises:
             UsageError: It has another VAE, or is of another family.
         """
-        where = f"data.store={self.reader.store.root.url}"
+        where = f"data.store={self.store.root.url}"
         again = "write the model= and model.pretrained= that the store was made with, or run precompute for this one"
         if model.pipeline_class != self.recipe.family:
             raise UsageError(
@@ -135,10 +146,10 @@ class StoredImages(Source):
                 f"{where} was made with another VAE (hash {self.recipe.vae[:8]}…) than model= has ({ours[:8]}…), and "
                 f"its latents mean other pictures; {again}"
             )
-        self._has_token_ids = Tokenizing.of(model).fingerprint == self.reader.generation.tokenizers
+        self._has_token_ids = Tokenizing.of(model).fingerprint == self.generation.tokenizers
         self._texts, told = None, "the text encoders are trained: captions are encoded in every step"
         if not train_text_encoder:
-            texts = StoredTexts(self.reader, text_kind(model))
+            texts = StoredTexts(self, text_kind(model))
             self._texts = None if texts.num_missing else texts
             told = (
                 f"captions are encoded in every step: {texts.num_missing} files with text embeddings of these text "
@@ -146,40 +157,8 @@ class StoredImages(Source):
                 if texts.num_missing
                 else "stored text embeddings are used, and no caption is encoded"
             )
-        if self.reader.split == "train" and is_first_process():
+        if self.split == "train" and is_first_process():
             log.info("data: %s", told)
-
-
-def _bucket(reader: StoreReader, shape: Shape, files: range) -> Bucket:
-    """Return the samples of some sample files as a bucket."""
-    begin = int(reader.ends[files.start - 1]) if files.start else 0
-    ends = reader.ends[files.start : files.stop] - begin
-    # Buckets take turns, so that the files of all their windows are read at the same time.
-    window = max(2, round(_WINDOW * len(files) / len(reader.entries)))
-    locality = Locality(ends, window) if len(files) > window else None
-    return Bucket(shape, range(begin, begin + int(ends[-1])), locality)
-
-
-def _fetched_ahead(reader: StoreReader, first_bytes: int) -> int:
-    """Return how many samples ahead files are fetched, such that those that are read now stay in the cache.
-
-    Args:
-        reader: Reader of a store that is not local.
-        first_bytes: Bytes of the first sample file with all that it refers to; others are like it.
-    """
-    num_files = min(_WINDOW, len(reader.entries))
-    rows = reader.entries[0].rows
-    window_bytes = num_files * first_bytes * len(reader) / len(reader.entries) / rows
-    cache = reader.cache
-    if cache.max_bytes < min(2 * window_bytes, window_bytes * len(reader.entries) / num_files):
-        log.warning(
-            "%s=%.3g holds %.1f times the %d files (%.3g GB) among which samples are shuffled; files are fetched again "
-            "and again if it holds less than once, and late if less than twice; expected %.3g or more",
-            *(cache.key, cache.max_bytes / 1e9, cache.max_bytes / window_bytes, num_files, window_bytes / 1e9),
-            2 * window_bytes / 1e9,
-        )
-    ahead = min(_AHEAD, max(cache.max_bytes / window_bytes - 1, 0))
-    return int(ahead * num_files * len(reader) / len(reader.entries))
 
 
 def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None) -> Recipe:
@@ -204,7 +183,7 @@ def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None)
     ]
     if len(fits) == 1:
         return fits[0]
-    told = "; ".join(f"{each.fingerprint[:8]}: {each.told()} vae {each.vae[:8]}" for each in fits or found)
+    told = "; ".join(f"{each.fingerprint[:8]}: {each.description()} vae {each.vae[:8]}" for each in fits or found)
     wanted = " ".join(
         f"data.{name}={value}" for name, value in (("recipe", recipe), ("resolution", resolution)) if value is not None
     )
@@ -235,17 +214,3 @@ def check_law(recipe: Recipe, asked: Mapping[str, bool | None]) -> None:
             f"{setting}: the images of this store were encoded with data.{name}={str(law[name]).lower()}, which "
             f"training cannot change; leave it out, or run precompute with {setting}{more}"
         )
-
-
-def stored_images(store: LatentStore, reader: StoreReader) -> StoredImages:
-    """Return a split of a store.
-
-    Raises:
-        UsageError: It has no samples.
-    """
-    if not len(reader):
-        raise UsageError(
-            f"data.store={store.root.url} has no samples to {'train on' if reader.split == 'train' else 'validate'} "
-            f"({store.recipe.told()}): precompute has not ended, or none of its images could be used; run it again"
-        )
-    return StoredImages(reader)

@@ -1,12 +1,11 @@
 """The latent store: encoded images and their captions as files that are never changed, only added and removed.
 
-A store is a folder, local or in an object store. Every :class:`~sd_lightning.data.store.recipe.Recipe`, which is all
+A store is a folder, local or in an object store. Every :class:`~sd_lightning.data.store.layout.Recipe`, which is all
 that latents depend on, has a subfolder::
 
     <store>/recipes/<fingerprint>.json
     <store>/<fingerprint>/
         latents/<name>.safetensors  latents of some images, all of one shape
-        tables/<name>.safetensors   where the latents of an image hash lie, sorted by hash
         samples/<name>.safetensors  captions and token ids of some samples, and where their latents lie
         texts/<text encoders>/<captions>.safetensors  text embeddings of the captions of a sample file, if asked for
         generations/<number>.json   the samples of the store, as a list of the files above; the highest number counts

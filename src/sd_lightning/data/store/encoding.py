@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.shapes import Shape
+from sd_lightning.data.order import Shape
 from sd_lightning.data.source import BadSample, Source
-from sd_lightning.data.store.files import CHECKS, hashes_of, name_of, row_sums, serialized
-from sd_lightning.data.store.key_table import HASH_BYTES
-from sd_lightning.data.store.recipe import DTYPES, Recipe
-from sd_lightning.data.store.seal import BLANK, sealed
-from sd_lightning.data.store.store import LATENTS, LatentStore, path_of
-from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, place, to_model_range
+from sd_lightning.data.store.files import BLANK, CHECKS, HASH_BYTES, hashes_of, name_of, row_sums, sealed, serialized
+from sd_lightning.data.store.layout import DTYPES, LATENTS, Recipe, path_of
+from sd_lightning.data.transform import MAX_IMAGE_PIXELS, Placed, any_error_is_a_bad_sample, place, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 from sd_lightning.storage.location import Location
@@ -69,8 +66,8 @@ class Encoded:
     """(R, 16) uint8: the image of every row."""
     bad: Mapping[str, str]
     """Hash of each unusable image (hexadecimal) -> reason."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Stage -> seconds; none if the file was there already."""
+    seconds: Mapping[str, float]
+    """By stage."""
 
 
 @dataclass
@@ -152,24 +149,22 @@ class ShardEncoder:
     def _load(self, source: Source, task: EncodeTask, number: int) -> tuple[list[Placed], str | None, dict[str, float]]:
         """Return an image in every variant, or why it cannot be used, and the seconds of each stage."""
         index, image = int(task.indices[number]), task.images[number]
-        start = read = time.perf_counter()
+        begin = read = time.perf_counter()
         try:
-            content = source.content(index)
+            with any_error_is_a_bad_sample():
+                content = source.content(index)
             read = time.perf_counter()
             if not np.array_equal(hashes_of([content])[0], image):
                 raise UsageError(
                     f"precompute: {source.name(index)} has changed while it was encoded; nothing is lost: run "
                     "precompute again when nobody writes to the data"
                 )
-            picture = source.decode(content)
-            placed = [self._placed(picture, image, variant, task.shape) for variant in range(self.recipe.variants)]
-            return placed, None, {"read": read - start, "decode": time.perf_counter() - read}
-        except (UsageError, MemoryError):
-            raise
+            with any_error_is_a_bad_sample():
+                picture = source.decode(content)
+                placed = [self._placed(picture, image, variant, task.shape) for variant in range(self.recipe.variants)]
+            return placed, None, {"read": read - begin, "decode": time.perf_counter() - read}
         except BadSample as reason:
-            return [], str(reason), {"read": read - start}
-        except Exception as error:  # what PIL's plug-ins raise
-            return [], f"{type(error).__name__}: {error}", {"read": read - start}
+            return [], str(reason), {"read": read - begin}
 
     def _placed(self, picture: Any, image: np.ndarray, variant: int, shape: Shape) -> Placed:
         """Resize, crop and flip; random numbers belong to the image and the variant."""
@@ -213,18 +208,3 @@ def latent_file(tensors: Mapping[str, Tensor], recipe: Recipe, bad: Mapping[str,
 def number_of(image: np.ndarray) -> int:
     """Return the number of an image, in [0, 2**56), that its random numbers depend on."""
     return int.from_bytes(image[:7].tobytes(), "big")
-
-
-def already_encoded(store: LatentStore, task: EncodeTask, size: int) -> Encoded:
-    """Return a task's result from the file that an earlier job has written; only its header and hashes are read.
-
-    Raises:
-        UsageError: The file is truncated or altered.
-    """
-    name = task.name(store.recipe)
-    with store.readable(path_of(LATENTS, name)):
-        bad = store.metadata(LATENTS, name, size)["bad"]
-        images = np.frombuffer(store.column(LATENTS, name, "images")[0], np.uint8).reshape(-1, HASH_BYTES)
-        if not np.array_equal(images, task.images[[image.tobytes().hex() not in bad for image in task.images]]):
-            raise ValueError("it has other images than its name says")
-    return Encoded(name, size, images, bad)

@@ -1,11 +1,14 @@
-"""The two kinds of safetensors files of a store, written whole and read by row."""
+"""The safetensors files of a store: sealed, written whole and read by row; and the rows of samples on their way there.
+
+A *seal* is the hash of a whole file, written into its header, taken with ``BLANK`` where it stands. A flipped bit
+anywhere in the file breaks it.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -17,16 +20,31 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.store.key_table import HASH_BYTES
-from sd_lightning.data.store.seal import BLANK, UNREADABLE, is_sealed_file, seal_file
-from sd_lightning.storage.safetensors_file import DTYPE_OF_NAME, NAME_OF_DTYPE
-from sd_lightning.storage.untrusted import header_length, parse_json
+from sd_lightning.storage.safetensors_file import (
+    Column,
+    Header,
+    bytes_of,
+    file_bytes,
+    header_bytes,
+    opened,
+    read_exactly,
+)
+from sd_lightning.storage.untrusted import parse_json
 
+HASH_BYTES = 16
 ALTERED = "its bytes are not those that were written"
-_ABOUT = "about"
-"""The one entry of a file's metadata: JSON."""
+BLANK = "-" * 2 * HASH_BYTES
+"""What stands in place of a seal before there is one."""
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError)
+"""What is raised when an altered file is parsed."""
 CHECKS = "checks"
 """Column of the check sum of each row, compared whenever a row is read; older files have none."""
+_ABOUT = "about"
+"""The one entry of a file's metadata: JSON."""
+_IDS = "input_ids."
+_BLOCK = 2**22
+Shard = tuple[str, int]
+"""Name and bytes of a latent file."""
 
 
 def name_of(*parts: bytes | bytearray | memoryview) -> str:
@@ -44,12 +62,66 @@ def hashes_of(parts: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(joined, np.uint8).reshape(-1, HASH_BYTES)
 
 
-def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """Return a safetensors file; equal arguments give equal bytes."""
-    from safetensors.torch import save
+def captions_hash(captions: Sequence[Sequence[str]]) -> str:
+    """Return a hash of the captions of some samples, 32 hexadecimal digits; it also depends on which are whose."""
+    counts = np.array([len(each) for each in captions], np.int64)
+    return name_of(counts.tobytes(), *(_utf8(text) for each in captions for text in each))
 
-    # One entry: safetensors writes several in an order that differs from process to process.
-    return save(dict(tensors), {_ABOUT: json.dumps(metadata, sort_keys=True)})
+
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def sealed(data: bytes) -> bytes:
+    """Return data in which ``BLANK`` stands once, with their seal instead."""
+    return data.replace(BLANK.encode(), _hash(data, BLANK, iter(())).encode(), 1)
+
+
+def is_sealed(data: bytes, seal: object) -> bool:
+    """Return whether data are what was sealed; ``seal`` is the one that was read from them."""
+    return seal == _hash(data, seal, iter(()))
+
+
+def seal_file(path: Path) -> None:
+    """Put a safetensors file's seal in place of the ``BLANK`` in its header; memory holds a few megabytes of it."""
+    with open(path, "r+b") as file:
+        head = _head(file)
+        seal = _hash(head, BLANK, _blocks(file))
+        file.seek(0)
+        file.write(head.replace(BLANK.encode(), seal.encode(), 1))
+
+
+def is_sealed_file(path: Path, seal: object) -> bool:
+    """Return whether a safetensors file is what was sealed; ``seal`` is the one that was read from its header."""
+    with open(path, "rb") as file:
+        return seal == _hash(_head(file), seal, _blocks(file))
+
+
+def _head(file: BinaryIO) -> bytes:
+    length = file.read(8)
+    return length + file.read(int.from_bytes(length, "little"))
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(_BLOCK):
+        yield block
+
+
+def _hash(head: bytes, seal: object, rest: Iterator[bytes]) -> str:
+    found = blake2b(head.replace(str(seal).encode(), BLANK.encode(), 1), digest_size=HASH_BYTES)
+    for block in rest:
+        found.update(block)
+    return found.hexdigest()
+
+
+def about(header: Header) -> dict[str, Any]:
+    """Return what the header of a store's file says of it."""
+    return parse_json(header.metadata[_ABOUT])
+
+
+def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
+    """Return a file; equal arguments give equal bytes."""
+    return file_bytes(tensors, {_ABOUT: json.dumps(metadata, sort_keys=True)})
 
 
 def write_groups(path: Path, groups: Iterable[Mapping[str, Tensor]], *, rows: int) -> int:
@@ -63,35 +135,26 @@ def write_groups(path: Path, groups: Iterable[Mapping[str, Tensor]], *, rows: in
     Returns:
         Its bytes. Its metadata has ``rows`` and a seal; a column ``checks`` has the sum of each row.
     """
-    columns: dict[str, Any] = {}
     begins: dict[str, int] = {}
     header, done, end = b"", 0, 0
-
-    def header_of_columns() -> bytes:
-        about = json.dumps({"rows": rows, "seal": BLANK}, sort_keys=True)
-        text = json.dumps({"__metadata__": {_ABOUT: about}, **columns}).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-    with open(path, "w+b") as file:
+    with open(path, "wb") as file:
         for given in groups:
-            sums = torch.stack([row_sums(tensor) for tensor in given.values()]).sum(0)
-            group = {**given, CHECKS: sums}
+            group = {**given, CHECKS: torch.stack([row_sums(tensor) for tensor in given.values()]).sum(0)}
             if not done:
+                text = json.dumps({"rows": rows, "seal": BLANK}, sort_keys=True)
+                shapes = {name: (each.dtype, (rows, *each.shape[1:])) for name, each in group.items()}
+                header = header_bytes(shapes, {_ABOUT: text})
+                end = len(header)
                 for name, tensor in group.items():
-                    begin, end = end, end + rows * tensor[0].nbytes
-                    dtype, shape = NAME_OF_DTYPE[tensor.dtype], [rows, *tensor.shape[1:]]
-                    columns[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-                header = header_of_columns()
-                begins = {name: len(header) + each["data_offsets"][0] for name, each in columns.items()}
+                    begins[name], end = end, end + rows * tensor[0].nbytes
             for name, tensor in group.items():
                 file.seek(begins[name] + done * tensor[0].nbytes)
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                file.write(bytes_of(tensor.contiguous()))
             done += len(tensor)
         file.seek(0)
         file.write(header)
     seal_file(path)
-    return len(header) + end
+    return end
 
 
 def row_sums(tensor: Tensor) -> Tensor:
@@ -105,24 +168,9 @@ def _sums(rows: Tensor) -> Tensor:
 
 def text_columns(name: str, texts: Sequence[str]) -> dict[str, Tensor]:
     """Return strings as two tensors: their UTF-8 bytes one after the other, and the end of each (N,)."""
-    encoded = [text.encode(errors="surrogatepass") for text in texts]
+    encoded = [_utf8(text) for text in texts]
     ends = torch.tensor([len(each) for each in encoded], dtype=torch.int64).cumsum(0)
     return {name: torch.frombuffer(bytearray(b"".join(encoded) or b"\0"), dtype=torch.uint8), f"{name}_end": ends}
-
-
-@dataclass(frozen=True)
-class Column:
-    """Where a tensor lies in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    """Offset of its first row in the file."""
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class RowBuffer:
@@ -171,23 +219,20 @@ class StoreFile:
         Raises:
             UsageError: It is not what was written.
         """
-        self.name = name
-        self._handle = handle
-        self.fd = handle.fileno()
+        self.name, self._handle, self.fd = name, handle, handle.fileno()
         given = os.fstat(self.fd).st_size
         try:
-            length = header_length(os.pread(self.fd, 8, 0), given)
-            header = parse_json(os.pread(self.fd, length, 8))
-            self.metadata: dict[str, Any] = parse_json(header.pop("__metadata__")[_ABOUT])
-            self._columns = {
-                key: Column(DTYPE_OF_NAME[each["dtype"]], tuple(each["shape"]), 8 + length + each["data_offsets"][0])
-                for key, each in header.items()
-            }
-            end = 8 + length + max(each["data_offsets"][1] for each in header.values())
+            header = opened(handle).header
+            self.columns, self.metadata = header.columns, about(header)
         except UNREADABLE as error:
             raise self.broken(f"its header cannot be read: {error}") from error
-        if given != end or (size is not None and given != size):
-            raise self.broken(f"it has {given} bytes instead of {end if given != end else size}")
+        if given != header.end or (size is not None and given != size):
+            raise self.broken(f"it has {given} bytes instead of {header.end if given != header.end else size}")
+
+    @cached_property
+    def checks(self) -> np.ndarray | None:
+        """(R,) int64: the check sum of each row; None in files of older versions."""
+        return self.read(CHECKS).numpy() if CHECKS in self.columns else None
 
     def broken(self, reason: str) -> UsageError:
         """Return the error for a file that is not what was written."""
@@ -201,8 +246,8 @@ class StoreFile:
         if "seal" in self.metadata:
             return is_sealed_file(path, self.metadata["seal"])
         # Older versions hashed the columns, without the header.
-        columns = (self.read(name).contiguous().view(-1).view(torch.uint8).numpy() for name in sorted(self.columns))
-        return name_of(*(column.data for column in columns)) == self.metadata.get("digest")
+        columns = (bytes_of(self.read(name)) for name in sorted(self.columns))
+        return name_of(*columns) == self.metadata.get("digest")
 
     def close(self) -> None:
         """Close the file."""
@@ -212,22 +257,13 @@ class StoreFile:
         """Return the number of rows."""
         return int(self.metadata["rows"])
 
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """The tensors by name."""
-        return self._columns
-
     def read(self, column: str, begin: int = 0, end: int | None = None) -> Tensor:
         """Return rows [begin, end) of a column."""
-        at = self._columns[column]
+        at = self.columns[column]
         end = at.shape[0] if end is None else end
         memory = bytearray((end - begin) * at.row_bytes)
-        view, offset = memoryview(memory), at.begin + begin * at.row_bytes
-        while len(view):
-            count = os.preadv(self.fd, [view], offset)
-            if not count:
-                raise self.broken(f"{column} ends at byte {offset}")
-            view, offset = view[count:], offset + count
+        if not read_exactly(self._handle, memoryview(memory), at.begin + begin * at.row_bytes):
+            raise self.broken(f"{column} ends too early")
         flat = torch.frombuffer(memory, dtype=at.dtype) if memory else torch.empty(0, dtype=at.dtype)
         return flat.view(end - begin, *at.shape[1:])
 
@@ -241,15 +277,16 @@ class SampleFile(StoreFile):
         Raises:
             UsageError: It is not.
         """
-        size, done = os.fstat(self.fd).st_size, bytearray()
-        while len(done) < size and (more := os.pread(self.fd, size - len(done), len(done))):
-            done += more
-        if name_of(done) != PurePath(self.name).name.partition(".")[0]:
+        data = bytearray(os.fstat(self.fd).st_size)
+        if (
+            not read_exactly(self._handle, memoryview(data), 0)
+            or name_of(data) != PurePath(self.name).name.partition(".")[0]
+        ):
             raise self.broken(ALTERED)
 
     @cached_property
     def place(self) -> np.ndarray:
-        """(N, 2) int64: the number of each sample's file in ``metadata["shards"]``, and its row there."""
+        """(N, 2) int64: the number of each sample's file in ``shards``, and its row there."""
         return self.read("place").numpy().astype(np.int64)
 
     @cached_property
@@ -257,10 +294,19 @@ class SampleFile(StoreFile):
         """(N + 1,) int64: captions of sample i are number ``first_caption[i]`` to ``first_caption[i + 1] - 1``."""
         return np.concatenate([[0], self.read("caption_count").numpy().cumsum()])
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The latent files that it refers to."""
+        return [(str(name), int(size)) for name, size in self.metadata["shards"]]
+
     @cached_property
-    def id_columns(self) -> list[str]:
-        """Names of the columns of token ids."""
-        return [name for name in self.columns if name.startswith("input_ids.")]
+    def id_columns(self) -> dict[str, Column]:
+        """The columns of token ids, by text encoder."""
+        return {name.removeprefix(_IDS): each for name, each in self.columns.items() if name.startswith(_IDS)}
+
+    def input_ids(self) -> dict[str, Tensor]:
+        """Return the token ids (M, L) int32 of all captions, by text encoder."""
+        return {name: self.read(f"{_IDS}{name}") for name in self.id_columns}
 
     @cached_property
     def _caption_end(self) -> np.ndarray:
@@ -282,3 +328,97 @@ class SampleFile(StoreFile):
     def _text(self, column: str, ends: np.ndarray, number: int) -> str:
         data = self.read(column, int(ends[number]), int(ends[number + 1])).numpy().tobytes()
         return data.decode(errors="surrogatepass")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sample of a data set that can be read."""
+
+    index: int
+    """Its index in the source."""
+    key: str
+    name: str
+    image: bytes
+    """Hash of its image."""
+    captions: list[str]
+    size: tuple[int, int]
+    """(height, width) of the image in pixels, if its shape depends on it."""
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Samples of a data set as columns, whose images have one shape."""
+
+    indices: np.ndarray
+    """(N,) int64: the index of each in the source; of a file, its row."""
+    keys: np.ndarray
+    """(N, 16) uint8: hash of each sample's key."""
+    stamps: np.ndarray
+    """(N, 16) uint8: hash of its key, image and captions in the data set; equal stamps mean nothing changed."""
+    images: np.ndarray
+    """(N, 16) uint8: hash of its image."""
+    shape: int
+    """Number of the images' shape among those of the recipe."""
+    names: list[str]
+    captions: list[list[str]]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], salt: str, *, shape: int) -> SampleRows:
+        """Make rows of samples; ``salt`` is ``Generation.stamps``."""
+        stamps = [
+            b"\0".join([_utf8(each.key), each.image, captions_hash([each.captions]).encode()]) + salt.encode()
+            for each in samples
+        ]
+        return cls(
+            indices=np.array([each.index for each in samples], np.int64),
+            keys=hashes_of([_utf8(each.key) for each in samples]),
+            stamps=hashes_of(stamps),
+            images=np.frombuffer(b"".join(each.image for each in samples), np.uint8).reshape(-1, HASH_BYTES),
+            shape=shape,
+            names=[each.name for each in samples],
+            captions=[each.captions for each in samples],
+        )
+
+    @classmethod
+    def read(cls, file: SampleFile) -> SampleRows:
+        """Return the rows of a sample file.
+
+        Raises:
+            UsageError: The file is not what was written; what is made from it would look right.
+        """
+        file.check()
+        keys, stamps, images = (file.read(name).numpy() for name in ("keys", "stamps", "images"))
+        rows, shape = range(len(file)), file.metadata["shape"]
+        names, captions = [file.sample_name(i) for i in rows], [file.captions(i) for i in rows]
+        return cls(np.arange(len(file)), keys, stamps, images, shape, names, captions)
+
+    def take(self, chosen: np.ndarray) -> SampleRows:
+        """Return the rows at some places."""
+        indices, keys, stamps, images = (each[chosen] for each in (self.indices, self.keys, self.stamps, self.images))
+        names, captions = [self.names[i] for i in chosen], [self.captions[i] for i in chosen]
+        return SampleRows(indices, keys, stamps, images, self.shape, names, captions)
+
+    def to_bytes(self, shards: Sequence[Shard], place: np.ndarray, input_ids: dict[str, Tensor]) -> bytes:
+        """Return the sample file.
+
+        Args:
+            shards: Latent files.
+            place: (N, 2): the number of each sample's file in ``shards``, and its row there.
+            input_ids: (M, L) by text encoder, of all captions in order.
+        """
+        used, number = np.unique(place[:, 0], return_inverse=True)
+        tensors = {
+            "keys": torch.from_numpy(self.keys.copy()),
+            "stamps": torch.from_numpy(self.stamps.copy()),
+            "images": torch.from_numpy(self.images.copy()),
+            "place": torch.from_numpy(np.stack([number.reshape(-1), place[:, 1]], axis=1).astype(np.int32)),
+            "caption_count": torch.tensor([len(captions) for captions in self.captions], dtype=torch.int64),
+            **text_columns("captions", [caption for captions in self.captions for caption in captions]),
+            **text_columns("names", self.names),
+            **{f"{_IDS}{name}": ids.to(torch.int32) for name, ids in input_ids.items()},
+        }
+        of_all = {"rows": len(self), "shape": self.shape, "shards": [shards[i] for i in used.tolist()]}
+        return serialized(tensors, of_all)

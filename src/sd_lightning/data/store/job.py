@@ -1,9 +1,9 @@
 """Bring a store up to date with a data set: encode what is new, keep what is the same, leave out what is gone.
 
 The samples are looked at in portions, the next one while the images of this one are encoded. Of each portion, the
-images that no table knows are cut into latent files, in order; a file that exists already is not encoded again. Then
-the portion's table of images is written, and the sample files with captions and token ids. The last act is one small
-file: the next generation, the list of all sample files. A job that is killed leaves files that the next one finds.
+images that no latent file has are cut into new ones, in order. Then the sample files with captions and token ids are
+written. The last act is one small file: the next generation, the list of all sample files. A job that is killed leaves
+latent files that the next one finds, and the rest is cut as it would have been.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.bad_samples import BadSamples
-from sd_lightning.data.shapes import nearest_shapes
+from sd_lightning.data.batch import BadSamples
 from sd_lightning.data.source import BadSample, Source
-from sd_lightning.data.store.encoding import Encoded, EncodeTask, already_encoded
-from sd_lightning.data.store.files import name_of
-from sd_lightning.data.store.image_tables import ImageTables
-from sd_lightning.data.store.key_table import HASH_BYTES
-from sd_lightning.data.store.known_samples import KnownSamples, same_key
-from sd_lightning.data.store.rows import SampleRows, Shard, captions_hash
-from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
-from sd_lightning.data.store.tokenizing import Tokenizing
+from sd_lightning.data.store.encoding import Encoded, EncodeTask
+from sd_lightning.data.store.files import HASH_BYTES, Sample, SampleRows, Shard, captions_hash, name_of
+from sd_lightning.data.store.index import ImageIndex, KnownSamples, same_key
+from sd_lightning.data.store.layout import LATENTS, SAMPLES, Generation, LatentStore, SampleEntry
+from sd_lightning.data.store.texts import Tokenizing
+from sd_lightning.data.transform import nearest_shapes
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +46,8 @@ _LEAST_IMAGES = 64
 _READ_AT_ONCE = 256
 Run = Callable[[Sequence[EncodeTask]], Iterable[Encoded]]
 """Encodes latent files, in any order."""
-Portion = list[tuple[np.ndarray, SampleRows]]
-"""Of every shape: the indices of the samples, and their rows."""
-
-
-@dataclass(frozen=True)
-class _Looked:
-    """A sample that can be read."""
-
-    index: int
-    size: tuple[int, int]
-    """(height, width) of the image in pixels, if its shape depends on it."""
-    row: tuple[str, str, bytes, list[str]]
-    """Identity, name, hash of the image, captions."""
+Portion = list[SampleRows]
+"""The samples of every shape."""
 
 
 @dataclass
@@ -81,7 +67,7 @@ class Counts:
     encoded: int = 0
     """Images encoded by this job."""
     found: int = 0
-    """Images that an earlier job, which did not end, had encoded."""
+    """Images that an earlier job had encoded, and to which no sample referred: it did not end, or they were removed."""
     bytes_written: int = 0
 
 
@@ -98,7 +84,7 @@ class StoreJob:
     tokenizing: Tokenizing
     bad: BadSamples
     scratch: Path
-    """Folder for temporary files; with object stores, the tables are copied into it."""
+    """Folder for temporary files; with object stores, sample files are copied into it."""
     images_per_file: int
     samples_per_file: int = SAMPLES_PER_FILE
     portion: int = PORTION
@@ -113,13 +99,13 @@ class StoreJob:
         """Make the store hold the samples of some sources, by split, and return its generation."""
         before = self.store.generation()
         self._latents = self.store.present(LATENTS)
-        self._tables = ImageTables(self.store, self.scratch)
-        self._tables.settle(self._latents)
         self._stamps = before.stamps
         self._known = {
             split: KnownSamples(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
             for split in {**before.splits, **sources}
         }
+        used = set[str]().union(*(known.used for known in self._known.values()))
+        self._images = ImageIndex(self.store, self._latents, self.scratch, used=used)
         entries = {split: self._update_split(split, source, before) for split, source in sources.items()}
         if not entries["train"]:
             raise UsageError(
@@ -134,34 +120,24 @@ class StoreJob:
 
     def _update_split(self, split: str, source: Source, before: Generation) -> list[SampleEntry]:
         known = self._known[split]
-        # With other tokenizers all token ids are made anew, of the captions in the store: they may be imported ones.
-        is_stale = before.tokenizers != self.tokenizing.fingerprint
         added: list[SampleEntry] = []
         with closing(self._portions(source)) as portions:
-            for indices, rows in (part for portion in portions for part in portion):
+            for rows in (part for portion in portions for part in portion):
                 is_kept = known.keep(rows)
                 self.counts.kept += int(is_kept.sum())
-                new = np.flatnonzero(~is_kept)
-                if len(new):
-                    added += self._add(split, source, indices[new], self._with_captions(rows.take(new), split))
+                if not is_kept.all():
+                    added += self._add(split, source, rows.take(np.flatnonzero(~is_kept)))
         self.counts.removed += known.num_removed
+        is_stale = before.tokenizers != self.tokenizing.fingerprint  # all token ids are made anew
         # Those of one shape lie together: they are a bucket.
         return sorted(known.entries(self._write, all_anew=is_stale) + added, key=lambda entry: entry.shape)
 
-    def _with_captions(self, rows: SampleRows, split: str) -> SampleRows:
-        """Return rows to add to a split, with the captions that the store has of the same samples.
-
-        The split itself has some whose latents are gone, and its captions count; others move here from another split.
-        """
-        own = self._known[split].captions(rows)
-        captions = list(rows.captions)
+    def _count_moved(self, split: str, rows: SampleRows) -> None:
+        """Count the samples to add to a split that were in another one."""
+        is_moved = ~self._known[split].has(rows)
         for other, known in self._known.items():
-            for place, found in known.captions(rows).items() if other != split else ():
-                captions[place] = found
-                self.counts.moved += place not in own
-        for place, found in own.items():
-            captions[place] = found
-        return replace(rows, captions=captions)
+            if other != split:
+                self.counts.moved += int((is_moved & known.has(rows)).sum())
 
     def _portions(self, source: Source) -> Generator[Portion, None, None]:
         """Yield the readable samples, a portion at a time; the next one is looked at meanwhile."""
@@ -182,16 +158,16 @@ class StoreJob:
         """Read and hash the samples of a portion, until nobody wants them any more."""
         shapes = self.store.recipe.shapes
 
-        def look(index: int) -> _Looked | str:
+        def look(index: int) -> Sample | str:
             try:
                 content = blake2b(source.content(index), digest_size=HASH_BYTES).digest()
                 size = source.size(index) if shapes else (1, 1)
-                row = source.key(index), source.name(index), content, list(source.captions(index))
-                return _Looked(index, size, row)
+                captions = list(source.captions(index))
+                return Sample(index, source.key(index), source.name(index), content, captions, size)
             except BadSample as reason:
                 return str(reason)
 
-        found: list[_Looked] = []
+        found: list[Sample] = []
         end = min(begin + self.portion, len(source))
         for at in range(begin, end, _READ_AT_ONCE):
             if is_closed.is_set():
@@ -211,7 +187,7 @@ class StoreJob:
         with self._counting:
             self.bad.count(bad)
 
-    def _by_shape(self, found: Sequence[_Looked]) -> Portion:
+    def _by_shape(self, found: Sequence[Sample]) -> Portion:
         if not found:
             return []
         shape_of = np.zeros(len(found), np.int64)
@@ -220,50 +196,47 @@ class StoreJob:
         parts = []
         for shape in np.unique(shape_of).tolist():
             here = [found[i] for i in np.flatnonzero(shape_of == shape).tolist()]
-            rows = SampleRows.of([each.row for each in here], self._stamps, shape=shape)
-            parts.append((np.array([each.index for each in here], np.int64), rows))
+            parts.append(SampleRows.of(here, self._stamps, shape=shape))
         return parts
 
-    def _add(self, split: str, source: Source, indices: np.ndarray, rows: SampleRows) -> list[SampleEntry]:
-        """Encode the images of new samples where no table knows them, and write the samples."""
-        _, where = self._tables.find(rows.images, self._latents)
-        reasons: dict[str, str] = {}
-        unknown = np.flatnonzero(where[:, 0] < 0)
-        if len(unknown):
-            _, first = np.unique(rows.images[unknown], axis=0, return_index=True)
-            first = unknown[np.sort(first)]
-            reasons = self._encode(split, indices[first], rows.images[first], rows.shape)
-        shards, where = self._tables.find(rows.images, self._latents)
+    def _add(self, split: str, source: Source, rows: SampleRows) -> list[SampleEntry]:
+        """Encode the images of new samples that no latent file has, and write the samples."""
+        self._count_moved(split, rows)
+        reasons = self._encode(split, rows)
+        shards, where = self._images.find(rows.images)
         is_bad = where[:, 0] < 0
         for number in np.flatnonzero(is_bad).tolist():
             reason = reasons[rows.images[number].tobytes().hex()]
-            self._count_bad({source.name(int(indices[number])): reason})
+            self._count_bad({source.name(int(rows.indices[number])): reason})
         good = np.flatnonzero(~is_bad)
         self.counts.added += len(good)
         return self._write(rows.take(good), shards, where[good])
 
-    def _encode(self, split: str, indices: np.ndarray, images: np.ndarray, shape: int) -> dict[str, str]:
-        """Encode images and write their table; return the reasons of those that cannot be used."""
-        step, pixels = self.images_per_file, self.store.recipe.all_shapes[shape]
-        cuts = range(0, len(images), step)
-        tasks = [EncodeTask(split, indices[i : i + step], images[i : i + step], pixels) for i in cuts]
-        names = [task.name(self.store.recipe) for task in tasks]
-        is_there = [name in self._latents for name in names]
-        results = {
-            name: already_encoded(self.store, task, self._latents[name])
-            for name, task, there in zip(names, tasks, is_there)
-            if there
-        }
-        self.counts.found += sum(len(each.images) for each in results.values())
-        for each in self.run([task for task, there in zip(tasks, is_there) if not there]):
+    def _encode(self, split: str, rows: SampleRows) -> dict[str, str]:
+        """Encode the images of samples that no latent file has; return the reasons of those that cannot be used."""
+        _, first = np.unique(rows.images, axis=0, return_index=True)
+        rows = rows.take(np.sort(first))
+        shards, where = self._images.find(rows.images)
+        left_over = np.array([*map(self._images.is_left_over, shards), False], bool)
+        self.counts.found += int(left_over[where[:, 0]].sum())
+        hashes = [image.tobytes().hex() for image in rows.images]
+        reasons = {image: self._images.bad[image] for image in hashes if image in self._images.bad}
+        unknown = rows.take(np.flatnonzero((where[:, 0] < 0) & [image not in reasons for image in hashes]))
+        step, pixels = self.images_per_file, self.store.recipe.all_shapes[rows.shape]
+        parts = [unknown.take(np.arange(i, min(i + step, len(unknown)))) for i in range(0, len(unknown), step)]
+        tasks = [EncodeTask(split, part.indices, part.images, pixels) for part in parts]
+        results: dict[str, Encoded] = {}
+        for each in self.run(tasks) if tasks else ():
             results[each.name] = each
+            reasons |= each.bad
             self.counts.encoded += len(each.images)
             self.counts.bytes_written += each.size
-        encoded = [results[name] for name in names if len(results[name].images)]
-        self._latents |= {each.name: each.size for each in encoded}
+        encoded = [results[task.name(self.store.recipe)] for task in tasks]
+        encoded = [each for each in encoded if len(each.images)]
         if encoded:
-            self._tables.add([(each.name, each.images) for each in encoded], self._latents)
-        return {image: reason for each in results.values() for image, reason in each.bad.items()}
+            self._latents |= {each.name: each.size for each in encoded}
+            self._images.add([(each.name, each.size, each.images) for each in encoded])
+        return reasons
 
     def _write(self, rows: SampleRows, shards: Sequence[Shard], where: np.ndarray) -> list[SampleEntry]:
         """Write samples to one or more files."""
@@ -296,14 +269,13 @@ class StoreJob:
         return cuts[1:]
 
 
-def _check_keys(found: Sequence[_Looked]) -> None:
+def _check_keys(found: Sequence[Sample]) -> None:
     """Raise if two samples have the same key."""
-    if len({each.row[0] for each in found}) < len(found):
-        name_of_key: dict[str, str] = {}
-        for key, name, *_ in (each.row for each in found):
-            if key in name_of_key:
-                raise same_key(name_of_key[key], name)
-            name_of_key[key] = name
+    name_of_key: dict[str, str] = {}
+    for each in found:
+        if each.key in name_of_key:
+            raise same_key(name_of_key[each.key], each.name)
+        name_of_key[each.key] = each.name
 
 
 def rows_per_file(num_samples: int, bytes_per_image: int, shard_mb: float) -> tuple[int, int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,14 +16,18 @@ import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.shapes import Shape
-from sd_lightning.data.store.files import Column, RowBuffer, SampleFile, StoreFile
-from sd_lightning.data.store.open_files import OpenFiles, OpenSamples
-from sd_lightning.data.store.store import LATENTS, SAMPLES, Generation, LatentStore, path_of
+from sd_lightning.data.order import Shape
+from sd_lightning.data.store.files import RowBuffer, SampleFile, StoreFile
+from sd_lightning.data.store.layout import LATENTS, SAMPLES, Generation, LatentStore, path_of
 from sd_lightning.storage.file_cache import FileCache
+from sd_lightning.storage.safetensors_file import Column
 
 _SAMPLE_FILES = 64
 """Sample files that are open without their latents."""
+_MOST_OPEN = 96
+"""Sample files that are open: each takes about half a megabyte of memory."""
+_MOST_HANDLES = 512
+"""Files that are open; a process often may have 1024."""
 
 
 @dataclass(frozen=True)
@@ -68,48 +73,51 @@ class StoreReader:
         """Whether files are read where they lie."""
         return self.store.folder.path("") is not None
 
-    def latents(self, indices: np.ndarray, variants: np.ndarray | int = 0) -> StoredBatch:
+    def read_latents(self, index: np.ndarray, variants: np.ndarray | int = 0) -> StoredBatch:
         """Return the latents of some samples, and their sizes.
 
         Args:
-            indices: (B,) int64, samples of one shape.
+            index: (B,) int64, samples of one shape.
             variants: (B,) or one number: which encoding of each image.
 
         Raises:
             UsageError: A file is missing or not what was written.
         """
-        numbers = self.ends.searchsorted(indices, side="right")
+        numbers = self.ends.searchsorted(index, side="right")
         shapes = self._shapes[numbers]
         assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
         column = self._files.latents(int(numbers[0]))
-        out, about = RowBuffer(len(indices), column), np.empty((len(indices), 6), np.int64)
-        variants = np.broadcast_to(variants, len(indices))
-        for part, rows in self._rows(indices):
+        out, about = RowBuffer(len(index), column), np.empty((len(index), 6), np.int64)
+        variants = np.broadcast_to(variants, len(index))
+        for part, rows in self._rows(index):
             if not out.read(part, rows["fd"], rows["offset"] + variants[part] * column.row_bytes):
                 raise self.cut_off(LATENTS)
             of_all = rows["about"]  # (N, variants, 6)
             about[part] = of_all[:, 0] if of_all.shape[1] == 1 else of_all[np.arange(len(rows)), variants[part]]
         differs = out.sums() != about[:, 4]
         if differs.any() and (is_altered := differs & (about[:, 5] == 1)).any():
-            raise self._altered(int(indices[is_altered.argmax()]))
+            raise self._altered(int(index[is_altered.argmax()]))
         return StoredBatch(out.tensor, torch.from_numpy(about[:, :4]))
 
-    def num_captions(self, indices: np.ndarray) -> list[int]:
+    def num_captions(self, index: Sequence[int] | np.ndarray) -> list[int]:
         """Return the number of captions of each sample."""
-        counts = np.empty(len(indices), np.int64)
-        for part, rows in self._rows(indices):
+        counts = np.empty(len(index), np.int64)
+        for part, rows in self._rows(np.asarray(index, np.int64)):
             counts[part] = rows["num_captions"]
         return counts.tolist()
 
-    def token_ids(self, indices: np.ndarray, which: np.ndarray) -> dict[str, Tensor]:
+    def token_ids(
+        self, index: Sequence[int] | np.ndarray, which: Sequence[int] | np.ndarray
+    ) -> dict[str, Tensor] | None:
         """Return the token ids (B, L) int64, by text encoder, of caption number ``which[i]`` of each sample."""
-        found = {name: RowBuffer(len(indices), column) for name, column in self._ids.items()}
-        for part, rows in self._rows(indices):
-            captions = rows["first_caption"] + which[part]
+        found = {name: RowBuffer(len(index), column) for name, column in self._ids.items()}
+        numbers = np.asarray(which, np.int64)
+        for part, rows in self._rows(np.asarray(index, np.int64)):
+            captions = rows["first_caption"] + numbers[part]
             for number, out in enumerate(found.values()):
                 if not out.read(part, rows["id_fd"], rows["id_begin"][:, number] + captions * out.row_bytes):
                     raise self.cut_off(SAMPLES)
-        return {name.removeprefix("input_ids."): out.tensor.long() for name, out in found.items()}
+        return {name: out.tensor.long() for name, out in found.items()}
 
     def caption_places(self, indices: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sample file (B,) of each sample, and the row (B,) of its caption ``which[i]`` there."""
@@ -142,7 +150,7 @@ class StoreReader:
 
     def bytes_of_file(self, number: int) -> int:
         """Return the bytes of a sample file and of the latent files that it refers to."""
-        return self.entries[number].size + sum(size for _, size in self._sample_file(number).metadata["shards"])
+        return self.entries[number].size + sum(size for _, size in self._sample_file(number).shards)
 
     def check_cache(self) -> None:
         """Check that the cache can hold the latent files of the first sample file: all files are of about one size.
@@ -150,19 +158,19 @@ class StoreReader:
         Raises:
             UsageError: It cannot.
         """
-        for name, size in self._sample_file(0).metadata["shards"]:
+        for name, size in self._sample_file(0).shards:
             self.cache.check_fits(f"{self.store.folder.url}/{path_of(LATENTS, name)}", size)
 
-    def files(self, indices: np.ndarray) -> list[int]:
+    def files(self, index: np.ndarray) -> list[int]:
         """Return the numbers of the sample files of some samples."""
-        return np.unique(self.ends.searchsorted(indices, side="right")).tolist()
+        return np.unique(self.ends.searchsorted(index, side="right")).tolist()
 
-    def fetch(self, number: int) -> None:
-        """Copy a sample file and its latent files into the cache, unless it was done just now."""
-        if number not in self._fetched:
-            for name, size in self._sample_file(number).metadata["shards"]:
+    def fetch(self, file: int) -> None:
+        """Copy a sample file, by its number, and its latent files into the cache, unless it was done just now."""
+        if file not in self._fetched:
+            for name, size in self._sample_file(file).shards:
                 self.cache.fetch(self.store.folder, path_of(LATENTS, name), size)
-            self._fetched.append(number)
+            self._fetched.append(file)
 
     def _sample(self, index: int) -> tuple[SampleFile, int]:
         number = bisect_right(self.ends, index)
@@ -193,15 +201,14 @@ class StoreReader:
 
     @cached_property
     def _ids(self) -> dict[str, Column]:
-        """The columns of token ids, by name; only their shape and bytes per row are those of every file."""
-        first = self._sample_file(0)
-        return {name: first.columns[name] for name in first.id_columns}
+        """The columns of token ids, by text encoder; only their shape and bytes per row are those of every file."""
+        return self._sample_file(0).id_columns
 
     def _opened(self, number: int) -> OpenSamples:
         file, folder = self._open_samples(number), self.store.folder.url
         shards = [
             StoreFile(self._handle(LATENTS, name, size), name=f"{folder}/{path_of(LATENTS, name)}", size=size)
-            for name, size in file.metadata["shards"]
+            for name, size in file.shards
         ]
         return OpenSamples(file, shards)
 
@@ -218,7 +225,7 @@ class StoreReader:
     def _altered(self, index: int) -> UsageError:
         """Return the error for a sample whose latents are not what was written."""
         file, row = self._sample(index)
-        name, _ = file.metadata["shards"][file.place[row, 0]]
+        name, _ = file.shards[file.place[row, 0]]
         return UsageError(
             f"data.store={self.store.root.url}: the latents of {file.sample_name(row)} in {self.store.folder.url}/"
             f"{path_of(LATENTS, name)} are not those that were written; find all such files with python -m "
@@ -238,3 +245,147 @@ def default_cache(cache_dir: str | None, cache_gb: float) -> FileCache:
     """Return the cache for files of object stores."""
     folder = Path(cache_dir) if cache_dir is not None else Path.home() / ".cache" / "sd_lightning" / "latents"
     return FileCache(folder, int(cache_gb * 1e9))
+
+
+@dataclass(frozen=True)
+class OpenSamples:
+    """A sample file and the latent files that it refers to, open."""
+
+    file: SampleFile
+    shards: list[StoreFile]
+
+    @property
+    def latents(self) -> Column:
+        """The column of latents; only its shape and bytes per row are those of all latent files."""
+        return self.shards[0].columns["latents"]
+
+    @property
+    def num_handles(self) -> int:
+        """Number of open files."""
+        return 1 + len(self.shards)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether one of the files was deleted: its space is free once nobody has it open."""
+        return any(os.fstat(each.fd).st_nlink == 0 for each in (self.file, *self.shards))
+
+    def close(self) -> None:
+        """Close all of them."""
+        for each in (self.file, *self.shards):
+            each.close()
+
+
+class OpenFiles:
+    """Open sample files, with the places of all their rows in one array: a whole batch is looked up at once.
+
+    Each open file has a slot in it, with as many entries as the largest file has rows.
+    """
+
+    def __init__(
+        self, open_: Callable[[int], OpenSamples], num_rows: Sequence[int], variants: int, ids: Mapping[str, Column]
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            open_: Opens a sample file by its number.
+            num_rows: Rows of each sample file.
+            variants: Encodings per image.
+            ids: The columns of token ids, by text encoder; only these are those of every file.
+        """
+        self._open_file, self._variants, self._slot_rows = open_, variants, max(num_rows)
+        self._slot_of = np.full(len(num_rows), -1, np.int64)
+        self._open: OrderedDict[int, OpenSamples] = OrderedDict()
+        """Least recently used first."""
+        self._num_handles = 0
+        self._free: list[int] = []
+        self._ids = list(ids)
+        place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("about", "i8", (variants, 6)), ("id_fd", "i4")]
+        place += [("id_begin", "i8", (len(ids),)), ("first_caption", "i8"), ("num_captions", "i4")]
+        self._places = np.zeros(0, place)
+
+    def rows(self, numbers: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the places of row ``rows[i]`` of file ``numbers[i]``, in parts of which all files can be open at once.
+
+        A place has the file ``fd`` and ``offset`` of the latents, ``about`` each variant its four sizes, the sum of
+        its latents and whether that is known, and for token ids the file ``id_fd``, ``id_begin`` of each column,
+        ``first_caption`` and ``num_captions``. It holds until the next part.
+
+        Yields:
+            Which ``i`` (N,) the part has, and their places (N,).
+        """
+        if self._slot_of[numbers].min(initial=0) >= 0:
+            yield np.arange(len(numbers)), self._at(numbers, rows)
+            return
+        left = np.unique(numbers).tolist()
+        while left:
+            some = self._open_some(left)
+            left = left[len(some) :]
+            part = np.flatnonzero(np.isin(numbers, some))
+            yield part, self._at(numbers[part], rows[part])
+
+    def _at(self, numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return self._places.take(self._slot_of[numbers] * self._slot_rows + rows)
+
+    def latents(self, number: int) -> Column:
+        """Return the column of latents of a file; shape and bytes per row are those of all its latent files."""
+        self._open_some([number])
+        return self._open[number].latents
+
+    def _open_some(self, wanted: Sequence[int]) -> list[int]:
+        """Open the first of some files, as many as can be open at once, at least one; close others."""
+        some: list[int] = []
+        for number in wanted:
+            some.append(number)
+            if number in self._open:
+                self._open.move_to_end(number)
+                continue
+            self._open_one(number)
+            for other in list(self._open)[: -len(some)]:
+                if self._is_too_much or self._open[other].is_deleted:
+                    self._close(other)
+            if self._is_too_much:
+                break
+        return some
+
+    @property
+    def _is_too_much(self) -> bool:
+        return len(self._open) > _MOST_OPEN or self._num_handles > _MOST_HANDLES
+
+    def _open_one(self, number: int) -> None:
+        samples = self._open_file(number)
+        slot = self._free[-1] if self._free else len(self._open)
+        self._fill(slot * self._slot_rows, samples)
+        del self._free[-1:]
+        self._open[number] = samples
+        self._num_handles += samples.num_handles
+        self._slot_of[number] = slot
+
+    def _close(self, number: int) -> None:
+        samples = self._open.pop(number)
+        self._num_handles -= samples.num_handles
+        self._free.append(int(self._slot_of[number]))
+        self._slot_of[number] = -1
+        samples.close()
+
+    def _fill(self, begin: int, samples: OpenSamples) -> None:
+        """Write the places of a file's rows."""
+        if begin + self._slot_rows > len(self._places):
+            more = np.zeros(begin + self._slot_rows - len(self._places), self._places.dtype)
+            self._places = np.concatenate([self._places, more])
+        file, shards = samples.file, samples.shards
+        places = self._places[begin : begin + len(file)]
+        shard, row = file.place.T
+        begins = np.array([each.columns["latents"].begin for each in shards])[shard]
+        places["fd"] = np.array([each.fd for each in shards])[shard]
+        places["offset"] = begins + row * self._variants * samples.latents.row_bytes
+        for number, each in enumerate(shards):
+            here = shard == number
+            sizes, checks = each.read("sizes").long(), each.checks
+            sums = torch.zeros(len(sizes)) if checks is None else torch.from_numpy(checks) - sizes.sum(1)
+            has_sum = torch.full((len(sizes), 1), int(checks is not None))
+            about = torch.cat([sizes, sums.long()[:, None], has_sum], dim=1)
+            places["about"][here] = about.view(-1, self._variants, 6).numpy()[row[here]]
+        places["id_fd"] = file.fd
+        places["id_begin"] = [file.id_columns[name].begin for name in self._ids]
+        places["first_caption"] = file.first_caption[:-1]
+        places["num_captions"] = np.diff(file.first_caption)

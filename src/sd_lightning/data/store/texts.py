@@ -1,4 +1,4 @@
-"""Text embeddings in a store: what a model's text encoders make of each caption, if asked for.
+"""Captions in a store: their token ids, and if asked for what a model's text encoders make of each.
 
 The embeddings of a sample file's captions are one file, a row per caption in the order of its token ids. Its folder is
 named for the text encoders and its name for the captions: that is all they depend on, so they are never stale, and the
@@ -7,24 +7,26 @@ same whoever encodes them.
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.store.files import write_groups
-from sd_lightning.data.store.recipe import DTYPES, network_hash
-from sd_lightning.data.store.rows import captions_hash
-from sd_lightning.data.store.store import Generation, LatentStore, SampleEntry, path_of
-from sd_lightning.data.store.tokenizing import Tokenizing
-from sd_lightning.models.families.base import flat_conditioning
+from sd_lightning.data.store.files import ALTERED, CHECKS, RowBuffer, StoreFile, captions_hash, row_sums, write_groups
+from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, SampleEntry, network_hash, path_of
+from sd_lightning.data.store.reader import StoreReader
+from sd_lightning.models.families.base import Conditioning, flat_conditioning, nested_conditioning
 from sd_lightning.storage.location import Location
+from sd_lightning.storage.safetensors_file import Column
 
 if TYPE_CHECKING:
     from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -36,6 +38,30 @@ EMPTY = captions_hash([[""]])
 """Name of the file with the empty caption, for caption dropout."""
 _GROUP = 64
 """Captions that are encoded at a time."""
+_MOST_OPEN = 128
+"""Text files that stay open, unless one batch needs more."""
+
+
+@dataclass(frozen=True)
+class Tokenizing:
+    """Captions to token ids."""
+
+    tokenize: Callable[[list[str]], Mapping[str, Tensor]]
+    """Captions -> ids (B, L) by text encoder."""
+    fingerprint: str
+    """Hash of the tokenizers: stored token ids serve models with equal ones."""
+
+    @classmethod
+    def of(cls, model: LatentDiffusion) -> Tokenizing:
+        """Return how a model's captions become token ids; all of a tokenizer counts, such as its merges."""
+        found = blake2b(digest_size=16)
+        for name, tokenizer in sorted(model.tokenizers.items()):
+            rules = json.loads(tokenizer.backend_tokenizer.to_str())
+            for call in ("padding", "truncation"):  # what the last call asked for
+                rules.pop(call)
+            about = [name, tokenizer.model_max_length, rules, str(tokenizer.special_tokens_map)]
+            found.update(json.dumps(about).encode())
+        return cls(model.tokenize, found.hexdigest())
 
 
 def text_kind(model: LatentDiffusion) -> str:
@@ -142,7 +168,7 @@ def missing_texts(store: LatentStore, generation: Generation, kind: str) -> list
     by_name: dict[str, SampleEntry | None] = {EMPTY: None}
     by_name |= {entry.captions: entry for entries in generation.splits.values() for entry in entries}
     for name in by_name.keys() & present.keys():
-        store.metadata(kind, name, present[name])  # its header says how long it has to be
+        store.header(kind, name, present[name])  # its header says how long it has to be
     return [entry for name, entry in by_name.items() if name not in present]
 
 
@@ -162,5 +188,103 @@ def text_tasks(
             yield TextTask(EMPTY, tokenizing.tokenize([""]))
             continue
         with store.opened(entry, scratch) as file:
-            ids = {name.removeprefix("input_ids."): file.read(name).long() for name in file.id_columns}
+            ids = {name: each.long() for name, each in file.input_ids().items()}
         yield TextTask(entry.captions, ids)
+
+
+class StoredTexts:
+    """Reads the text embeddings of one split; it may be pickled and forked.
+
+    Attributes:
+        num_missing: Text files that are not there; with any, embeddings cannot be read.
+    """
+
+    def __init__(self, reader: StoreReader, kind: str) -> None:
+        """List the text files; they are opened when they are read.
+
+        Args:
+            reader: Of the split.
+            kind: From ``text_kind``.
+        """
+        self._reader, self._kind = reader, kind
+        present = reader.store.present(kind)
+        self._sizes = {name: present.get(name, 0) for name in (EMPTY, *(each.captions for each in reader.entries))}
+        self.num_missing = sum(not size for size in self._sizes.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("_file", "_empty")}
+
+    def batch(self, indices: np.ndarray, which: Sequence[int | None]) -> Conditioning:
+        """Return the embeddings of caption number ``which[i]`` of each sample, of "" where it is None.
+
+        Args:
+            indices: (B,) int64.
+            which: One per sample.
+
+        Returns:
+            What ``Family.embed`` returns for these captions, in the stored type.
+        """
+        kept = np.array([place for place, number in enumerate(which) if number is not None], np.int64)
+        dropped = [place for place, number in enumerate(which) if number is None]
+        captions = np.array([number for number in which if number is not None], np.int64)
+        numbers, rows = self._reader.caption_places(indices[kept], captions)
+        opened = {number: self._file(self._reader.entries[number].captions) for number in np.unique(numbers).tolist()}
+        files = [opened[number] for number in numbers.tolist()]
+        found: dict[str, Tensor] = {}
+        for name, empty in self._empty.items():
+            row_bytes = empty.nbytes
+            begins = np.array([file.columns[name].begin for file in files], np.int64)
+            out = RowBuffer(len(indices), Column(empty.dtype, tuple(empty.shape), 0))
+            if not out.read(kept, np.array([file.fd for file in files]), begins + rows * row_bytes):
+                raise self._reader.cut_off(self._kind)
+            out.tensor[dropped] = empty
+            found[name] = out.tensor
+        if files:
+            sums = torch.stack([row_sums(each[kept]) for each in found.values()]).sum(0).tolist()
+            for file, row, total in zip(files, rows.tolist(), sums, strict=True):
+                if file.checks is not None and file.checks[row] != total:
+                    raise self._altered(file)
+        return nested_conditioning(found)
+
+    def bytes_of_file(self, number: int) -> int:
+        """Return the bytes of the text file of a sample file."""
+        return self._sizes[self._reader.entries[number].captions]
+
+    def fetch(self, number: int) -> None:
+        """Copy the text file of a sample file into the cache, if the store is not local."""
+        name = self._reader.entries[number].captions
+        self._reader.cache.fetch(self._reader.store.folder, path_of(self._kind, name), self._sizes[name])
+
+    @cached_property
+    def _file(self) -> Callable[[str], StoreFile]:
+        """Opens a text file by its name."""
+        return lru_cache(maxsize=_MOST_OPEN)(self._opened)
+
+    @cached_property
+    def _empty(self) -> dict[str, Tensor]:
+        """The embeddings of "", (1, …) each."""
+        file = self._opened(EMPTY)
+        found = {name: file.read(name) for name in file.columns if name != CHECKS}
+        total = torch.stack([row_sums(each) for each in found.values()]).sum(0).item()
+        if file.checks is not None and file.checks[0] != total:
+            raise file.broken(ALTERED)
+        file.close()
+        return found
+
+    def _altered(self, file: StoreFile) -> UsageError:
+        return UsageError(
+            f"data.store={self._reader.store.root.url}: text embeddings in {file.name} are not those that were "
+            f"written; delete it with python -m sd_lightning.precompute verify store={self._reader.store.root.url} "
+            "dry_run=false, and run precompute again with text=true"
+        )
+
+    def _opened(self, name: str) -> StoreFile:
+        folder, path = self._reader.store.folder, path_of(self._kind, name)
+        try:
+            handle = self._reader.cache.open(folder, path, self._sizes[name])
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"data.store={self._reader.store.root.url}: {folder.url}/{path} is not there; text embeddings were "
+                "deleted since this run began; start again with resume=auto, or run precompute with text=true"
+            ) from error
+        return StoreFile(handle, name=f"{folder.url}/{path}", size=self._sizes[name])

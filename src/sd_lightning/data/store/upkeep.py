@@ -13,15 +13,11 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.encoding import latent_file
-from sd_lightning.data.store.files import ALTERED, SampleFile, StoreFile, name_of
-from sd_lightning.data.store.image_tables import ImageTables, Moved
-from sd_lightning.data.store.key_table import KeyTable
-from sd_lightning.data.store.rows import SampleRows
-from sd_lightning.data.store.store import (
+from sd_lightning.data.store.files import ALTERED, SampleRows, StoreFile, name_of
+from sd_lightning.data.store.layout import (
     GENERATIONS,
     LATENTS,
     SAMPLES,
-    TABLES,
     AlteredList,
     Generation,
     LatentStore,
@@ -30,12 +26,14 @@ from sd_lightning.data.store.store import (
 )
 from sd_lightning.data.store.texts import EMPTY, TEXTS, text_kinds
 
+_TABLES = "tables"
+"""Folder of what older versions wrote to find images; nothing reads it any more."""
 _WORTHWHILE = 0.1
 """A latent file is written anew if a larger part of its rows is unused."""
 NO_OTHER_LIST = (
-    "it was altered, and no other list of samples can be read, so it stays: imported captions, and which images are "
-    "held out, are told by it alone; put back a copy of it, or delete it by hand and run precompute again, which "
-    "encodes nothing twice, but takes the captions of the data set and chooses the held-out images anew"
+    "it was altered, and no other list of samples can be read, so it stays: which images are held out is told by it "
+    "alone; put back a copy of it, or delete it by hand and run precompute again, which encodes nothing twice, but "
+    "chooses the held-out images anew"
 )
 """Reason with which an altered list is told that is not to be deleted."""
 
@@ -50,6 +48,18 @@ class Unused:
     """Bytes of these files, and of the unused rows of the next ones."""
     partly: dict[str, np.ndarray] = field(default_factory=dict)
     """Latent file -> the rows (N,) that are used, for files that are worth writing anew."""
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """The rows of a latent file that are now another file."""
+
+    name: str
+    """The new file."""
+    size: int
+    """Its bytes."""
+    rows: np.ndarray
+    """(N,) int64, increasing: the old row of each row."""
 
 
 class Pruning:
@@ -69,52 +79,36 @@ class Pruning:
         self._used = self._used_rows()
         self.unused = self._find()
 
-    def _used_rows(self) -> dict[str, np.ndarray]:
+    def _entries(self) -> Iterator[SampleEntry]:
+        return chain.from_iterable(self.generation.splits.values())
+
+    def _used_rows(self) -> dict[str, int]:
         """Return which rows of every latent file samples refer to, a bit for each row."""
-        used: dict[str, np.ndarray] = {}
-        for file in self._sample_files():
-            place = file.place
-            for number, (name, _) in enumerate(file.metadata["shards"]):
-                rows = place[place[:, 0] == number, 1]
-                before = np.unpackbits(used.get(name, np.empty(0, np.uint8)))
-                bits = np.zeros(max(len(before), int(rows.max()) + 1), np.uint8)
-                bits[: len(before)] = before
-                bits[rows] = 1
-                used[name] = np.packbits(bits)
+        used: dict[str, int] = {}
+        for entry in self._entries():
+            with self.store.opened(entry, self._scratch) as file:
+                for number, (name, _) in enumerate(file.shards):
+                    rows = file.place[file.place[:, 0] == number, 1]
+                    bits = np.packbits(np.bincount(rows) > 0, bitorder="little")
+                    used[name] = used.get(name, 0) | int.from_bytes(bits.tobytes(), "little")
         return used
-
-    def _sample_files(self) -> Iterator[SampleFile]:
-        for entries in self.generation.splits.values():
-            for entry in entries:
-                yield self._sample_file(entry)
-
-    def _sample_file(self, entry: SampleEntry) -> SampleFile:
-        path = self.store.local(SAMPLES, entry.name, self._scratch)
-        file = SampleFile(open(path, "rb", buffering=0), name=entry.name, size=entry.size)
-        file.check()
-        return file
 
     def _find(self) -> Unused:
         unused = Unused()
         if self.generation.number == 0:  # nothing is committed: a job has not ended yet
             return unused
-        named = {entry.name for entries in self.generation.splits.values() for entry in entries}
-        newest = f"{GENERATIONS}/{self.generation.number:08}.json"
-        lists = set(self.store.lists()) - {newest}
-        older = [entry for entry in self.store.folder.entries(f"{GENERATIONS}/") if entry.name in lists]
-        unused.files += [entry.name for entry in older]
-        unused.freed += sum(entry.size for entry in older)
-        for kind, present, wanted in (
-            (SAMPLES, self.store.present(SAMPLES), named),
-            (LATENTS, self._latents, self._used.keys()),
-        ):
-            gone = sorted(present.keys() - wanted)
-            unused.files += [path_of(kind, name) for name in gone]
-            unused.freed += sum(present[name] for name in gone)
-        captions = {EMPTY, *(entry.captions for entries in self.generation.splits.values() for entry in entries)}
-        for entry in self.store.folder.entries(f"{TEXTS}/"):
-            path = PurePosixPath(entry.name)
-            if path.stem not in captions or str(path.parent) == self._drop_texts:
+        entry_of = {entry.name: entry for entry in self._entries()}
+        captions = {EMPTY, *(entry.captions for entry in entry_of.values())}
+        for entry in self.store.folder.entries():
+            path, (folder, _, _) = PurePosixPath(entry.name), entry.name.partition("/")
+            is_used = {
+                GENERATIONS: path.suffix != ".json" or path.stem == f"{self.generation.number:08}",
+                SAMPLES: path.stem in entry_of,
+                LATENTS: path.stem in self._used,
+                TEXTS: path.stem in captions and str(path.parent) != self._drop_texts,
+                _TABLES: False,
+            }
+            if not is_used.get(folder, True) and (folder == GENERATIONS or path.suffix == ".safetensors"):
                 unused.files.append(entry.name)
                 unused.freed += entry.size
         for name, bits in self._used.items():
@@ -123,8 +117,10 @@ class Pruning:
                     f"precompute prune: {self.store.folder.url}/{path_of(LATENTS, name)} is not there; run precompute "
                     "again, which encodes what is missing"
                 )
-            num_rows = self.store.column(LATENTS, name, "images")[1][0]
-            rows = np.flatnonzero(np.unpackbits(bits))
+            with self.store.readable(path_of(LATENTS, name)):
+                num_rows = self.store.header(LATENTS, name, self._latents[name]).columns["images"].shape[0]
+            packed = np.frombuffer(bits.to_bytes(num_rows // 8 + 1, "little"), np.uint8)
+            rows = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
             if len(rows) < num_rows * (1 - _WORTHWHILE):
                 unused.partly[name] = rows
                 unused.freed += self._latents[name] * (num_rows - len(rows)) // num_rows
@@ -136,7 +132,6 @@ class Pruning:
             return
         moved = self._compact()
         entries = {split: self._moved(old, moved) for split, old in self.generation.splits.items()}
-        ImageTables(self.store, self._scratch).rewrite(self._used, moved)
         after = replace(self.generation, number=self.generation.number + 1, splits=entries, has_seal=True)
         if replace(after, number=self.generation.number) != self.generation:
             self.store.commit(after)
@@ -154,7 +149,7 @@ class Pruning:
             if path not in used:
                 self.store.folder.delete(path)
 
-    def _compact(self) -> dict[str, Moved]:
+    def _compact(self) -> dict[str, _Moved]:
         """Write the used rows of every partly used file to a file of its own; return these by the old name."""
         moved = {}
         for name, rows in self.unused.partly.items():
@@ -174,26 +169,27 @@ class Pruning:
             data = latent_file(tensors, self.store.recipe, {})
             new = name_of(self.store.recipe.fingerprint.encode(), images.numpy().tobytes())
             self.store.put(LATENTS, new, data)
-            moved[name] = Moved(new, len(data), rows)
+            moved[name] = _Moved(new, len(data), rows)
         return moved
 
-    def _moved(self, entries: Sequence[SampleEntry], moved: Mapping[str, Moved]) -> list[SampleEntry]:
+    def _moved(self, entries: Sequence[SampleEntry], moved: Mapping[str, _Moved]) -> list[SampleEntry]:
         """Write the sample files that refer to moved files anew."""
         new = []
         for entry in entries:
-            file = self._sample_file(entry)
-            shards = file.metadata["shards"]
-            if not any(name in moved for name, _ in shards):
-                new.append(entry)
-                continue
-            place = file.place.copy()
-            for number, (name, _) in enumerate(shards):
-                if name in moved:
-                    here = place[:, 0] == number
-                    place[here, 1] = np.searchsorted(moved[name].rows, place[here, 1])
-            names = [(moved[name].name, moved[name].size) if name in moved else (name, size) for name, size in shards]
-            ids = {name.removeprefix("input_ids."): file.read(name) for name in file.id_columns}
-            data = SampleRows.read(file).to_bytes(names, place, ids)
+            with self.store.opened(entry, self._scratch) as file:
+                if not any(name in moved for name, _ in file.shards):
+                    new.append(entry)
+                    continue
+                place = file.place.copy()
+                for number, (name, _) in enumerate(file.shards):
+                    if name in moved:
+                        here = place[:, 0] == number
+                        place[here, 1] = np.searchsorted(moved[name].rows, place[here, 1])
+                shards = [
+                    (moved[name].name, moved[name].size) if name in moved else (name, size)
+                    for name, size in file.shards
+                ]
+                data = SampleRows.read(file).to_bytes(shards, place, file.input_ids())
             self.store.put(SAMPLES, name_of(data), data)
             new.append(replace(entry, name=name_of(data), size=len(data)))
         return new
@@ -202,7 +198,7 @@ class Pruning:
 def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]:
     """Yield (path, reason) of the files of a store that are not what was written; all bytes are read.
 
-    Files that a job deletes meanwhile, such as tables that it has merged, are skipped.
+    Files that are deleted meanwhile are skipped.
 
     Raises:
         UsageError: A file cannot be read just now, or a later version wrote a list.
@@ -217,7 +213,7 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
         except AlteredList:
             altered.append(name)
     yield from ((name, ALTERED if num_readable else NO_OTHER_LIST) for name in altered)
-    for kind in (LATENTS, SAMPLES, TABLES, *text_kinds(store)):
+    for kind in (LATENTS, SAMPLES, *text_kinds(store)):
         for name, size in sorted(store.present(kind).items()):
             try:
                 path = store.local(kind, name, scratch)
@@ -230,16 +226,13 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
                 path.unlink()
 
 
-def unsealed_files(store: LatentStore, scratch: Path) -> list[str]:
-    """Return the paths of lists and tables that older versions wrote, without a seal; broken ones are left out."""
+def unsealed_lists(store: LatentStore) -> list[str]:
+    """Return the paths of lists that older versions wrote, without a seal; broken ones are left out."""
     found = []
-    for path in (*store.lists(), *(path_of(TABLES, name) for name in sorted(store.present(TABLES)))):
+    for path in store.lists():
         with suppress(UsageError, FileNotFoundError):
-            if path.startswith(TABLES):
-                is_old = KeyTable(store.local(TABLES, PurePosixPath(path).stem, scratch)).seal is None
-            else:
-                is_old = not Generation.from_json(store.folder.read(path), where=path).has_seal
-            found += [path] if is_old else []
+            if not Generation.from_json(store.folder.read(path), where=path).has_seal:
+                found.append(path)
     return found
 
 
@@ -252,14 +245,12 @@ def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:
             missing.add(path_of(SAMPLES, entry.name))
             continue
         with suppress(UsageError), store.opened(entry, scratch) as file:  # broken ones are told of anyway
-            missing |= {path_of(LATENTS, name) for name, _ in file.metadata["shards"] if name not in latents}
+            missing |= {path_of(LATENTS, name) for name, _ in file.shards if name not in latents}
     yield from sorted(missing)
 
 
 def _problem(path: Path, kind: str, name: str, size: int) -> str | None:
     try:
-        if kind == TABLES:
-            return None if KeyTable(path).is_sound() else ALTERED
         with open(path, "rb", buffering=0) as handle:
             if kind == SAMPLES:
                 return None if name_of(handle.read()) == name else ALTERED

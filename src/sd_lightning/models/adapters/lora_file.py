@@ -76,7 +76,7 @@ class LoraFile:
         tensors = file_tensors(path)
         file = open_safetensors(path)
         file.handle.close()
-        return cls(path, tensors, file.header.get("__metadata__", {}))
+        return cls(path, tensors, file.header.metadata)
 
     def stays(self, dtype: torch.dtype | None) -> bool:
         """Return whether an export in ``dtype`` can copy the file unchanged."""

@@ -1,4 +1,4 @@
-"""The folder of a recipe in a store: its files, its generations, and the lock of the one job that adds to it."""
+"""The folder of a recipe in a store: what its latents depend on, its files, its generations, and the lock of a job."""
 
 from __future__ import annotations
 
@@ -11,29 +11,140 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.store.files import SampleFile
-from sd_lightning.data.store.recipe import Recipe
-from sd_lightning.data.store.seal import BLANK, UNREADABLE, is_sealed, sealed
+from sd_lightning.data.order import Shape
+from sd_lightning.data.store.files import BLANK, UNREADABLE, SampleFile, is_sealed, sealed
 from sd_lightning.storage.location import Location
-from sd_lightning.storage.untrusted import header_length, parse_json
+from sd_lightning.storage.safetensors_file import Column, Header, bytes_of, read_header
+from sd_lightning.storage.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
-LATENTS, SAMPLES, TABLES, GENERATIONS = "latents", "samples", "tables", "generations"
-_RECIPES, _LOCK = "recipes", "job.json"
+LATENTS, SAMPLES, GENERATIONS = "latents", "samples", "generations"
+_RECIPES, _LOCK, _SUFFIX = "recipes", "job.json", ".safetensors"
 _FORMAT = 2
 """Format of the lists of samples; those of format 1 have no seal."""
 _BEAT = 30.0
 """Seconds between two signs of life of a job."""
 _SILENCE = 600.0
 """Seconds without a sign of life after which a job on another machine counts as dead."""
-
-
 SPLITS = frozenset({"train", "val"})
+CODE_VERSION = 1
+"""Version of the code between an image's bytes and its latents; raised when that code changes their values."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that the numbers of stored latents depend on.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    family: str
+    """Class of the model's diffusers pipeline."""
+    vae: str
+    """Hash of the VAE: :func:`network_hash`."""
+    resolution: int
+    """Side of the square images, in pixels; with buckets, the square root of the most pixels."""
+    shapes: tuple[Shape, ...] = ()
+    """Shapes of aspect-ratio buckets, from tall to wide; none: all images become squares."""
+    crop: Literal["center", "random"] = "center"
+    """Where images of another shape are cropped."""
+    flip: bool = False
+    """Whether half of the encodings are mirrored."""
+    variants: int = 1
+    """Encodings per image, each with a crop and flip of its own."""
+    latents: Literal["moments", "draw"] = "moments"
+    """Moments of the VAE's posterior, from which every epoch draws, or one draw, scaled."""
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    """Type of the stored numbers."""
+    compute_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type in which the VAE computes."""
+    interpolation: str = "lanczos"
+    code_version: int = CODE_VERSION
+
+    def __post_init__(self) -> None:
+        if self.latents not in ("moments", "draw"):
+            raise UsageError(f"precompute got latents={self.latents}; expected moments or draw")
+        for key in ("dtype", "compute_dtype"):
+            if getattr(self, key) not in DTYPES:
+                raise UsageError(f"precompute got {key}={getattr(self, key)}; expected one of {', '.join(DTYPES)}")
+        if self.variants < 1:
+            raise UsageError(f"precompute got variants={self.variants}; expected 1 or more encodings per image")
+        if self.variants > 1 and not self.is_random:
+            raise UsageError(
+                f"precompute got variants={self.variants}, but every encoding of an image is the same with "
+                "data.center_crop=true data.random_flip=false; write variants=1, or data.center_crop=false"
+            )
+
+    @property
+    def all_shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the images: the square alone without buckets."""
+        return self.shapes or ((self.resolution, self.resolution),)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the encodings of an image differ."""
+        return self.crop == "random" or self.flip
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all fields: "r" and 16 hexadecimal digits, which no command line takes for a number."""
+        return "r" + blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the fields as JSON; equal recipes have equal text."""
+        return json.dumps(asdict(self), sort_keys=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str) -> Recipe:
+        """Read the output of :meth:`to_json`.
+
+        Raises:
+            UsageError: It is not one, or a newer version wrote it.
+        """
+        try:
+            given = parse_json(text)
+            return cls(**{**given, "shapes": tuple((height, width) for height, width in given["shapes"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"{where} is no recipe of a latent store ({error}); expected what sd_lightning.precompute wrote; "
+                "install the version of sd_lightning that wrote it, or encode the store again"
+            ) from error
+
+    def description(self) -> str:
+        """Return the recipe as the settings that make it, for messages."""
+        crop = f"data.center_crop={str(self.crop == 'center').lower()}"
+        flip = f"data.random_flip={str(self.flip).lower()}"
+        buckets = f" data.enable_bucket=true ({len(self.shapes)} shapes)" if self.shapes else ""
+        return (
+            f"data.resolution={self.resolution}{buckets} {crop} {flip} variants={self.variants} latents={self.latents} "
+            f"dtype={self.dtype}"
+        )
+
+
+def network_hash(state_dict: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+    """Return a hash of a network's weights and configuration, 32 hexadecimal digits.
+
+    Args:
+        state_dict: The weights, on the CPU.
+        config: Its configuration; entries that begin with "_" (versions, paths) do not count.
+    """
+    known = {key: value for key, value in config.items() if not key.startswith("_")}
+    found = blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16)
+    for name, tensor in sorted(state_dict.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(bytes_of(tensor.detach().contiguous()))
+    return found.hexdigest()
 
 
 class AlteredList(UsageError):
@@ -169,41 +280,27 @@ class LatentStore:
 
     def present(self, kind: str) -> dict[str, int]:
         """Return name -> bytes of the files of a kind."""
-        suffix = ".safetensors"
         return {
-            entry.name.removeprefix(f"{kind}/").removesuffix(suffix): entry.size
+            entry.name.removeprefix(f"{kind}/").removesuffix(_SUFFIX): entry.size
             for entry in self.folder.entries(f"{kind}/")
-            if entry.name.endswith(suffix)
+            if entry.name.endswith(_SUFFIX)
         }
 
-    def column(self, kind: str, name: str, column: str) -> tuple[bytes, list[int]]:
-        """Return the bytes and the shape of one column of a file; nothing else of it is read.
+    def header(self, kind: str, name: str, size: int) -> Header:
+        """Return the header of a file that has to have ``size`` bytes; nothing else of it is read.
 
         Raises:
             UsageError: The file is truncated or altered.
         """
         with self.readable(path_of(kind, name)) as path:
-            header, begin = self._header(path)
-            first, last = header[column]["data_offsets"]
-            return self.folder.read(path, begin + first, begin + last), header[column]["shape"]
-
-    def metadata(self, kind: str, name: str, size: int) -> dict[str, Any]:
-        """Return the metadata of a file that has to have ``size`` bytes; only its header is read.
-
-        Raises:
-            UsageError: The file is truncated or altered.
-        """
-        with self.readable(path_of(kind, name)) as path:
-            header, begin = self._header(path)
-            about = parse_json(header.pop("__metadata__")["about"])
-            if begin + max(each["data_offsets"][1] for each in header.values()) != size:
+            header = read_header(lambda begin, end: self.folder.read(path, begin, end))
+            if header.end != size:
                 raise ValueError(f"it has {size} bytes")
-            return about
+            return header
 
-    def _header(self, path: str) -> tuple[dict[str, Any], int]:
-        """Return the header of a safetensors file, and where its columns begin."""
-        length = header_length(self.folder.read(path, 0, 8))
-        return parse_json(self.folder.read(path, 8, 8 + length)), 8 + length
+    def column(self, kind: str, name: str, column: Column) -> bytes:
+        """Return the bytes of one column of a file; nothing else of it is read."""
+        return self.folder.read(path_of(kind, name), column.begin, column.end)
 
     @contextmanager
     def readable(self, path: str) -> Iterator[str]:
@@ -213,16 +310,20 @@ class LatentStore:
         except UsageError:  # such as of the network
             raise
         except UNREADABLE as error:
-            raise UsageError(
-                f"{self.folder.url}/{path} is truncated or altered ({error}); delete it with python -m "
-                f"sd_lightning.precompute verify store={self.root.url} dry_run=false, and run precompute again"
-            ) from error
+            raise self.broken(path, str(error)) from error
+
+    def broken(self, path: str, reason: str) -> UsageError:
+        """Return the error for a file that is not what was written."""
+        return UsageError(
+            f"{self.folder.url}/{path} is truncated or altered ({reason}); delete it with python -m "
+            f"sd_lightning.precompute verify store={self.root.url} dry_run=false, and run precompute again"
+        )
 
     def local(self, kind: str, name: str, scratch: Path) -> Path:
         """Return a local path of a file; it is copied into ``scratch`` once if the store is not local."""
         path = self.folder.path(path_of(kind, name))
         if path is None:
-            path = scratch / f"{kind}-{name}.safetensors"
+            path = scratch / f"{kind}-{name}{_SUFFIX}"
             if not path.exists():
                 self.folder.fetch(path_of(kind, name), path)
         return path
@@ -262,15 +363,20 @@ class LatentStore:
 
         thread = threading.Thread(target=beat, name="store-lock", daemon=True)
         thread.start()
+
+        def end() -> None:
+            ended.set()
+            thread.join()
+
         try:
             self.folder.clean()
             yield
         except BaseException:
             with suppress(UsageError):  # the error that ends the job says more
-                _end(thread, ended)
+                end()
                 self.folder.delete(_LOCK)
             raise
-        _end(thread, ended)
+        end()
         self.folder.delete(_LOCK)
 
     def _check_dead(self, host: object) -> None:
@@ -301,7 +407,7 @@ def path_of(kind: str, name: str) -> str:
             f"the latent store names a file {name!r}; expected a name without folders; somebody has altered its lists: "
             "encode the store again"
         )
-    return f"{kind}/{name}.safetensors"
+    return f"{kind}/{name}{_SUFFIX}"
 
 
 def recipes(root: Location) -> list[Recipe]:
@@ -319,11 +425,6 @@ def _altered_recipe(root: Location, name: str) -> UsageError:
         f"{root.url}/{name} is altered: its name is the hash of what precompute wrote there; delete it, and run "
         "precompute again with the same settings, which writes it anew and encodes nothing twice"
     )
-
-
-def _end(thread: threading.Thread, ended: threading.Event) -> None:
-    ended.set()
-    thread.join()
 
 
 def _beat(ours: Mapping[str, object]) -> bytes:

@@ -31,7 +31,8 @@ API = {
         "Data",
         ["sd_lightning.SDDataModule", "sd_lightning.data.datamodule.builders", "sd_lightning.data.source"]
         + [f"sd_lightning.data.sources.{name}" for name in ("digits", "images", "webdataset", "parquet", "huggingface")]
-        + ["sd_lightning.data.image_options", "sd_lightning.data.loader.LoaderOptions", "sd_lightning.data.contract"],
+        + ["sd_lightning.data.transform.ImageOptions", "sd_lightning.data.loading.LoaderOptions"]
+        + ["sd_lightning.data.contract"],
     ),
     "strategies": (
         "Strategies",

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from places import REPO
 from sd_lightning import LatentDiffusion, SDDataModule, SDLightningModule
-from sd_lightning.data.image_options import ImageOptions
+from sd_lightning.data.transform import ImageOptions
 from sd_lightning.models import families
 
 TEXT = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")

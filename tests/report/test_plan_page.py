@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from composing import compose
+from sd_lightning import _conf
 from sd_lightning.apps import plan
 from sd_lightning.planner import comparison
 from sd_lightning.planner.devices import load_device
@@ -81,7 +82,7 @@ def test_nothing_is_loaded_from_outside(make: Callable[..., str], tmp_path: Path
 
 def test_a_page_without_a_plan_says_so_and_shows_what_lacks(make: Callable[..., str], tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
-    table = Path(plan._conf.config_dir(), "devices", "t4.yaml").read_text()
+    table = Path(_conf.config_dir(), "devices", "t4.yaml").read_text()
     small.write_text(table.replace("memory_gib: 16", "memory_gib: 0.5"))
     page = make(tmp_path / "plan.html", f"gpu={small}")
     assert "Nothing fits." in page and page.count("<td>does not fit</td>") > 10

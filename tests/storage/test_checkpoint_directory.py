@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from sd_lightning._errors import UsageError
-from sd_lightning.callbacks.checkpoint.restore import agree_on_checkpoint
+from sd_lightning.callbacks.checkpoint import restore
 from sd_lightning.storage import checkpoint, runs
 from sd_lightning.storage.atomic import check_free_space, hard_link_tree
 from sd_lightning.storage.checkpoint import (
@@ -159,24 +159,20 @@ def test_only_the_first_process_hashes_large_files_unless_the_run_is_finished(
 
 
 class Rank:
-    """A strategy of two ranks, of which rank 0 has broadcast a value already."""
-
-    def __init__(self, told: object) -> None:
-        self.told = told
-
-    def broadcast(self, value: object) -> object:
-        return self.told
+    """A strategy of two ranks."""
 
     def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
         return decision
 
 
-def test_the_other_processes_take_the_checkpoint_that_the_first_has_verified_and_no_other(tmp_path: Path) -> None:
+def test_the_other_processes_take_the_checkpoint_that_the_first_has_verified_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [save(tmp_path, step) for step in (1, 2)]
 
-    def agreed(told: object, resume: Path | None) -> Path | None:
-        strategy = Rank((told, None))
-        return agree_on_checkpoint(SimpleNamespace(strategy=strategy, is_global_zero=False, global_rank=1), resume)  # type: ignore[arg-type]
+    def agreed(of_rank_zero: object, resume: Path | None) -> Path | None:
+        monkeypatch.setattr(restore, "on_rank_zero", lambda work: of_rank_zero)
+        return restore.agree_on_checkpoint(SimpleNamespace(strategy=Rank(), global_rank=1), resume)  # type: ignore[arg-type]
 
     digests = [checkpoint.manifest_digest(path) for path in paths]
     assert agreed((paths[0], digests[0]), paths[1]) == paths[0]

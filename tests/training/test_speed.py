@@ -345,7 +345,7 @@ def test_channels_last_lasts_through_training_average_checkpoint_and_resume(tmp_
         states = trainer.optimizers[0].state
         for tensors in (
             dict(module.named_parameters()),  # the average by now
-            {name: s.master for name, s in zip(ema.shadow, ema._state.parameter_shards())},  # type: ignore[union-attr]
+            {name: s.master for name, s in zip(ema.shadow, ema._weights.parameter_shards())},  # type: ignore[union-attr]
             ema.shadow,
             {p: s["exp_avg"] for p, s in states.items()},
         ):

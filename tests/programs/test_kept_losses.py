@@ -1,15 +1,24 @@
 """A seed trains to the losses that it always has, under every strategy and objective, on every CPU."""
 
 import json
+from typing import Any
 
 import pytest
 
-from kept_losses import CASES, FILE, STEPS, train_all
+from kept_losses import CASES, FILE, OBJECTIVES, STEPS, STRATEGIES, train_all
 from suites import wanted
 
 KEPT: dict[str, list[float]] = json.loads(FILE.read_text())
 ALWAYS = ("single v_prediction", "single flow")
-"""What the default suite trains; the rest takes minutes."""
+"""What the default suite trains."""
+SLOW = {f"{strategy} v_prediction" for strategy in STRATEGIES} | {f"gemini {objective}" for objective in OBJECTIVES}
+"""What the slow suite trains, too: every strategy and every objective."""
+
+
+def marks_of(case: str) -> Any:
+    if case in ALWAYS:
+        return ()
+    return pytest.mark.slow if case in SLOW else pytest.mark.full("matrix")
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +35,7 @@ def test_there_are_losses_for_every_strategy_and_objective() -> None:
 
 
 @pytest.mark.needs("{case}")
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.slow) for each in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=marks_of(each)) for each in CASES])
 def test_losses_are_those_that_were_kept(losses: dict[str, list[float]], case: str) -> None:
     assert losses[case] == pytest.approx(KEPT[case], abs=1e-5), (
         "meant? then make keep-losses, and name it in CHANGELOG.md"

@@ -83,7 +83,7 @@ test-torchao: $(STAMP)
 	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torchao]'
 	$(RUN) -m pytest -m "torchao and not gpu" tests/quantization/test_quantization.py $(PYTEST_ARGS)
 
-# Minutes; name the change in CHANGELOG.md.
+# Seven minutes; name the change in CHANGELOG.md.
 keep-losses: $(STAMP)
 	$(RUN) tests/support/kept_losses.py
 

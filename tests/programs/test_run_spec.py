@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from composing import Compose
-from refusals import call
+from refusals import call, refuse
 from sd_lightning import UsageError
-from sd_lightning.apps import train
-from sd_lightning.apps.run_spec import RunSpec
+from sd_lightning.apps import checks, train
+from sd_lightning.apps.run_spec import RunSpec, target_of
 from sd_lightning.loading import load_model
 from sd_lightning.strategies.gemini import GeminiStrategy
 
@@ -35,7 +36,7 @@ def test_settings_are_plain_and_cannot_be_changed(compose: Compose) -> None:
     with pytest.raises(FrozenInstanceError):
         spec.settings = {}  # type: ignore[misc]
     assert spec["trainer.max_steps"] == 2 and spec.get("trainer.nothing") is None and spec.get("seed.nothing", 3) == 3
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match="trainer.nothing is missing: expected a value; leave it as it was, without ~"):
         spec["trainer.nothing"]
 
 
@@ -48,7 +49,7 @@ def test_other_settings_make_another_run_which_keeps_what_does_not_depend_on_the
     assert other.strategy is parts[0] is spec.strategy and isinstance(other.strategy, GeminiStrategy)
     assert other.callbacks is parts[2] and other.optimizer is not parts[1]
     assert other.optimizer([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"] == 0.5
-    assert spec.optimizer.target is torch.optim.AdamW and spec.model.build.target is load_model
+    assert target_of(spec.optimizer) is torch.optim.AdamW and spec.model.build.target is load_model
     resumed = other.resuming(Path("runs/a"))
     assert resumed.callbacks is not other.callbacks and resumed.strategy is other.strategy
 
@@ -60,6 +61,36 @@ def test_a_part_that_cannot_be_built_is_named_by_its_path(compose: Compose) -> N
     spec = spec.with_settings({"optimizer.betas": 3})
     with pytest.raises(UsageError, match=r"optimizer: cannot build it with these arguments: .*betas"):
         spec.optimizer([torch.nn.Parameter(torch.zeros(2))])
+
+
+@pytest.mark.parametrize(
+    ("removed", "words"),
+    [
+        ("~trainer.accelerator", "trainer.accelerator is missing"),
+        ("~trainer.num_nodes", "trainer.num_nodes is missing"),
+        ("~data.batch_size", "data.batch_size"),
+        ("~seed", "seed"),
+        ("~overwrite", "overwrite"),
+    ],
+)
+def test_a_setting_that_was_removed_is_named(
+    removed: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuse(f"train {removed}", (words,), tmp_path, capfd)
+
+
+def test_an_optimizer_may_be_a_factory_that_a_function_returns(compose: Compose) -> None:
+    """Its target is not ``_partial_``: nothing is known of what it builds."""
+    factory = {"_target_": "test_run_spec.sgd_factory", "lr": 0.5}
+    spec = RunSpec.of(compose("train", *QUICK)).with_settings({"optimizer": factory})
+    checks.check_trainer(spec)
+    checks.check_parts(spec)
+    assert isinstance(train.build_module(spec).configure_optimizers()["optimizer"], torch.optim.SGD)  # type: ignore[index]
+
+
+def sgd_factory(lr: float) -> Callable[..., torch.optim.Optimizer]:
+    return partial(torch.optim.SGD, lr=lr)
 
 
 def test_config_yaml_is_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes
-from sd_lightning.apps.run_spec import AUTO, RunSpec, refuse
+from sd_lightning.apps.run_spec import AUTO, RunSpec, refuse, target_of
 from sd_lightning.storage.new_folder import unused
 
 if TYPE_CHECKING:
@@ -54,36 +54,39 @@ def check_sections(spec: RunSpec) -> None:
     if isinstance(rate, int | float) and rate < 0:
         name = "learning_rate" if "learning_rate" in spec.settings else "optimizer.lr"
         refuse(name, rate, "a number of at least 0", "1e-5, for instance")
-    if spec["lora"] is not None and not isinstance(spec["lora"], Mapping):
-        raise UsageError(f"lora={spec['lora']}: expected a section; write trainable=lora lora.rank=4, or lora=null")
+    lora = spec.get("lora")
+    if lora is not None and not isinstance(lora, Mapping):
+        raise UsageError(f"lora={lora}: expected a section; write trainable=lora lora.rank=4, or lora=null")
 
 
 def check_trainer(spec: RunSpec) -> None:
     """Check precision, devices, strategy and batch size against each other and against this machine."""
     from sd_lightning.strategies.base import RunSettings, engine_of
 
-    trainer, cuda = spec["trainer"], spec.cuda_devices
-    precision = str(trainer["precision"])
+    cuda, precision = spec.cuda_devices, str(spec["trainer.precision"])
     if precision == "16-mixed" and not cuda:
         raise UsageError(
             "trainer.precision=16-mixed needs a CUDA device, and Lightning would silently compute in bfloat16 on CPU; "
             "write trainer.precision=bf16-mixed or 32"
         )
     _check_speed(spec, precision, on_cuda=cuda > 0)
-    if trainer["accelerator"] in ("cuda", "gpu") and not cuda:
-        raise UsageError(f"trainer.accelerator={trainer['accelerator']}: there is no CUDA device; write cpu or auto")
-    _check_length(trainer, steps_key="max_train_steps" if "max_train_steps" in spec.settings else "trainer.max_steps")
-    devices, cores, nodes = spec.devices, os.cpu_count() or 1, trainer["num_nodes"]
+    accelerator = spec["trainer.accelerator"]
+    if accelerator in ("cuda", "gpu") and not cuda:
+        raise UsageError(f"trainer.accelerator={accelerator}: there is no CUDA device; write cpu or auto")
+    _check_length(
+        spec["trainer"], steps_key="max_train_steps" if "max_train_steps" in spec.settings else "trainer.max_steps"
+    )
+    devices, cores, nodes = spec.devices, os.cpu_count() or 1, spec["trainer.num_nodes"]
     if devices > (cuda or cores):
         there = f"{cuda} CUDA device(s)" if cuda else f"no CUDA device and {cores} CPU core(s)"
         raise UsageError(f"trainer.devices={devices}: this machine has {there}; write trainer.devices={cuda or cores}")
-    channels_last = spec["speed.channels_last"]
+    channels_last = spec.get("speed.channels_last", False)
     engine_of(spec.strategy).check_settings(RunSettings(precision, devices, nodes, channels_last=channels_last))
     check_started_processes(devices, nodes)
     from sd_lightning.data.sampler import check_division
 
     if spec["data.batch_size"] != AUTO:
-        check_division(spec["data.batch_size"], spec.num_processes, trainer["accumulate_grad_batches"])
+        check_division(spec["data.batch_size"], spec.num_processes, spec["trainer.accumulate_grad_batches"])
 
 
 def _check_length(trainer: Mapping[str, Any], *, steps_key: str) -> None:
@@ -106,13 +109,13 @@ def _check_length(trainer: Mapping[str, Any], *, steps_key: str) -> None:
 
 def _check_speed(spec: RunSpec, precision: str, *, on_cuda: bool) -> None:
     """Check combinations of speed settings that libraries would refuse, or undo, at the first step."""
-    attention, optimizer = spec["speed.attention"], spec.optimizer.target
+    attention, optimizer = spec.get("speed.attention"), target_of(spec.optimizer)
     if on_cuda and attention in ("flash", "cudnn") and not precision.endswith("-mixed"):
         raise UsageError(
             f"speed.attention={attention} computes in 16 bits, but trainer.precision={precision}; write "
             "trainer.precision=bf16-mixed or speed.attention=efficient"
         )
-    if spec["speed.channels_last"] and optimizer.__module__.startswith("bitsandbytes."):
+    if spec.get("speed.channels_last") and optimizer.__module__.startswith("bitsandbytes."):
         raise UsageError(
             f"speed.channels_last=true: {optimizer.__name__} of bitsandbytes works on contiguous weights only; write "
             "speed.channels_last=false or optimizer=adamw"
@@ -127,14 +130,14 @@ def check_parts(spec: RunSpec) -> None:
     """
     _ = spec.objective, spec.speed, spec.lora, spec.learned_token
     build, schedule = spec.optimizer, spec.lr_scheduler
-    if not build.target.__module__.startswith(("torch.optim.", "bitsandbytes.optim.")):
+    if not target_of(build).__module__.startswith(("torch.optim.", "bitsandbytes.optim.")):
         return  # others may need other parameter shapes
     import torch
 
     optimizer = build([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
     if spec["trainer.accelerator"] == "cpu" or not torch.cuda.is_available():
         _check_step(spec, optimizer)
-    if schedule.target.__module__.startswith(("torch.optim.", "sd_lightning.")):
+    if target_of(schedule).__module__.startswith(("torch.optim.", "sd_lightning.")):
         schedule(optimizer)
 
 

@@ -60,7 +60,7 @@ def subject_run(spec: RunSpec) -> RunSpec:
         changes["learned_token"] = {"_target_": _LEARNED_TOKEN} | {
             name: spec[name] for name in ("placeholder_token", "initializer_token")
         }
-    if spec["validation_prompt"] is not None and spec["callbacks.samples"] is not None:
+    if spec["validation_prompt"] is not None and spec.get("callbacks.samples") is not None:
         checks.warn_of_validation(spec, captions, changes["data.class_prompts"])
         changes["callbacks.samples.prompts"] = [spec["validation_prompt"]] * 4
     if spec["use_8bit_adam"]:

@@ -15,7 +15,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.apps.plan_command import train_command
 from sd_lightning.apps.plan_record import record, timeline_record
 from sd_lightning.apps.planning import settings_of
-from sd_lightning.apps.run_spec import AUTO, RunSpec
+from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
 from sd_lightning.apps.text_table import aligned
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
@@ -242,7 +242,8 @@ def chosen(spec: RunSpec) -> Candidate:
 def what_is_trained(spec: RunSpec, training: TrainingRun) -> str:
     """Return model, size, trained weights, precision and optimizer."""
     what = "all weights" if training.lora is None else f"LoRA of rank {training.lora.rank}"
-    optimizer = spec.optimizer.target.__name__
+    target = target_of(spec.optimizer)
+    optimizer = getattr(target, "__name__", type(target).__name__)
     size = training.resolution
     model = spec.model.get("pretrained") or spec.model.get("architecture")
     return f"{model} at {size} x {size}, {what}, {training.precision}, {optimizer}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from sd_lightning.models.adapters.lora import Lora
     from sd_lightning.models.latent_diffusion import LatentDiffusion
     from sd_lightning.planner.checkpointing import Recomputation
+    from sd_lightning.training.module import OptimizerFactory, SchedulerFactory
     from sd_lightning.training.speed import Speed
 
 AUTO = "auto"
+_ABSENT = object()
 OF_PRETRAINED = ("pretrained", "revision", "variant", "vae")
 """Arguments of ``load_model`` that name a pretrained model."""
 
@@ -123,20 +125,22 @@ class RunSpec:
         return cls(settings, frozenset(_conf.overridden_keys()))
 
     def __getitem__(self, path: str) -> Any:
-        """Return the setting or section at a dotted path; KeyError if there is none."""
-        node: Any = self.settings
-        for key in path.split("."):
-            if not isinstance(node, Mapping):
-                raise KeyError(path)
-            node = node[key]
-        return node
+        """Return the setting or section at a dotted path.
+
+        Raises:
+            UsageError: There is none: the command line has removed it.
+        """
+        value = self.get(path, _ABSENT)
+        if value is _ABSENT:
+            raise UsageError(f"{path} is missing: expected a value; leave it as it was, without ~{path}")
+        return value
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the setting or section at a dotted path, or a default."""
-        try:
-            return self[path]
-        except KeyError:
-            return default
+        node: Any = self.settings
+        for key in path.split("."):
+            node = node.get(key, _ABSENT) if isinstance(node, Mapping) else _ABSENT
+        return default if node is _ABSENT else node
 
     def with_settings(self, changes: Mapping[str, Any]) -> RunSpec:
         """Return this run with other values at dotted paths; what is built from other sections is kept."""
@@ -184,13 +188,13 @@ class RunSpec:
         return self._part("objective")
 
     @property
-    def optimizer(self) -> _conf.Builder:
-        """Parameter groups -> optimizer."""
+    def optimizer(self) -> OptimizerFactory:
+        """Parameter groups -> optimizer: a :class:`~sd_lightning._conf.Builder` if the section is ``_partial_``."""
         return self._part("optimizer")
 
     @property
-    def lr_scheduler(self) -> _conf.Builder:
-        """Optimizer -> learning-rate scheduler."""
+    def lr_scheduler(self) -> SchedulerFactory:
+        """Optimizer -> learning-rate scheduler; a :class:`~sd_lightning._conf.Builder` like the optimizer."""
         return self._part("lr_scheduler")
 
     @property
@@ -284,6 +288,11 @@ class RunSpec:
         from omegaconf import OmegaConf
 
         return OmegaConf.to_yaml(OmegaConf.create(dict(self.settings)))
+
+
+def target_of(factory: Callable[..., Any]) -> Any:
+    """Return what a factory builds: the class or function of a ``_partial_`` section, or the factory itself."""
+    return factory.target if isinstance(factory, _conf.Builder) else factory
 
 
 def refuse(setting: str, value: Any, expected: str, remedy: str) -> None:

@@ -112,7 +112,7 @@ def build_trainer(spec: RunSpec) -> pl.Trainer:
     """Build the trainer with the callbacks, loggers and strategy of the run."""
     from sd_lightning.training.precision import precision_options
 
-    loggers = [spec.build(f"logger.{name}") for name, node in (spec["logger"] or {}).items() if node is not None]
+    loggers = [spec.build(f"logger.{name}") for name, node in (spec.get("logger") or {}).items() if node is not None]
     if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
         require("wandb", extra="loggers", who="logger=wandb")  # Lightning looks for it only at the first metric
     options = {"num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": spec["output_dir"]}

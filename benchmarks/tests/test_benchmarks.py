@@ -1,6 +1,5 @@
 """The benchmark runner and its report; the figures themselves are not a matter of tests."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -11,23 +10,13 @@ from typing import Any
 
 import pytest
 
+import lines
+import report
+import run
+import timing
 from places import REPO
 
 BENCHMARKS = REPO / "benchmarks"
-
-
-@pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType, ModuleType]:
-    """(run, report, timing) of the benchmarks folder."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    run, report, timing = (importlib.import_module(name) for name in ("run", "report", "timing"))
-    return run, report, timing
-
-
-@pytest.fixture
-def lines(tools: tuple[ModuleType, ...]) -> ModuleType:
-    """`lines` of the benchmarks folder."""
-    return importlib.import_module("lines")
 
 
 def a_case(**members: Any) -> ModuleType:
@@ -37,10 +26,7 @@ def a_case(**members: Any) -> ModuleType:
     return case
 
 
-def test_every_case_says_what_it_measures_its_bars_and_its_peers(
-    tools: tuple[ModuleType, ...], lines: ModuleType
-) -> None:
-    run = tools[0]
+def test_every_case_says_what_it_measures_its_bars_and_its_peers() -> None:
     assert {"import_time", "step_overhead", "vs_diffusers", "loading", "adamw8bit"} <= set(run.case_names())
     for name in run.case_names():
         case = run.load_case(name)
@@ -54,26 +40,28 @@ def test_every_case_says_what_it_measures_its_bars_and_its_peers(
             assert all(isinstance(settings, dict) for settings in getattr(case, "peers", dict)().values())
 
 
-def test_peers_of_deepspeed_get_buckets_of_the_size_of_the_model(tools: tuple[ModuleType, ...]) -> None:
+def test_peers_of_deepspeed_get_buckets_of_the_size_of_the_model() -> None:
     import torch
     from diffusers import UNet2DConditionModel
 
-    hand_written, unet_35m = (importlib.import_module(name) for name in ("hand_written", "unet_35m"))
+    import hand_written
+    import unet_35m
+
     with torch.device("meta"):
         sizes = [p.numel() for p in UNet2DConditionModel.from_config(unet_35m.UNET).parameters()]
     for name in ("gemini", "strategies"):
-        zero = tools[0].load_case(name).peers()["deepspeed"]["zero_optimization"]
+        zero = run.load_case(name).peers()["deepspeed"]["zero_optimization"]
         assert max(sizes) < zero["reduce_bucket_size"] == zero["allgather_bucket_size"] < sum(sizes) / 4
     assert hand_written.zero_optimization(stage=3, offload=True, live=10)["stage3_max_live_parameters"] == 10
 
 
-def test_precompute_and_a_plain_loop_encode_the_same_photos(tools: tuple[ModuleType, ...], tmp_path: Path) -> None:
+def test_precompute_and_a_plain_loop_encode_the_same_photos(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
     from sd_lightning.loading import build
 
-    case = tools[0].load_case("precompute")
+    case = run.load_case("precompute")
     case.write_photos(tmp_path / "photos", 3)
     case.plain_loop(tmp_path / "photos", build("tiny").vae.eval(), tmp_path / "plain")
     case.job(tmp_path / "photos", tmp_path / "store", workers=1)
@@ -83,21 +71,18 @@ def test_precompute_and_a_plain_loop_encode_the_same_photos(tools: tuple[ModuleT
     assert case.Recorded.last.images == 3 and case.Recorded.last.seconds["encode"] > 0
 
 
-def test_unknown_case_is_one_line(tools: tuple[ModuleType, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert tools[0].main(["import_tme"]) == 2
+def test_unknown_case_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["import_tme"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("benchmarks/run.py: no case import_tme; there are ")
     assert "import_time" in error and error.count("\n") == 1
 
 
 def test_a_run_appends_a_line_with_all_fields(
-    tools: tuple[ModuleType, ...],
-    lines: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = tools[0]
     case = a_case(
         measure=lambda scale=1.0: {"ratio": [1.25 * scale, 1.2 * scale, 1.3 * scale], "count": 2},
         BARS={"ratio": "<= 1.4"},
@@ -129,13 +114,10 @@ def test_a_run_appends_a_line_with_all_fields(
 
 
 def test_a_run_that_is_stopped_leaves_a_line_and_goes_on_after_it(
-    tools: tuple[ModuleType, ...],
-    lines: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run, report = tools[:2]
     measured: list[str] = []
 
     def measure(done: Any) -> Iterator[dict[str, float]]:
@@ -168,9 +150,7 @@ def test_a_run_that_is_stopped_leaves_a_line_and_goes_on_after_it(
     assert list(tmp_path.iterdir()) == [tmp_path / f"{row['machine']}.jsonl"]
 
 
-def test_where_there_is_no_checkout_the_commit_is_named(
-    lines: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_there_is_no_checkout_the_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "HERE", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert lines.Origin.now().commit == "unknown"
@@ -179,13 +159,10 @@ def test_where_there_is_no_checkout_the_commit_is_named(
 
 
 def test_the_commit_is_read_before_measuring_and_new_files_make_it_dirty(
-    tools: tuple[ModuleType, ...],
-    lines: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = tools[0]
     folder = tmp_path / "benchmarks"
     (folder / "results").mkdir(parents=True)
     (folder / "case.py").write_text("1")
@@ -222,10 +199,7 @@ def a_line(date: str, ratio: float, *, spread: float = 0.0, **more: Any) -> dict
     return row | {"date": date, "versions": {"torch": "2.13.0"}, "commit": "0123456789abcdef"} | more
 
 
-def test_report_shows_the_newest_clean_line_of_each_machine(
-    tools: tuple[ModuleType, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = tools[1]
+def test_report_shows_the_newest_clean_line_of_each_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     def write(name: str, *rows: dict[str, Any]) -> None:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -248,11 +222,9 @@ def test_report_shows_the_newest_clean_line_of_each_machine(
     assert "import_time.svg" in (tmp_path / "README.md").read_text()
 
 
-def test_a_report_of_nothing_but_dirty_lines_is_none(
-    tools: tuple[ModuleType, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_of_nothing_but_dirty_lines_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(a_line("2026-01-01T00:00:00", 1.0, commit="0123-dirty")) + "\n")
-    assert tools[1].main(["--results", str(tmp_path)]) == 2
+    assert report.main(["--results", str(tmp_path)]) == 2
     assert "no lines of a commit" in capsys.readouterr().err
 
 
@@ -261,7 +233,7 @@ def test_a_report_of_nothing_but_dirty_lines_is_none(
     [(1.0, 0.05, "yes"), (1.2, 0.05, "no"), (1.09, 0.05, "within noise"), (1.11, 0.05, "within noise")],
 )
 def test_a_bar_closer_than_the_spread_is_within_noise_and_the_median_decides_the_exit_code(
-    tools: tuple[ModuleType, ...], lines: ModuleType, ratio: float, spread: float, verdict: str
+    ratio: float, spread: float, verdict: str
 ) -> None:
     row = a_line("2026-01-01T00:00:00", ratio, spread=spread)
     assert lines.verdict("<= 1.1", "ratio", row) == verdict
@@ -271,10 +243,7 @@ def test_a_bar_closer_than_the_spread_is_within_noise_and_the_median_decides_the
     assert lines.verdict("<= 1.1", "other", row) == "not measured"
 
 
-def test_a_table_shows_figures_with_their_spread_bars_and_verdicts(
-    tools: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = tools[1]
+def test_a_table_shows_figures_with_their_spread_bars_and_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"ours to theirs; share": "{ratio} ×; {share:.0%}", "theirs": "{theirs} ms", "absent": "{absent} s"}
     case = a_case(TABLE=table, BARS={"ratio": "<= 1.1", "share": ">= 0.9"})
     monkeypatch.setattr(report, "load_case", lambda name: case)
@@ -289,22 +258,19 @@ def test_a_table_shows_figures_with_their_spread_bars_and_verdicts(
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/costs.md"])
-def test_the_tables_of_the_pages_are_those_of_the_newest_lines(
-    tools: tuple[ModuleType, ...], lines: ModuleType, page: str
-) -> None:
-    report, path = tools[1], BENCHMARKS.parent / page
+def test_the_tables_of_the_pages_are_those_of_the_newest_lines(page: str) -> None:
+    path = REPO / page
     text = path.read_text(encoding="utf-8")
     expected = report.with_tables(text, report.tables(lines.read_rows(lines.RESULTS))[path], who=page)
     assert text == expected, "write it with: python benchmarks/report.py --readme"
 
 
-def test_a_page_without_markers_says_which(tools: tuple[ModuleType, ...]) -> None:
+def test_a_page_without_markers_says_which() -> None:
     with pytest.raises(SystemExit, match="a page: expected <!-- benchmarks --> and below it"):
-        tools[1].with_tables("no table here", {"benchmarks": "| a |\n"}, who="a page")
+        report.with_tables("no table here", {"benchmarks": "| a |\n"}, who="a page")
 
 
-def test_sides_take_turns_and_warm_up_is_dropped(tools: tuple[ModuleType, ...]) -> None:
-    timing = tools[2]
+def test_sides_take_turns_and_warm_up_is_dropped() -> None:
     order: list[str] = []
 
     def side(name: str) -> Callable[[], float]:
@@ -319,22 +285,23 @@ def test_sides_take_turns_and_warm_up_is_dropped(tools: tuple[ModuleType, ...]) 
 
 
 def test_a_case_without_what_it_needs_is_skipped_with_one_line(
-    tools: tuple[ModuleType, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("DIFFUSERS_SCRIPT", raising=False)
-    assert tools[0].main(["vs_diffusers", "--results", str(tmp_path)]) == 0
+    assert run.main(["vs_diffusers", "--results", str(tmp_path)]) == 0
     out, error = capsys.readouterr()
     assert error.startswith("vs_diffusers: skipped; set DIFFUSERS_SCRIPT=<the path of examples/text_to_image/")
     assert error.count("\n") == 1 and not out and not list(tmp_path.iterdir())
     monkeypatch.setenv("DIFFUSERS_SCRIPT", str(tmp_path / "absent.py"))
     with pytest.raises(SystemExit, match="absent.py: there is no such file; expected the path of examples/"):
-        tools[0].main(["vs_diffusers", "--results", str(tmp_path)])
+        run.main(["vs_diffusers", "--results", str(tmp_path)])
 
 
 def test_the_trainer_and_the_bare_loop_take_turns_and_each_pays_for_its_own_block(
-    tools: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bare_loop = importlib.import_module("bare_loop")
+    import bare_loop
+
     clock = 0.0
     asked: list[int] = []
 
@@ -354,8 +321,8 @@ def test_the_trainer_and_the_bare_loop_take_turns_and_each_pays_for_its_own_bloc
     assert turns.pairs == [(3 + 4, 100), (5 + 6, 100)]
 
 
-def test_our_side_of_step_overhead_is_the_default_training_step(tools: tuple[ModuleType, ...], tmp_path: Path) -> None:
-    case = tools[0].load_case("step_overhead")
+def test_our_side_of_step_overhead_is_the_default_training_step(tmp_path: Path) -> None:
+    case = run.load_case("step_overhead")
     cfg = case.compose(str(tmp_path), max_steps=44)
     assert set(cfg.callbacks) == {"progress", "throughput", "ema", "stop_on_signal", "loss_guard"}
     assert set(cfg.logger) == {"csv"}
@@ -367,8 +334,8 @@ def test_our_side_of_step_overhead_is_the_default_training_step(tools: tuple[Mod
     assert trainer.max_steps == 44
 
 
-def test_step_overhead_compares_pairs_not_totals(tools: tuple[ModuleType, ...]) -> None:
-    case = tools[0].load_case("step_overhead")
+def test_step_overhead_compares_pairs_not_totals() -> None:
+    case = run.load_case("step_overhead")
     # A slow minute of the machine hits both halves of a pair.
     metrics = case.summarize([(1.1, 1.0), (1.3, 1.0), (9.6, 8.0)], steps=5)
     assert metrics["ratio"] == pytest.approx([1.1, 1.3, 1.2])
@@ -376,15 +343,13 @@ def test_step_overhead_compares_pairs_not_totals(tools: tuple[ModuleType, ...]) 
     assert metrics["steps_per_block"] == 5
 
 
-def test_the_bare_loop_trains_the_same_parameters_on_the_same_loss(
-    tools: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bare_loop_trains_the_same_parameters_on_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    import bare_loop
     from sd_lightning import LatentDiffusion, SDLightningModule
     from sd_lightning.diffusion.randomness import Purpose, normal
 
-    bare_loop = importlib.import_module("bare_loop")
     model = LatentDiffusion.build("tiny")
     captions = model.tokenize(["a handwritten three", "the digit four"])["text_encoder"]
     few = (
@@ -420,12 +385,12 @@ def test_the_bare_loop_trains_the_same_parameters_on_the_same_loss(
     assert max(averaged) > 0
 
 
-def test_both_sides_of_vs_diffusers_get_the_same_settings(tools: tuple[ModuleType, ...], tmp_path: Path) -> None:
+def test_both_sides_of_vs_diffusers_get_the_same_settings(tmp_path: Path) -> None:
     import hydra
 
     from sd_lightning import _conf
 
-    case = tools[0].load_case("vs_diffusers")
+    case = run.load_case("vs_diffusers")
     _, *arguments = case.peer_command("script.py", tmp_path, steps=7)
     peer: dict[str, Any] = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
     for cached in (False, True):
@@ -453,12 +418,10 @@ def test_both_sides_of_vs_diffusers_get_the_same_settings(tools: tuple[ModuleTyp
         assert cfg.data.num_val_samples == 0
 
 
-def test_the_image_folder_holds_whole_batches(
-    tools: tuple[ModuleType, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_image_folder_holds_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd_lightning.data.sources.images import ImageFolder
 
-    case = tools[0].load_case("vs_diffusers")
+    case = run.load_case("vs_diffusers")
     assert case.STEPS_PER_EPOCH * case.BATCH_SIZE <= 1797
     monkeypatch.setattr(case, "STEPS_PER_EPOCH", 1)
     case.write_images(tmp_path / "images")
@@ -468,8 +431,8 @@ def test_the_image_folder_holds_whole_batches(
     assert source.captions(0)[0].startswith("a handwritten ")
 
 
-def test_steps_are_taken_apart_and_the_faster_peer_counts(tools: tuple[ModuleType, ...]) -> None:
-    case = tools[0].load_case("vs_diffusers")
+def test_steps_are_taken_apart_and_the_faster_peer_counts() -> None:
+    case = run.load_case("vs_diffusers")
     # Two slow steps, then 0.5 s each, of which the denoiser takes 0.4, 0.3 and 0.4.
     stamps = {
         "steps": [10.0, 20.0, 20.5, 21.0, 21.5],
@@ -477,9 +440,9 @@ def test_steps_are_taken_apart_and_the_faster_peer_counts(tools: tuple[ModuleTyp
         "encoders": [0.5, 0.5, 0.05, 0.05, 0.05],
         "optimizer": [0.1, 0.1, 0.02, 0.02, 0.02],
     }
-    run = case.of_stamps(stamps, warm_up=2, seconds=30.0)
-    assert (run.step_ms, run.denoiser_ms, run.outside_ms) == pytest.approx((500, 400, 100))
-    assert (run.encoders_ms, run.optimizer_ms, run.rest_ms) == pytest.approx((50, 20, 30))
+    a_run = case.of_stamps(stamps, warm_up=2, seconds=30.0)
+    assert (a_run.step_ms, a_run.denoiser_ms, a_run.outside_ms) == pytest.approx((500, 400, 100))
+    assert (a_run.encoders_ms, a_run.optimizer_ms, a_run.rest_ms) == pytest.approx((50, 20, 30))
 
     def runs(*figures: tuple[float, float, float]) -> list[Any]:
         return [case.Measured(step, 100.0, 2.0, 1.0, rest + 3, rest, seconds) for step, rest, seconds in figures]
@@ -501,8 +464,8 @@ def test_steps_are_taken_apart_and_the_faster_peer_counts(tools: tuple[ModuleTyp
     assert metrics["diffusers_images_per_second"] == pytest.approx([64e3 / 150] * 2)
 
 
-def test_gemini_is_measured_by_the_best_setting_of_each_peer(tools: tuple[ModuleType, ...]) -> None:
-    case = tools[0].load_case("gemini")
+def test_gemini_is_measured_by_the_best_setting_of_each_peer() -> None:
+    case = run.load_case("gemini")
     names = {name for names in case.VARIANTS.values() for name in names}
     names |= {name for pair in case.COMPARED for name in pair if name not in case.VARIANTS}
     taken = {
@@ -522,15 +485,13 @@ def test_gemini_is_measured_by_the_best_setting_of_each_peer(tools: tuple[Module
     assert metrics["offloaded_peak_vs_fsdp2_offload"] == pytest.approx(0.6)
 
 
-def test_fsdp2_with_prefetch_computes_the_same_and_blocks_are_in_the_order_of_the_forward_pass(
-    tools: tuple[ModuleType, ...],
-) -> None:
+def test_fsdp2_with_prefetch_computes_the_same_and_blocks_are_in_the_order_of_the_forward_pass() -> None:
     import torch
     import torch.distributed as dist
 
+    import hand_written
     from sd_lightning import LatentDiffusion
 
-    hand_written = importlib.import_module("hand_written")
     unet = LatentDiffusion.build("tiny").denoiser
     called: list[Any] = []
     blocks = hand_written._blocks(unet)
@@ -560,12 +521,12 @@ def test_fsdp2_with_prefetch_computes_the_same_and_blocks_are_in_the_order_of_th
     assert losses["plain"][2] < losses["plain"][0]
 
 
-def test_outliers_are_in_some_blocks_and_leave_no_trace(tools: tuple[ModuleType, ...]) -> None:
+def test_outliers_are_in_some_blocks_and_leave_no_trace() -> None:
     import torch
 
+    import int8_networks as networks
     from sd_lightning.quantization import Int8, quantize_
 
-    networks = importlib.import_module("int8_networks")
     small = {"block_out_channels": [32, 64], "layers_per_block": 1, "attention_head_dim": 4}
     small |= {"down_block_types": ["CrossAttnDownBlock2D"] * 2, "up_block_types": ["CrossAttnUpBlock2D"] * 2}
     unet, call = networks.network("unet", **small), networks.unet_call(side=8)
@@ -584,14 +545,14 @@ def test_outliers_are_in_some_blocks_and_leave_no_trace(tools: tuple[ModuleType,
     assert float(other.abs().max()) > 1.5 * float(uniform.abs().max())
 
 
-def test_the_stand_in_prepares_images_as_our_own_transform_does(tools: tuple[ModuleType, ...]) -> None:
+def test_the_stand_in_prepares_images_as_our_own_transform_does() -> None:
     import numpy as np
     import torch
     from PIL import Image
 
+    import diffusers_peer as stand_in
     from sd_lightning.data.transform import place, to_model_range
 
-    stand_in = importlib.import_module("diffusers_peer")
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 61, 3), dtype=np.uint8))
     prepare = stand_in.Compose(
         [
@@ -641,9 +602,7 @@ def test_every_optimizer_step_of_a_program_leaves_a_stamp(tmp_path: Path) -> Non
     check_stamps("step_stamps.py", "program", tmp_path)
 
 
-def test_forward_and_backward_of_the_denoiser_are_timed_in_each_step(
-    tools: tuple[ModuleType, ...], tmp_path: Path
-) -> None:
+def test_forward_and_backward_of_the_denoiser_are_timed_in_each_step(tmp_path: Path) -> None:
     program = """
 import time
 import torch

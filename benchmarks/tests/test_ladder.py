@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+import ladder
+import ladder_forecast as forecast
+import ladder_runs as runs
+import report
 from places import REPO
 
 BENCHMARKS = REPO / "benchmarks"
@@ -19,35 +21,13 @@ CPU = (False, 2, False, False)
 GPUS = (True, 8, True, True)
 
 
-@pytest.fixture
-def ladder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("ladder")
-
-
-@pytest.fixture
-def runs(ladder: ModuleType) -> ModuleType:
-    return importlib.import_module("ladder_runs")
-
-
-@pytest.fixture
-def forecast(ladder: ModuleType) -> ModuleType:
-    return importlib.import_module("ladder_forecast")
-
-
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("report")
-
-
-def a_climb(ladder: ModuleType) -> Any:
+def a_climb() -> Any:
     return ladder.Climb(("data.resolution=32",), "photos", "latents", (16, 64))
 
 
-def settings(ladder: ModuleType, options: list[str]) -> dict[str, Any]:
+def settings(options: list[str]) -> dict[str, Any]:
     """Return the configuration as dotted keys; without the run's name."""
-    found = OmegaConf.to_container(importlib.import_module("ladder_forecast").composed(options))
+    found = OmegaConf.to_container(forecast.composed(options))
     return {
         key: value for key, value in _flat(found) if key not in ("name", "output_dir", "callbacks.loss_guard.run_dir")
     }
@@ -82,9 +62,9 @@ GROUPS = {
 
 
 @pytest.mark.slow
-def test_each_rung_changes_one_thing_of_the_rung_below(ladder: ModuleType) -> None:
-    way = a_climb(ladder)
-    found = {rung.name: settings(ladder, way.command(rung, [])) for rung in ladder.RUNGS}
+def test_each_rung_changes_one_thing_of_the_rung_below() -> None:
+    way = a_climb()
+    found = {rung.name: settings(way.command(rung, [])) for rung in ladder.RUNGS}
     below = {rung.name: under.name for under, rung in zip(ladder.RUNGS, ladder.RUNGS[1:])} | {"fsdp": "ema"}
     for name, other in below.items():
         keys = found[name].keys() | found[other].keys()
@@ -97,24 +77,24 @@ def test_each_rung_changes_one_thing_of_the_rung_below(ladder: ModuleType) -> No
     assert CHANGES.keys() | GROUPS.keys() == below.keys()
 
 
-def test_what_is_left_out_is_taken_back_above(ladder: ModuleType) -> None:
-    way = a_climb(ladder)
+def test_what_is_left_out_is_taken_back_above() -> None:
+    way = a_climb()
     of = {rung.name: rung for rung in ladder.RUNGS}
     machine = ladder.Machine(*CPU)
     left_out = [rung for rung in ladder.RUNGS if rung.lacks(machine)]
     assert {rung.name for rung in left_out} == {"tf32", "bf16", "compile"}
-    plain, above = (settings(ladder, way.command(of[name], left_out)) for name in ("baseline", "adamw"))
+    plain, above = (settings(way.command(of[name], left_out)) for name in ("baseline", "adamw"))
     differing = {key for key in plain if plain[key] != above.get(key) and not key.endswith(("run_dir", "save_dir"))}
     assert differing == {"data.num_workers", "optimizer.fused"}
     alone = ladder.Machine(True, 1, True, True)
     left_out = [rung for rung in ladder.RUNGS if rung.lacks(alone)]
     assert {rung.name for rung in left_out} == {"zero2", "fsdp"}
-    assert settings(ladder, way.command(of["latents"], left_out))["strategy._target_"].endswith("DDPStrategy")
-    assert settings(ladder, way.command(of["latents"], []))["strategy._target_"].endswith("FSDPStrategy")
+    assert settings(way.command(of["latents"], left_out))["strategy._target_"].endswith("DDPStrategy")
+    assert settings(way.command(of["latents"], []))["strategy._target_"].endswith("FSDPStrategy")
     assert not [rung.name for rung in ladder.RUNGS if rung.lacks(ladder.Machine(*GPUS))]
 
 
-def test_each_rung_says_what_it_changes_and_how_to_run_it(ladder: ModuleType) -> None:
+def test_each_rung_says_what_it_changes_and_how_to_run_it() -> None:
     for rung in ladder.RUNGS:
         assert rung.change and "\n" not in rung.change
         assert f"python -m sd_lightning.train experiment=ladder_{rung.name} " in rung.file.read_text()
@@ -123,7 +103,7 @@ def test_each_rung_says_what_it_changes_and_how_to_run_it(ladder: ModuleType) ->
 
 
 def test_rungs_take_turns_and_a_failing_one_is_told_and_taken_back(
-    ladder: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran: list[list[str]] = []
 
@@ -135,7 +115,7 @@ def test_rungs_take_turns_and_a_failing_one_is_told_and_taken_back(
 
     monkeypatch.setattr(runs, "trained", trained)
     rungs = [rung for rung in ladder.RUNGS if rung.name in ("baseline", "bf16", "loader", "adamw", "flash")]
-    *first, (found, left_out) = runs.climb(ladder.Machine(*CPU), a_climb(ladder), tmp_path, rounds=2, rungs=rungs)
+    *first, (found, left_out) = runs.climb(ladder.Machine(*CPU), a_climb(), tmp_path, rounds=2, rungs=rungs)
     assert len(first) == len(ran), "figures are given after each run"
     assert [options[0].removeprefix("experiment=ladder_") for options in ran] == [
         *("baseline", "loader", "adamw", "flash"),
@@ -155,15 +135,13 @@ def test_rungs_take_turns_and_a_failing_one_is_told_and_taken_back(
     assert runs.gained({"adamw_images_per_second": [3.0]}, rungs) == {}, "figures are kept if the first rung fails"
     ran.clear()
     done = {"baseline_images_per_second": 1.0, "bf16_skipped": "no", "loader_skipped": "failed"}
-    *_, (again, _) = runs.climb(ladder.Machine(*CPU), a_climb(ladder), tmp_path, rounds=1, rungs=rungs, done=done)
+    *_, (again, _) = runs.climb(ladder.Machine(*CPU), a_climb(), tmp_path, rounds=1, rungs=rungs, done=done)
     assert [options[0].removeprefix("experiment=ladder_") for options in ran] == ["adamw", "flash"]
     assert again.items() >= done.items() and "data.num_workers=0" in ran[0], "what was left out still is"
     assert runs.gained(again, rungs) == {"gained": 2.0}
 
 
-def test_several_gpus_are_also_measured_from_one_to_all(
-    ladder: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_several_gpus_are_also_measured_from_one_to_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran: list[list[str]] = []
 
     def trained(options: list[str], folder: Path) -> dict[str, float] | str:
@@ -187,19 +165,17 @@ def test_several_gpus_are_also_measured_from_one_to_all(
     }
 
 
-def test_a_failing_run_is_told_by_its_own_last_line(runs: ModuleType, tmp_path: Path) -> None:
+def test_a_failing_run_is_told_by_its_own_last_line(tmp_path: Path) -> None:
     found = runs.trained(["experiment=ladder_baseline", "data.train_data_dir=nowhere"], tmp_path / "run")
     assert isinstance(found, str) and found.startswith("failed: error: ") and "nowhere" in found
 
 
 @pytest.mark.slow
-def test_the_planner_knows_attention_batch_average_sharding_and_stored_latents(
-    ladder: ModuleType, forecast: ModuleType
-) -> None:
+def test_the_planner_knows_attention_batch_average_sharding_and_stored_latents() -> None:
     from sd_lightning.planner.calibration import hardware
 
     device, speeds = hardware("a100-80gb")
-    way, of = a_climb(ladder), {rung.name: rung for rung in ladder.RUNGS}
+    way, of = a_climb(), {rung.name: rung for rung in ladder.RUNGS}
 
     def of_rung(name: str) -> tuple[float, float]:
         rate, memory = forecast.predicted(way.command(of[name], []), forecast.Hardware(device, speeds, 2))
@@ -241,7 +217,7 @@ def write(folder: Path, *lines: dict[str, Any]) -> None:
 
 
 def test_the_page_shows_what_is_measured_what_is_predicted_and_what_did_not_run(
-    report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notes = {"model": "tiny at 32 x 32", "speeds": "calibrated on 2026-11-25", "tf32_skipped": "a CPU has no TF32"}
     command = "python -m sd_lightning.train experiment=ladder_adamw data.train_data_dir=photos"
@@ -263,7 +239,7 @@ def test_the_page_shows_what_is_measured_what_is_predicted_and_what_did_not_run(
 
 
 def test_the_page_shows_cost_where_a_price_is_known_and_scaling_where_it_is_predicted(
-    report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scaling = {f"scaling_{count}_predicted_images_per_second": 40.0 * count * 0.9 ** (count > 1) for count in (1, 4)}
     notes = {"model": "sd21 at 512 x 512", "gpu": "NVIDIA A100-SXM4-80GB"}
@@ -290,29 +266,27 @@ def test_the_page_shows_cost_where_a_price_is_known_and_scaling_where_it_is_pred
     assert "$ per million" not in Path(capsys.readouterr().out.split()[0]).read_text()
 
 
-def test_a_ladder_without_a_forecast_shows_what_is_measured(report: ModuleType, tmp_path: Path) -> None:
+def test_a_ladder_without_a_forecast_shows_what_is_measured(tmp_path: Path) -> None:
     write(tmp_path, a_line("ladder", {**RATES, "devices": 2}, {"model": "tiny at 32 x 32"}))
     assert report.main(["--html", "--results", str(tmp_path)]) == 0
     text = (tmp_path / "index.html").read_text()
     assert "<td>100</td><td>2.00</td><td>0.5</td>" in text and "predicted" not in text
 
 
-def test_a_page_of_other_cases_says_how_to_measure_a_ladder(report: ModuleType, tmp_path: Path) -> None:
+def test_a_page_of_other_cases_says_how_to_measure_a_ladder(tmp_path: Path) -> None:
     write(tmp_path, a_line("import_time", {"ratio": 1.0}, {}))
     assert report.main(["--html", "--results", str(tmp_path)]) == 0
     assert "python benchmarks/run.py ladder ladder_plan" in (tmp_path / "index.html").read_text()
 
 
-def test_no_results_are_one_line(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_results_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main(["--html", "--results", str(tmp_path)]) == 2
     assert "run benchmarks/run.py CASE first" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_planner_has_no_price_for_is_not_predicted(
-    ladder: ModuleType, forecast: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_planner_has_no_price_for_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "predicted", lambda options, hardware: (1.0, 2.0))
-    *_, found = forecast.forecasts(a_climb(ladder), [], forecast.Hardware(None, None, 1))
+    *_, found = forecast.forecasts(a_climb(), [], forecast.Hardware(None, None, 1))
     without = {rung.name for rung in ladder.RUNGS} - {name.partition("_predicted")[0] for name in found}
     assert without == {"loader", "adamw", "fused_layers", "ema", "compile"}

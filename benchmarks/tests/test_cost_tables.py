@@ -1,31 +1,20 @@
 """The case `costs`, and the tables of the pages that are made of its lines and of those of GPU cases."""
 
-import importlib
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from places import REPO
+import cost_tables
+import run
+from cases import costs
+from training_runs import Run
 
 GPUS = ("rtx-3060", "a100-80gb")
 
 
-@pytest.fixture
-def costs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The case."""
-    monkeypatch.syspath_prepend(REPO / "benchmarks")
-    return importlib.import_module("cases.costs")
-
-
-@pytest.fixture
-def cost_tables(costs: ModuleType) -> ModuleType:
-    """`cost_tables` of the benchmarks folder."""
-    return importlib.import_module("cost_tables")
-
-
-def machine(costs: ModuleType, gpu: str, count: int) -> Any:
+def machine(gpu: str, count: int) -> Any:
     return next(each for each in costs.machines([gpu]) if each.count == count)
 
 
@@ -38,9 +27,7 @@ def a_line(case: str, metrics: dict[str, float], *, date: str = "2026-03-01", gp
 A100 = "NVIDIA A100-SXM4-80GB"
 
 
-def test_costs_predicts_memory_and_speed_of_what_suits_a_machine(
-    costs: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_predicts_memory_and_speed_of_what_suits_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = replace(costs.TWO_PHASES, images={32: 1e6, 64: 1e6}, batch_size=64)
     monkeypatch.setattr(costs, "TWO_PHASES", recipe)
     found = costs.measure(models={"tiny": 32}, gpus=GPUS, pre_trained="tiny")
@@ -57,11 +44,11 @@ def test_costs_predicts_memory_and_speed_of_what_suits_a_machine(
     assert all(value == float(f"{value:.4g}") for value in found.values())
 
 
-def test_costs_says_what_a_strategy_needs_that_does_not_fit(costs: ModuleType) -> None:
+def test_costs_says_what_a_strategy_needs_that_does_not_fit() -> None:
     from sd_lightning import LatentDiffusion, register_strategies
 
     register_strategies()
-    model, large = LatentDiffusion.build("tiny", device="meta"), machine(costs, "rtx-3060", 1)
+    model, large = LatentDiffusion.build("tiny", device="meta"), machine("rtx-3060", 1)
     small = replace(large, device=replace(large.device, memory_gib=0.5))
     found = costs.cells(model, "x", small, 32)
     assert found["x_single_needs_gb"] > 0.97 * 0.5 * 2**30 / 1e9
@@ -70,14 +57,12 @@ def test_costs_says_what_a_strategy_needs_that_does_not_fit(costs: ModuleType) -
     assert costs.cells(model, "x", without_host, 32)["x_single_needs_host_gb"] > 2
 
 
-def test_gemini_offloads_a_part_where_it_does_not_fit_otherwise(
-    costs: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gemini_offloads_a_part_where_it_does_not_fit_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     from sd_lightning import LatentDiffusion, register_strategies
 
     register_strategies()
     monkeypatch.setattr(costs, "STRATEGIES", ("gemini",))
-    model, large = LatentDiffusion.build("tiny", device="meta"), machine(costs, "rtx-3060", 1)
+    model, large = LatentDiffusion.build("tiny", device="meta"), machine("rtx-3060", 1)
     resident = costs.cells(model, "x", replace(large, device=replace(large.device, memory_gib=0.1)), 32)
     just_less = resident["x_gemini_needs_gb"] - 5e-3
     small = replace(large, device=replace(large.device, memory_gib=just_less * 1e9 / 2**30 / 0.97))
@@ -86,17 +71,17 @@ def test_gemini_offloads_a_part_where_it_does_not_fit_otherwise(
     assert "x_gemini_needs_gb" not in found
 
 
-def test_gpus_with_links_are_taken_eight_at_a_time_and_unknown_ones_are_named(costs: ModuleType) -> None:
+def test_gpus_with_links_are_taken_eight_at_a_time_and_unknown_ones_are_named() -> None:
     assert [str(each) for each in costs.machines(GPUS)] == ["1x_rtx-3060", "1x_a100-80gb", "8x_a100-80gb"]
-    assert machine(costs, "t4", 1).precision == "16-mixed" and machine(costs, "l4", 1).precision == "bf16-mixed"
+    assert machine("t4", 1).precision == "16-mixed" and machine("l4", 1).precision == "bf16-mixed"
     assert list(costs.suited(1)) == ["single", "gemini", "gemini_offload", "deepspeed_zero2_offload"]
     assert "single" not in costs.suited(8) and {"ddp", "fsdp"} < set(costs.suited(8))
     with pytest.raises(SystemExit, match="costs: got gpus with a1000; expected names of rtx-3060, "):
         costs.machines(["a1000"])
 
 
-def test_a_cell_is_memory_speed_and_dollars_or_a_dash(costs: ModuleType, cost_tables: ModuleType) -> None:
-    eight, alone = machine(costs, "a100-80gb", 8), machine(costs, "rtx-3060", 1)
+def test_a_cell_is_memory_speed_and_dollars_or_a_dash() -> None:
+    eight, alone = machine("a100-80gb", 8), machine("rtx-3060", 1)
     metrics = {"sd15_8x_a100-80gb_ddp_gb": 82.98, "sd15_8x_a100-80gb_ddp_batch": 50}
     metrics |= {"sd15_8x_a100-80gb_ddp_images_per_second": 274.2, "sd15_1x_rtx-3060_single_needs_gb": 20.06}
     metrics |= {"sd15_1x_rtx-3060_gemini_gb": 9.0, "sd15_1x_rtx-3060_gemini_images_per_second": 2.5}
@@ -117,10 +102,9 @@ def test_a_cell_is_memory_speed_and_dollars_or_a_dash(costs: ModuleType, cost_ta
 
 
 def test_a_measured_run_takes_the_place_of_the_prediction_if_its_settings_are_the_same(
-    costs: ModuleType, cost_tables: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = importlib.import_module("training_runs").Run
-    like = run("sd15", 512, "single", batch_size=8)
+    like = Run("sd15", 512, "single", batch_size=8)
     case = ModuleType("probe")
     vars(case)["MEASURED"] = {
         "plain": like,
@@ -141,21 +125,19 @@ def test_a_measured_run_takes_the_place_of_the_prediction_if_its_settings_are_th
     runs = cost_tables.measured_runs(lines)
     assert len(runs) == 8, "those of two lines, without the one of a CPU"
     table = cost_tables.Table({"sd15_1x_a100-80gb_single_images_per_second": 1.0}, runs)
-    one = machine(costs, "a100-80gb", 1)
+    one = machine("a100-80gb", 1)
     price = 1e6 / 30 / 3600 * one.device.price_per_hour
     assert table.cell("sd15", one, "single", details=True) == f"**40.0 · 30.0 · ${price:.1f} · 8**<sup>1</sup>"
     text = table.text(["a"], [["b"]])
     note = "batch 1 x 8, bf16-mixed, with EMA, images and captions encoded in the step; 2026-03-01, 01234567, `probe`."
     assert text.endswith(f"| b |\n\n<sup>1</sup> Measured: {note}\n")
-    assert table.cell("sd15", machine(costs, "a100-80gb", 8), "single", details=False) == "–"
+    assert table.cell("sd15", machine("a100-80gb", 8), "single", details=False) == "–"
     others = cost_tables.other_settings(runs)
     assert others.count("latents cached") == others.count("no EMA") == 2 and "**– · 60.0 · $" in others
     assert "with EMA, images" not in others, "which is in the table"
 
 
-def test_a_line_of_a_gpu_without_a_table_is_told_and_left_out(
-    cost_tables: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_of_a_gpu_without_a_table_is_told_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = {"plain_images_per_second": 30.0, "plain_gb": 40.0}
     assert cost_tables.measured_runs([a_line("train_step_gpu", metrics, gpu="NVIDIA X1")]) == []
     told = "cost tables: the line of train_step_gpu of 2026-03-01 is of NVIDIA X1, which no table in conf/devices has"
@@ -164,23 +146,22 @@ def test_a_line_of_a_gpu_without_a_table_is_told_and_left_out(
     assert (found.machine.gpu, found.machine.count, found.gb) == ("a100-80gb", 1, 40.0)
 
 
-def test_runs_of_gpu_cases_name_what_the_planner_and_the_models_know(costs: ModuleType) -> None:
+def test_runs_of_gpu_cases_name_what_the_planner_and_the_models_know() -> None:
     from sd_lightning import register_strategies
     from sd_lightning.models import families
     from sd_lightning.planner.candidates import CANDIDATES
 
     register_strategies()
-    run = importlib.import_module("run")
     cases = {name: load.MEASURED for name in run.case_names() if hasattr(load := run.load_case(name), "MEASURED")}
     assert {"train_step_gpu", "gemini_gpu", "planner_gpu"} <= cases.keys()
     for each in (each for runs in cases.values() for each in runs.values()):
         assert families.architecture(each.model) and each.resolution % 8 == 0 and each.gpus > 0
         assert each.strategy in {candidate.name for candidate in CANDIDATES}
     with pytest.raises(ValueError, match="Run got encoders=some; expected one of all, text, none"):
-        importlib.import_module("training_runs").Run("sd15", 512, "single", 8, encoders="some")
+        Run("sd15", 512, "single", 8, encoders="some")
 
 
-def test_two_phases_are_days_and_dollars_beside_the_published_ones(cost_tables: ModuleType) -> None:
+def test_two_phases_are_days_and_dollars_beside_the_published_ones() -> None:
     metrics = {}
     for gpu in ("a100-80gb", "mi300x"):
         for size, speeds in ((256, (2000.0, 1000.0, 4000.0)), (512, (400.0, 200.0, 800.0))):
@@ -203,7 +184,7 @@ def test_two_phases_are_days_and_dollars_beside_the_published_ones(cost_tables: 
     assert f"took {took:.1f} times the days that are predicted so" in cost_tables.summary_table(metrics, [])
 
 
-def test_without_a_line_of_costs_the_pages_say_how_to_get_one(cost_tables: ModuleType) -> None:
+def test_without_a_line_of_costs_the_pages_say_how_to_get_one() -> None:
     found = cost_tables.tables(None, [])
     assert found["summary"] == found["two-phases"] == cost_tables.NOT_MEASURED
     assert found["other-settings"] == cost_tables.NO_RUNS and "| `h100` | $" in found["prices"]
@@ -212,12 +193,11 @@ def test_without_a_line_of_costs_the_pages_say_how_to_get_one(cost_tables: Modul
     assert "published" in of_older["two-phases"] and "`h100`" not in of_older["two-phases"]
 
 
-def test_the_readme_names_the_fastest_strategy_or_that_nothing_is_measured(
-    costs: ModuleType, cost_tables: ModuleType
-) -> None:
-    report = importlib.import_module("report")
+def test_the_readme_names_the_fastest_strategy_or_that_nothing_is_measured() -> None:
+    import report
+
     speeds = {"sdxl_8x_h100_ddp_images_per_second": 10.0, "sdxl_8x_h100_fsdp_images_per_second": 20.0}
-    price = cost_tables.dollars(cost_tables.per_million(machine(costs, "h100", 8), 20.0))
+    price = cost_tables.dollars(cost_tables.per_million(machine("h100", 8), 20.0))
     sentence = (
         f"A million images of 1024 x 1024 pixels train `sdxl` for **{price}** on 8 `h100`, under `fsdp`: predicted"
     )

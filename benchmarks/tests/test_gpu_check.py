@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -11,30 +10,20 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import gpu_check
+import gpu_wheels
+import lines
 from places import REPO, SUPPORT
 
 BENCHMARKS = REPO / "benchmarks"
 
 
-@pytest.fixture
-def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("gpu_check")
-
-
-@pytest.fixture
-def gpu_wheels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("gpu_wheels")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_all_parts_run_dry_without_packages_that_they_do_not_need(gpu_check: ModuleType, tmp_path: Path) -> None:
+def test_all_parts_run_dry_without_packages_that_they_do_not_need(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(REPO / "src"), str(SUPPORT)])
     environment = {"PYTHONPATH": paths, "PYTEST_ARGS": "-p no:hypothesispytest -p without_packages"}
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "all", "--dry", f"--results={tmp_path}"]
@@ -67,12 +56,12 @@ def test_all_parts_run_dry_without_packages_that_they_do_not_need(gpu_check: Mod
     assert "tiny_b2_resident_fast_to_slow_gib" not in sweep
 
 
-def test_cases_for_a_gpu_are_in_one_part_each(gpu_check: ModuleType) -> None:
+def test_cases_for_a_gpu_are_in_one_part_each() -> None:
     cases = [case for part in gpu_check.PARTS.values() for case, _ in part.cases]
     assert sorted(cases) == sorted(path.stem for path in (BENCHMARKS / "cases").glob("*_gpu.py"))
 
 
-def test_a_test_that_no_row_names_is_in_the_default_part(gpu_check: ModuleType) -> None:
+def test_a_test_that_no_row_names_is_in_the_default_part() -> None:
     assert gpu_check.part_of("tests/new/test_new.py::test_new") == gpu_check.DEFAULT
     assert gpu_check.part_of("tests/training/test_speed.py::test_cuda_tf32") == ("1", 4)
     assert gpu_check.part_of("tests/training/test_speed.py::test_cuda_compiled_blocks")[0] == "4"
@@ -80,7 +69,7 @@ def test_a_test_that_no_row_names_is_in_the_default_part(gpu_check: ModuleType) 
 
 
 def test_a_case_that_takes_too_long_is_stopped_and_the_next_is_told(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "run.py"
     script.write_text("import sys, time; print(sys.argv[1], flush=True); time.sleep(60 * (sys.argv[1] == 'long'))")
@@ -94,20 +83,20 @@ def test_a_case_that_takes_too_long_is_stopped_and_the_next_is_told(
 
 
 def test_a_machine_without_a_gpu_or_a_commit_is_told_before_anything_runs(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
 
     assert gpu_check.main(["smoke", "--results", str(tmp_path)]) == 2
     assert "torch sees no CUDA device" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.import_module("lines"), "_commit", lambda: "unknown")
+    monkeypatch.setattr(lines, "_commit", lambda: "unknown")
     assert gpu_check.main(["smoke", "--results", str(tmp_path)]) == 2
     assert "set GPU_COMMIT=$(git rev-parse HEAD)" in capsys.readouterr().err
     assert gpu_check.main([]) == 2 and "PART=smoke" in capsys.readouterr().out
 
 
-def test_the_list_of_wheels_names_what_they_need(gpu_wheels: ModuleType, tmp_path: Path) -> None:
+def test_the_list_of_wheels_names_what_they_need(tmp_path: Path) -> None:
     wheels, sources, there = gpu_wheels.listed()
     assert {"diffusers", "bitsandbytes", "hydra-core"} <= set(wheels) and "deepspeed" in sources and "torch" in there
     assert gpu_wheels.unusable(["a-1-py3-none-any.whl", "b-1-cp312-cp312-manylinux2014_x86_64.whl"]) == []

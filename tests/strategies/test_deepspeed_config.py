@@ -1,6 +1,7 @@
 """DeepSpeed configurations of users: what is translated, what is refused, and what wins."""
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -20,11 +21,13 @@ from sd_lightning.apps import preflight
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.checkpointing import Kept, recompute_
 from sd_lightning.planner.footprint import Workload
-from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, deepspeed, precedence
-from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
+from sd_lightning.strategies import compilers
+from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, deepspeed
 from sd_lightning.strategies.deepspeed import config as deepspeed_config
-from sd_lightning.strategies.deepspeed.config import AUTO, known_keys, load, put
-from sd_lightning.strategies.deepspeed.nvme import SwapFolder, check_swap_path
+from sd_lightning.strategies.deepspeed import machine as deepspeed_machine
+from sd_lightning.strategies.deepspeed.config import AUTO, UserConfig, known_keys, put
+from sd_lightning.strategies.deepspeed.machine import SwapFolder, check_swap_path
+from sd_lightning.strategies.deepspeed.settings import engine_config
 
 EXAMPLE = Path(__file__).with_name("ds_config_zero2.json")
 """The ZeRO-2 example that most tutorials copy, as they copy it."""
@@ -52,7 +55,8 @@ def _environment_is_given_back() -> Iterator[None]:
 
 
 def test_the_copied_example_is_accepted_and_each_mistake_is_named_once() -> None:
-    config, warnings = load(EXAMPLE)
+    user = UserConfig.read(EXAMPLE)
+    config, warnings = user.values, user.warnings
     mistakes = (
         "zero_optimization.stage3_max_reuse_parameters is called zero_optimization.stage3_max_reuse_distance",
         "activation_checkpointing.partition_activations has no effect here",
@@ -78,11 +82,11 @@ def test_deepspeed_itself_refuses_the_example_that_we_accept() -> None:
 
     with pytest.raises(Exception, match="stage3_max_reuse_parameters"):
         DeepSpeedConfig(example())
-    DeepSpeedConfig(precedence.engine_config(load(EXAMPLE)[0], **SIZES, chosen_precision="16-mixed"))
+    DeepSpeedConfig(engine_config(UserConfig.read(EXAMPLE).values, **SIZES, precision="16-mixed"))
 
 
 def test_a_mistaken_key_keeps_its_value_where_it_counts() -> None:
-    config, _ = load(example(zero_optimization__stage=3))
+    config = UserConfig.read(example(zero_optimization__stage=3)).values
     assert config["zero_optimization"]["stage3_max_reuse_distance"] == 100_000_000
     assert config["zero_optimization"]["stage3_max_live_parameters"] == 100_000_000
 
@@ -156,7 +160,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
     if text is not None:
         path.write_text(text)
     with pytest.raises(UsageError, match=rf"^strategy.config={re.escape(str(path))}: .*{message}"):
-        load(path)
+        UserConfig.read(path)
 
 
 def test_float16_on_a_cpu_is_refused_and_the_remedy_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,32 +192,32 @@ SIZES: dict[str, Any] = {"micro_batch_size": 4, "accumulate": 2, "clip": 1.0}
 
 def test_auto_is_filled_in_from_the_run() -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    config, _ = load(dict.fromkeys(keys, AUTO) | {"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}})
-    engine = precedence.engine_config(config, **SIZES, chosen_precision="bf16-mixed")
+    config = UserConfig.read(dict.fromkeys(keys, AUTO) | {"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}}).values
+    engine = engine_config(config, **SIZES, precision="bf16-mixed")
     assert engine == {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
     }
-    assert "auto" not in json.dumps(precedence.engine_config(load(EXAMPLE)[0], **SIZES, chosen_precision="16-mixed"))
+    assert "auto" not in json.dumps(engine_config(UserConfig.read(EXAMPLE).values, **SIZES, precision="16-mixed"))
 
 
 def test_the_engine_computes_in_the_precision_of_the_run_with_the_options_of_the_file() -> None:
-    config, _ = load(EXAMPLE)
-    half = precedence.engine_config(config, **SIZES, chosen_precision="16-mixed")
+    config = UserConfig.read(EXAMPLE).values
+    half = engine_config(config, **SIZES, precision="16-mixed")
     assert half["fp16"] == {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
-    assert not {"fp16", "bf16"} & precedence.engine_config(config, **SIZES, chosen_precision="32-true").keys()
+    assert not {"fp16", "bf16"} & engine_config(config, **SIZES, precision="32-true").keys()
 
 
 def test_the_optimizer_of_a_file_is_not_the_engines_to_build() -> None:
-    engine = precedence.engine_config(load(EXAMPLE)[0], **SIZES, chosen_precision="16-mixed")
+    engine = engine_config(UserConfig.read(EXAMPLE).values, **SIZES, precision="16-mixed")
     assert not {"optimizer", "scheduler", "train_batch_size"} & engine.keys()
 
 
 def test_a_norm_of_the_file_serves_where_the_trainer_has_none() -> None:
-    config, _ = load({"gradient_clipping": 0.5})
-    engine = precedence.engine_config(config, micro_batch_size=1, accumulate=1, clip=None, chosen_precision="32-true")
+    config = UserConfig.read({"gradient_clipping": 0.5}).values
+    engine = engine_config(config, micro_batch_size=1, accumulate=1, clip=None, precision="32-true")
     assert engine["gradient_clipping"] == 0.5
 
 
@@ -231,9 +235,8 @@ def run_settings(**changes: Any) -> dict[str, Any]:
 
 
 def settle(config: Any, *overridden: str, on_cuda: bool = True, world_size: int = 2, **changes: Any) -> dict[str, Any]:
-    return precedence.settle(
-        load(config)[0], run_settings(**changes), overridden, world_size=world_size, on_cuda=on_cuda, who="ds.json"
-    )
+    user = dataclasses.replace(UserConfig.read(config), who="ds.json")
+    return dict(user.settle(run_settings(**changes), overridden, num_processes=world_size, on_cuda=on_cuda))
 
 
 def test_explicit_values_of_the_file_beat_our_defaults() -> None:
@@ -286,7 +289,7 @@ def test_agreeing_with_the_command_line_is_no_contradiction() -> None:
 def test_another_optimizer_of_the_file_replaces_ours_unless_one_was_chosen() -> None:
     config = example(optimizer={"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}})
     assert settle(config)["optimizer"] == {"_target_": "torch.optim.Adam", "_partial_": True, "lr": 0.1}
-    with pytest.raises(UsageError, match="optimizer.type is torch.optim.AdamW.*contradicts optimizer=torch.optim.SGD"):
+    with pytest.raises(UsageError, match="optimizer.type=torch.optim.AdamW contradicts optimizer=torch.optim.SGD"):
         settle(EXAMPLE, "optimizer", optimizer__=None, optimizer___target_="torch.optim.SGD")
 
 
@@ -415,7 +418,7 @@ def test_a_missing_compiler_gives_the_install_command_before_processes_start(mon
 
 
 def test_a_missing_libaio_gives_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(deepspeed_builds, "_links_with_libaio", lambda compiler: False)
+    monkeypatch.setattr(deepspeed_machine, "_links_with_libaio", lambda: False)
     with pytest.raises(
         UsageError, match="async_io .* no libaio; .*apt-get install libaio-dev.*strategy.offload_optimizer=cpu"
     ):
@@ -426,7 +429,7 @@ def test_a_missing_libaio_gives_the_install_command(monkeypatch: pytest.MonkeyPa
 def test_a_missing_cuda_toolkit_is_named_where_the_extension_needs_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str | None
 ) -> None:
-    monkeypatch.setattr(deepspeed_builds, "_links_with_libaio", lambda compiler: True)
+    monkeypatch.setattr(deepspeed_machine, "_links_with_libaio", lambda: True)
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home and str(tmp_path / home))
     options: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": str(tmp_path), "cpu_adam": False}
     deepspeed(stage=3, **options)
@@ -440,7 +443,7 @@ def test_a_missing_cuda_toolkit_is_named_where_the_extension_needs_one(
 def test_a_missing_ninja_gives_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "c++").symlink_to(shutil.which("true") or "/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(deepspeed_builds.sysconfig, "get_path", _without_scripts(tmp_path))
+    monkeypatch.setattr(compilers.sysconfig, "get_path", _without_scripts(tmp_path))
     with pytest.raises(UsageError, match="no ninja; install it with: pip install ninja"):
         deepspeed(stage=2, offload_optimizer="cpu")
 
@@ -552,5 +555,5 @@ def test_swap_files_go_with_their_run_and_leftovers_with_the_next(tmp_path: Path
 def test_the_given_configuration_is_left_as_it_was() -> None:
     config = example()
     before = copy.deepcopy(config)
-    load(config)
+    UserConfig.read(config)
     assert config == before

@@ -50,7 +50,7 @@ class ReplicatedState(TrainingState):
         self._optimizers = list(optimizers)
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._rank = rank
-        self._trained: dict[str, Tensor] | None = None
+        self._trained: dict[str, Tensor] = {}
         for optimizer in self._optimizers:
             # bitsandbytes replaces other weights by contiguous copies, so all views of them would go stale.
             if is_eight_bit(optimizer) and not all(p.is_contiguous() for p in self._parameters.values()):
@@ -108,11 +108,8 @@ class ReplicatedState(TrainingState):
                         optimizer.state[parameter] = self._load_states(group, parameter, name, saved[name], read)
 
     @override
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    def _swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Point the parameters at other weights, without a copy if dtype and device agree."""
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
-        self._trained = {}
         for name, parameter in self._parameters.items():
             other = weights[name, 0]
             if (other.dtype, other.device) != (parameter.dtype, parameter.device):
@@ -121,13 +118,10 @@ class ReplicatedState(TrainingState):
             parameter.data = other
 
     @override
-    def swap_out(self) -> None:
+    def _swap_out(self) -> None:
         """Point the parameters back at the trained weights."""
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
         for name, parameter in self._parameters.items():
-            parameter.data = self._trained[name].to(parameter.device)  # the trainer may have moved them meanwhile
-        self._trained = None
+            parameter.data = self._trained.pop(name).to(parameter.device)  # the trainer may have moved them meanwhile
 
     @override
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
@@ -147,7 +141,7 @@ class ReplicatedState(TrainingState):
     @override
     def forget(self) -> None:
         """Keep the swapped-in weights for good: drop the trained ones."""
-        self._trained = None
+        self._trained, self.is_swapped = {}, False
 
     # Sharding engines override which part of a parameter, or of an optimizer state like it, this rank holds.
 

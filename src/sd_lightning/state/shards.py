@@ -120,11 +120,30 @@ Read = Callable[[str, str, Tensor, int, int], None]
 class SwappableWeights(Protocol):
     """The trained weights of a module, which others can take the place of."""
 
+    is_swapped: bool = False
+    """Whether other weights are in their place."""
+
     def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         """Swap other weights in until :meth:`swap_out`; keys are ``ParameterShard.key``."""
+        if self.is_swapped:
+            raise RuntimeError("swap_in called twice without swap_out")
+        self.is_swapped = True
+        self._swap_in(weights)
 
     def swap_out(self) -> None:
         """Restore the trained weights, bit for bit."""
+        if not self.is_swapped:
+            raise RuntimeError("swap_out called without swap_in")
+        self._swap_out()
+        self.is_swapped = False
+
+    def _swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Put other weights into the place of the trained ones."""
+        raise NotImplementedError
+
+    def _swap_out(self) -> None:
+        """Restore the trained weights."""
+        raise NotImplementedError
 
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
         """Return whether the module still computes with these weights, as after :meth:`swap_in`."""

@@ -81,6 +81,11 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         )
 
     @override
+    @classmethod
+    def whole_shape_of(cls, parameter: Tensor) -> tuple[int, ...] | None:
+        return tuple(parameter.shape) if isinstance(parameter, DTensor) else None
+
+    @override
     def check_settings(self, settings: RunSettings) -> None:
         super().check_settings(settings)
         if settings.precision.startswith("16"):
@@ -311,24 +316,18 @@ class DTensorState(ShardedState, ReplicatedState):
         )
 
     @override
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
+    def _swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
         self._reshard()
-        self._trained = {}
         for name, parameter in self._parameters.items():
             local = self._local(parameter)
             self._trained[name] = local.clone()
             local.copy_(weights[name, self._range(parameter)[0]])
 
     @override
-    def swap_out(self) -> None:
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
+    def _swap_out(self) -> None:
         self._reshard()
         for name, parameter in self._parameters.items():
-            self._local(parameter).copy_(self._trained[name])
-        self._trained = None
+            self._local(parameter).copy_(self._trained.pop(name))
 
     def _reshard(self) -> None:
         """Free gathered weights: after a forward pass without backward the root keeps them and would use them."""

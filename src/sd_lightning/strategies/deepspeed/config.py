@@ -147,11 +147,6 @@ def text(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def contradiction(who: str, theirs: str, ours: str) -> UsageError:
-    """Return the error for a setting of a configuration that differs from one of the run."""
-    return UsageError(f'{who}: {theirs} contradicts {ours}; make them agree, or write "auto" in the file')
-
-
 def precision_section(precision: str) -> str | None:
     """Return DeepSpeed's section for a precision of Lightning's: "fp16" or "bf16"; None for float32."""
     return {"16-": "fp16", "bf1": "bf16"}.get(precision[:3])
@@ -200,7 +195,7 @@ class UserConfig:
         for name in ("fp16", "bf16"):
             enabled = get(self.values, f"{name}.enabled")
             if enabled is (name != kind):
-                raise contradiction(self.who, f"{name}.enabled={text(enabled)}", f"trainer.precision={chosen}")
+                raise self._contradiction(f"{name}.enabled={text(enabled)}", f"trainer.precision={chosen}")
         if kind == "fp16" and not on_cuda:
             setting, remedy = f"trainer.precision={chosen}", "write trainer.precision=bf16-mixed"
             if self.precision() == "16-mixed":
@@ -236,37 +231,36 @@ class UserConfig:
         return target, params
 
     def settle(
-        self, run: Mapping[str, Any], given: Collection[str], *, num_processes: int, on_cuda: bool
-    ) -> Mapping[str, Any]:
+        self, run: Mapping[str, Any], given: Collection[str] | None = None, *, num_processes: int = 1
+    ) -> dict[str, Any]:
         """Return the settings of a run that explicit values replace, by dotted key.
 
         Args:
-            run: The run's nested settings: strategy, trainer, data, optimizer.
-            given: Dotted keys (``trainer.precision``) and groups (``optimizer``) that the command line sets.
+            run: The run's nested settings; sections and keys may be missing.
+            given: Dotted keys (``trainer.precision``) and groups (``optimizer``) that are not our defaults; every
+                setting that is not None if not given.
             num_processes: Number of processes on all machines.
-            on_cuda: Whether the run computes on CUDA devices.
 
         Raises:
-            UsageError: The command line contradicts the configuration; names both.
+            UsageError: A given setting contradicts the configuration; names both.
         """
-        wanted = self._wanted(run, num_processes)
         changes: Config = {}
+        wanted = self._wanted(run, num_processes)
         target, params = self.optimizer() or (None, {})
-        chosen = run["optimizer"]["_target_"]
-        if target == chosen:
+        chosen = get(run, "optimizer._target_")
+        if target is not None and target == chosen:
             wanted |= {f"optimizer.{n}": (f"optimizer.params.{n}={text(v)}", v) for n, v in params.items()}
-        elif target is not None and {"optimizer", "optimizer._target_"} & set(given):
-            raise contradiction(self.who, f"optimizer.type={target}", f"optimizer={chosen} on the command line")
-        elif target is not None:
+        elif target is not None and chosen is not None:
+            if given is None or {"optimizer", "optimizer._target_"} & set(given):
+                raise self._contradiction(f"optimizer.type={target}", f"optimizer={chosen}")
             changes["optimizer"] = {"_target_": target, "_partial_": True, **params}
         for key, (written, value) in wanted.items():
             ours = get(run, key)
             if ours == value:
                 continue
-            if key in given:
-                raise contradiction(self.who, written, f"{key}={text(ours)} on the command line")
+            if ours is not None if given is None else key in given:
+                raise self._contradiction(written, f"{key}={text(ours)}")
             changes[key] = value
-        self.check_precision(str(changes.get("trainer.precision", run["trainer"]["precision"])), on_cuda=on_cuda)
         return changes
 
     def _wanted(self, run: Mapping[str, Any], num_processes: int) -> dict[str, tuple[str, Any]]:
@@ -274,13 +268,13 @@ class UserConfig:
         wanted: dict[str, tuple[str, Any]] = {}
         for key, path in SETTINGS.items():
             value, (section, _, name) = get(self.values, path), key.partition(".")
-            if value is not None and name in run[section]:
+            if value is not None and name in run.get(section, ()):
                 if isinstance(value, float) and value.is_integer() and isinstance(run[section][name], int):
                     value = int(value)  # JSON may write 50000000 as 5e7
                 wanted[key] = (f"{path}={text(value)}", value)
-        accumulate = get(self.values, "gradient_accumulation_steps", run["trainer"]["accumulate_grad_batches"])
         micro = get(self.values, "train_micro_batch_size_per_gpu")
-        if micro is not None:
+        if micro is not None and "data" in run:
+            accumulate = get(self.values, "gradient_accumulation_steps", run["trainer"]["accumulate_grad_batches"])
             whole = micro * accumulate * num_processes
             written = (
                 f"train_micro_batch_size_per_gpu={micro} on {num_processes} processes, {accumulate} times accumulated"
@@ -289,30 +283,12 @@ class UserConfig:
                 raise UsageError(f"{self.who}: {wanted['data.batch_size'][0]} is not {written} = {whole}; remove one")
             wanted["data.batch_size"] = (written, whole)
         precision = self.precision()
-        if precision is not None:
+        if precision is not None and "precision" in run.get("trainer", ()):
             wanted["trainer.precision"] = (f"{precision_section(precision)}.enabled=true", precision)
         return wanted
 
-    def merged(self, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
-        """Return the values with our explicit arguments and defaults added.
-
-        Args:
-            arguments: Ours by name, of which those in :data:`ARGUMENTS` count; None if not given.
-            defaults: Values by dotted path.
-
-        Raises:
-            UsageError: An argument contradicts the configuration; names both.
-        """
-        merged = copy.deepcopy(self.values)
-        for name, path in ARGUMENTS.items():
-            ours, theirs = arguments.get(name), get(merged, path)
-            if ours is not None and theirs not in (None, ours):
-                raise contradiction(self.who, f"{path}={text(theirs)}", f"DeepSpeedStrategy({name}={text(ours)})")
-            if ours is not None:
-                put(merged, path, ours)
-        for path, value in defaults.items():
-            put(merged, path, get(merged, path, value))
-        return merged
+    def _contradiction(self, theirs: str, ours: str) -> UsageError:
+        return UsageError(f'{self.who}: {theirs} contradicts {ours}; make them agree, or write "auto" in the file')
 
 
 def _parse(file: Path, who: str) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,9 +32,9 @@ from sd_lightning.strategies.deepspeed.config import (
     Config,
     UserConfig,
     check,
-    contradiction,
     get,
     precision_section,
+    put,
 )
 from sd_lightning.strategies.deepspeed.machine import Extension, check_buildable, check_swap_path
 from sd_lightning.strategies.deepspeed.weights import checkpointed_blocks
@@ -81,7 +81,13 @@ class DeepSpeedSettings:
         self.who = "DeepSpeedStrategy" if config is None else self.user.who
         for warning in self.user.warnings:
             _warn("%s", warning)
-        self.config = self.user.merged(arguments, _DEFAULTS)
+        ours = {name: value for name, value in arguments.items() if name in ARGUMENTS and value is not None}
+        self.user.settle({"strategy": ours})
+        self.config = copy.deepcopy(self.user.values)
+        for name, value in ours.items():
+            put(self.config, ARGUMENTS[name], value)
+        for path, value in _DEFAULTS.items():
+            put(self.config, path, self.get(path, value))
         check(self.config, self.who)
         self._has_warned = False
         self._check_offload()
@@ -131,14 +137,6 @@ class DeepSpeedSettings:
         Raises:
             UsageError: They do not fit the configuration.
         """
-        for key, name, value in (
-            ("gradient_accumulation_steps", "trainer.accumulate_grad_batches", trainer.accumulate_grad_batches),
-            ("gradient_clipping", "trainer.gradient_clip_val", trainer.gradient_clip_val),
-            ("train_batch_size", "data.batch_size", global_batch_size(trainer)),
-        ):
-            theirs = self.get(key)
-            if theirs is not None and value is not None and theirs != value:
-                raise contradiction(self.who, f"{key}={theirs}", f"{name}={value}")
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise UsageError("trainer.gradient_clip_algorithm=value: DeepSpeed clips by norm only; write norm")
         if (module, "configure_gradient_clipping") in user_hooks(trainer, module):
@@ -149,8 +147,10 @@ class DeepSpeedSettings:
         refuse_sparse_gradients(module, self.who)
         if self.stage == 1 and self.get("data_types.grad_accum_dtype") in ("fp32", "float32"):
             raise UsageError(f"{self.who}: data_types.grad_accum_dtype=fp32 works at stages 2 and 3 only; remove it")
-        for optimizer in configured_optimizers(module):
+        optimizers = configured_optimizers(module)
+        for optimizer in optimizers:
             self._check_optimizer(optimizer)
+        self.user.settle(_run_of(trainer, optimizers), num_processes=trainer.world_size)
         if self.get(_CHECKPOINTING) and not checkpointed_blocks(module):
             self._refuse_unused_checkpointing()
         if self.stage == 3 and Kept.PRODUCTS in kept_by(module.modules()):
@@ -174,15 +174,6 @@ class DeepSpeedSettings:
             option = unsupported_option(optimizer)
             if option is not None:
                 raise UsageError(f"strategy.cpu_adam=true: DeepSpeed's CPU Adam has no {option}; {remedy}")
-        target, theirs = self.user.optimizer() or (name, {})
-        ours = {key: optimizer.defaults.get(key, ()) for key in theirs}
-        is_same = all(tuple(ours[k]) == tuple(v) if k == "betas" else ours[k] == v for k, v in theirs.items())
-        if target.rpartition(".")[2] != name or not is_same:
-            first, second = (
-                f"{kind}({', '.join(f'{k}={v}' for k, v in each.items())})"
-                for kind, each in ((target.rpartition(".")[2], theirs), (name, ours))
-            )
-            raise contradiction(self.who, f"optimizer={first}", f"the module's {second}")
 
     def _refuse_unused_checkpointing(self) -> None:
         if get(self.user.values, _CHECKPOINTING) is None:
@@ -195,57 +186,53 @@ class DeepSpeedSettings:
         self._has_warned = True
 
     def engine_config(self, trainer: Any, *, swap_folder: Path | None) -> Config:
-        """Return the configuration for ``deepspeed.initialize``.
+        """Return the configuration for ``deepspeed.initialize``: only the engine's sections, with a run's sizes.
 
         Args:
             trainer: Its sizes and precision are filled in.
             swap_folder: Folder of this process's swap files; None without NVMe.
         """
-        accumulate, batch_size = trainer.accumulate_grad_batches, global_batch_size(trainer)
+        ours = ("optimizer", "scheduler", "train_batch_size", "fp16", "bf16")
+        engine = {key: copy.deepcopy(value) for key, value in self.config.items() if key not in ours}
+        batch_size = global_batch_size(trainer)
         micro = self.get("train_micro_batch_size_per_gpu", 1)
         if batch_size is not None:
             # Only the engine's own timers and logs read it, so ranks may have a sample more.
-            micro = max(1, batch_size // (trainer.world_size * accumulate))
-        config = engine_config(
-            self.config,
-            micro_batch_size=micro,
-            accumulate=accumulate,
-            clip=trainer.gradient_clip_val,
-            precision=str(trainer.precision),
-        )
-        # The optimizer is the module's, or CPU Adam by our option; the engine must not choose another.
-        config["zero_force_ds_cpu_optimizer"] = False
+            micro = max(1, batch_size // (trainer.world_size * trainer.accumulate_grad_batches))
+        clip = trainer.gradient_clip_val
+        engine |= {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": trainer.accumulate_grad_batches,
+            "gradient_clipping": float(self.get("gradient_clipping", 0.0) if clip is None else clip),
+            # The optimizer is the module's, or CPU Adam by our option; the engine must not choose another.
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        section = precision_section(str(trainer.precision))
+        if section is not None:
+            engine[section] = {**self.get(section, {}), "enabled": True}
         if swap_folder is not None:
-            zero = config["zero_optimization"]
-            zero["offload_optimizer"]["nvme_path"] = str(swap_folder)
-            zero.setdefault("sub_group_size", _NVME_SUB_GROUP_SIZE)
-        return config
+            put(engine, "zero_optimization.offload_optimizer.nvme_path", str(swap_folder))
+            engine["zero_optimization"].setdefault("sub_group_size", _NVME_SUB_GROUP_SIZE)
+        return engine
+
+
+def _run_of(trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+    """Return the settings of a run in Python by the names that the programs give them."""
+    run: dict[str, dict[str, Any]] = {
+        "trainer": {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+        },
+        "data": {"batch_size": global_batch_size(trainer)},
+    }
+    for optimizer in optimizers:
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.defaults.items()}
+        run["optimizer"] = {"_target_": f"torch.optim.{type(optimizer).__name__}", **values}
+    return run
 
 
 _WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
 """Optimizers that need whole matrices or all weights, while a rank has only a flat range."""
-
-
-def engine_config(
-    config: Mapping[str, Any], *, micro_batch_size: int, accumulate: int, clip: float | None, precision: str
-) -> Config:
-    """Return the configuration for ``deepspeed.initialize``: only the engine's sections, with a run's sizes.
-
-    Args:
-        config: A checked configuration.
-        micro_batch_size: Samples per process and forward pass.
-        accumulate: Forward passes per optimizer step.
-        clip: Norm to clip gradients to; the configuration's if not given.
-        precision: The trainer's, such as ``bf16-mixed``.
-    """
-    ours = ("optimizer", "scheduler", "train_batch_size", "fp16", "bf16")
-    engine = {key: copy.deepcopy(value) for key, value in config.items() if key not in ours}
-    engine |= {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": accumulate}
-    engine["gradient_clipping"] = float(clip if clip is not None else engine.get("gradient_clipping", 0.0))
-    section = precision_section(precision)
-    if section is not None:
-        engine[section] = {**get(config, section, {}), "enabled": True}
-    return engine
 
 
 _FLOAT_BYTES = 4

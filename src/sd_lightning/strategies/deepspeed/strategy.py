@@ -108,7 +108,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         if source is None:
             return {}
         config = UserConfig.read(source)  # the strategy shows its warnings
-        changes = config.settle(settings, given, num_processes=num_processes, on_cuda=on_cuda)
+        changes = config.settle(settings, given, num_processes=num_processes)
+        config.check_precision(str(changes.get("trainer.precision", settings["trainer"]["precision"])), on_cuda=on_cuda)
         for key, value in changes.items():
             log.info("%s sets %s=%s", config.who, key, value)
         return changes

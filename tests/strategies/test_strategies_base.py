@@ -57,6 +57,7 @@ def test_every_strategy_of_ours_answers_for_itself(name: str) -> None:
         pytest.importorskip("deepspeed")
     strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(strategy, EngineStrategy) and engine_of(strategy) is strategy
+    assert type(strategy).settings_of_file({"strategy": {}}, (), num_processes=2, on_cuda=False) == {}
     assert strategy.owns_precision is ("gemini" in name or "deepspeed" in name)
     assert strategy.loads_weights is (name in ("sd_fsdp", "gemini", "sd_deepspeed_zero3"))
 

@@ -213,25 +213,22 @@ class WholeWeightsState(SwappableWeights):
         self._module = module
         self._owned = set(owned)
         self._world_size = rank_and_world_size()[1]
-        self._trained: dict[tuple[str, int], Tensor] = {}
 
     @override
-    @torch.no_grad()
-    def _swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
         """Put other weights into the module; a collective call."""
         ours = {key: tensor for key, tensor in weights.items() if key in self._owned}
-        self._trained = {
+        trained = {
             (name, begin): self._flat(name)[begin : begin + tensor.numel()].clone()
             for (name, begin), tensor in ours.items()
         }
         self._fill(ours)
+        return trained
 
     @override
-    @torch.no_grad()
-    def _swap_out(self) -> None:
+    def _restore(self, trained: dict[tuple[str, int], Tensor]) -> None:
         """Put the trained weights back; a collective call."""
-        self._fill(self._trained)
-        self._trained = {}
+        self._fill(trained)
 
     @override
     def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
@@ -250,7 +247,7 @@ class WholeWeightsState(SwappableWeights):
 
     @override
     def forget(self) -> None:
-        self._trained, self.is_swapped = {}, False
+        self._trained = None
 
     def _fill(self, ranges: Mapping[tuple[str, int], Tensor]) -> None:
         world_size = rank_and_world_size()[1]

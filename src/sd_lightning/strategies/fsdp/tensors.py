@@ -264,18 +264,20 @@ class DTensorState(ShardedState, ReplicatedState):
         )
 
     @override
-    def _swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
         self._reshard()
+        trained = {}
         for name, parameter in self._parameters.items():
             local = self._local(parameter)
-            self._trained[name] = local.clone()
+            trained[name] = local.clone()
             local.copy_(weights[name, self._range(parameter)[0]])
+        return trained
 
     @override
-    def _swap_out(self) -> None:
+    def _restore(self, trained: dict[str, Tensor]) -> None:
         self._reshard()
         for name, parameter in self._parameters.items():
-            self._local(parameter).copy_(self._trained.pop(name))
+            self._local(parameter).copy_(trained[name])
 
     def _reshard(self) -> None:
         """Free gathered weights: after a forward pass without backward the root keeps them and would use them."""

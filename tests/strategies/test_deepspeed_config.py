@@ -1,6 +1,7 @@
 """DeepSpeed configurations of users: what is translated, what is refused, and what wins."""
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,12 @@ from sd_lightning.apps import preflight
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.models.checkpointing import Kept, recompute_
 from sd_lightning.planner.footprint import Workload
-from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, deepspeed, precedence
-from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
+from sd_lightning.strategies import compilers
+from sd_lightning.strategies.deepspeed import DeepSpeedStrategy, deepspeed
 from sd_lightning.strategies.deepspeed import config as deepspeed_config
-from sd_lightning.strategies.deepspeed.config import AUTO, known_keys, load, put
-from sd_lightning.strategies.deepspeed.nvme import SwapFolder, check_swap_path
+from sd_lightning.strategies.deepspeed import machine as deepspeed_machine
+from sd_lightning.strategies.deepspeed.config import AUTO, UserConfig, known_keys, put
+from sd_lightning.strategies.deepspeed.machine import SwapFolder, check_swap_path
 
 EXAMPLE = Path(__file__).with_name("ds_config_zero2.json")
 """The ZeRO-2 example that most tutorials copy, as they copy it."""
@@ -52,7 +55,8 @@ def _environment_is_given_back() -> Iterator[None]:
 
 
 def test_the_copied_example_is_accepted_and_each_mistake_is_named_once() -> None:
-    config, warnings = load(EXAMPLE)
+    user = UserConfig.read(EXAMPLE)
+    config, warnings = user.values, user.warnings
     mistakes = (
         "zero_optimization.stage3_max_reuse_parameters is called zero_optimization.stage3_max_reuse_distance",
         "activation_checkpointing.partition_activations has no effect here",
@@ -78,11 +82,11 @@ def test_deepspeed_itself_refuses_the_example_that_we_accept() -> None:
 
     with pytest.raises(Exception, match="stage3_max_reuse_parameters"):
         DeepSpeedConfig(example())
-    DeepSpeedConfig(precedence.engine_config(load(EXAMPLE)[0], **SIZES, chosen_precision="16-mixed"))
+    DeepSpeedConfig(engine_config(EXAMPLE, "16-mixed"))
 
 
 def test_a_mistaken_key_keeps_its_value_where_it_counts() -> None:
-    config, _ = load(example(zero_optimization__stage=3))
+    config = UserConfig.read(example(zero_optimization__stage=3)).values
     assert config["zero_optimization"]["stage3_max_reuse_distance"] == 100_000_000
     assert config["zero_optimization"]["stage3_max_live_parameters"] == 100_000_000
 
@@ -156,7 +160,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
     if text is not None:
         path.write_text(text)
     with pytest.raises(UsageError, match=rf"^strategy.config={re.escape(str(path))}: .*{message}"):
-        load(path)
+        UserConfig.read(path)
 
 
 def test_float16_on_a_cpu_is_refused_and_the_remedy_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,38 +187,42 @@ def test_every_key_that_deepspeed_reads_is_known() -> None:
     assert read - ours == set()
 
 
-SIZES: dict[str, Any] = {"micro_batch_size": 4, "accumulate": 2, "clip": 1.0}
+def engine_config(config: Any, precision: str, clip: float | None = 1.0) -> dict[str, Any]:
+    """Return what the engine gets from a file in a run that accumulates two batches."""
+    sizes = {"accumulate_grad_batches": 2, "gradient_clip_val": clip, "world_size": 2, "datamodule": None}
+    settings = DeepSpeedStrategy(config=config, cpu_adam=False).settings
+    return settings.engine_config(SimpleNamespace(precision=precision, **sizes), swap_folder=None)
 
 
 def test_auto_is_filled_in_from_the_run() -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    config, _ = load(dict.fromkeys(keys, AUTO) | {"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}})
-    engine = precedence.engine_config(config, **SIZES, chosen_precision="bf16-mixed")
-    assert engine == {
-        "train_micro_batch_size_per_gpu": 4,
+    engine = engine_config(
+        dict.fromkeys(keys, AUTO) | {name: {"enabled": AUTO} for name in ("fp16", "bf16")}, "bf16-mixed"
+    )
+    assert {name: engine.get(name) for name in (*keys, "bf16", "fp16")} == {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
+        "fp16": None,
     }
-    assert "auto" not in json.dumps(precedence.engine_config(load(EXAMPLE)[0], **SIZES, chosen_precision="16-mixed"))
+    assert "auto" not in json.dumps(engine_config(EXAMPLE, "16-mixed"))
 
 
 def test_the_engine_computes_in_the_precision_of_the_run_with_the_options_of_the_file() -> None:
-    config, _ = load(EXAMPLE)
-    half = precedence.engine_config(config, **SIZES, chosen_precision="16-mixed")
+    half = engine_config(EXAMPLE, "16-mixed")
     assert half["fp16"] == {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
-    assert not {"fp16", "bf16"} & precedence.engine_config(config, **SIZES, chosen_precision="32-true").keys()
+    assert not {"fp16", "bf16"} & engine_config(EXAMPLE, "32-true").keys()
 
 
 def test_the_optimizer_of_a_file_is_not_the_engines_to_build() -> None:
-    engine = precedence.engine_config(load(EXAMPLE)[0], **SIZES, chosen_precision="16-mixed")
+    engine = engine_config(EXAMPLE, "16-mixed")
     assert not {"optimizer", "scheduler", "train_batch_size"} & engine.keys()
 
 
 def test_a_norm_of_the_file_serves_where_the_trainer_has_none() -> None:
-    config, _ = load({"gradient_clipping": 0.5})
-    engine = precedence.engine_config(config, micro_batch_size=1, accumulate=1, clip=None, chosen_precision="32-true")
-    assert engine["gradient_clipping"] == 0.5
+    assert engine_config({"gradient_clipping": 0.5}, "32-true", clip=None)["gradient_clipping"] == 0.5
 
 
 def run_settings(**changes: Any) -> dict[str, Any]:
@@ -230,10 +238,9 @@ def run_settings(**changes: Any) -> dict[str, Any]:
     return settings
 
 
-def settle(config: Any, *overridden: str, on_cuda: bool = True, world_size: int = 2, **changes: Any) -> dict[str, Any]:
-    return precedence.settle(
-        load(config)[0], run_settings(**changes), overridden, world_size=world_size, on_cuda=on_cuda, who="ds.json"
-    )
+def settle(config: Any, *given: str, world_size: int = 2, **changes: Any) -> dict[str, Any]:
+    user = dataclasses.replace(UserConfig.read(config), who="ds.json")
+    return user.settle(run_settings(**changes), given, num_processes=world_size)
 
 
 def test_explicit_values_of_the_file_beat_our_defaults() -> None:
@@ -286,28 +293,28 @@ def test_agreeing_with_the_command_line_is_no_contradiction() -> None:
 def test_another_optimizer_of_the_file_replaces_ours_unless_one_was_chosen() -> None:
     config = example(optimizer={"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}})
     assert settle(config)["optimizer"] == {"_target_": "torch.optim.Adam", "_partial_": True, "lr": 0.1}
-    with pytest.raises(UsageError, match="optimizer.type is torch.optim.AdamW.*contradicts optimizer=torch.optim.SGD"):
+    with pytest.raises(UsageError, match="optimizer.type=torch.optim.AdamW contradicts optimizer=torch.optim.SGD"):
         settle(EXAMPLE, "optimizer", optimizer__=None, optimizer___target_="torch.optim.SGD")
 
 
 def test_a_micro_batch_of_the_file_gives_the_global_batch() -> None:
     config = on_cpu(train_micro_batch_size_per_gpu=3)
-    assert settle(config, world_size=2, on_cuda=False)["data.batch_size"] == 3 * 4 * 2
+    assert settle(config, world_size=2)["data.batch_size"] == 3 * 4 * 2
     with pytest.raises(UsageError, match="train_batch_size=16 is not train_micro_batch_size_per_gpu=3 on 2 processes"):
-        settle(on_cpu(train_micro_batch_size_per_gpu=3, train_batch_size=16), on_cuda=False)
+        settle(on_cpu(train_micro_batch_size_per_gpu=3, train_batch_size=16))
     with pytest.raises(
         UsageError, match="train_micro_batch_size_per_gpu=3 on 2 processes.* contradicts data.batch_size=64"
     ):
-        settle(config, "data.batch_size", on_cuda=False)
+        settle(config, "data.batch_size")
 
 
 def test_a_file_that_switches_a_precision_off_contradicts_the_trainer_that_wants_it() -> None:
     with pytest.raises(UsageError, match="bf16.enabled=false contradicts trainer.precision=bf16-mixed"):
-        settle({"bf16": {"enabled": False}}, "trainer.precision", trainer__precision="bf16-mixed")
+        UserConfig.read({"bf16": {"enabled": False}}).check_precision("bf16-mixed", on_cuda=True)
 
 
 def test_arguments_in_python_have_to_agree_with_the_configuration() -> None:
-    with pytest.raises(UsageError, match=r"zero_optimization.stage=2 contradicts DeepSpeedStrategy\(stage=3\)"):
+    with pytest.raises(UsageError, match=r"zero_optimization.stage=2 contradicts strategy.stage=3; make them agree"):
         DeepSpeedStrategy(stage=3, config=on_cpu())
     strategy = DeepSpeedStrategy(config=on_cpu(), cpu_adam=False)
     assert (strategy.settings.stage, strategy.settings.offload_device) == (2, "cpu")
@@ -332,8 +339,10 @@ def test_a_trainer_in_python_has_to_agree_with_the_configuration(options: dict[s
 def test_the_modules_optimizer_has_to_be_the_one_of_the_configuration() -> None:
     strategy = DeepSpeedStrategy(config=on_cpu())
     trainer = trainer_of(strategy, accumulate_grad_batches=4)
-    with pytest.raises(UsageError, match=r"optimizer=AdamW\(lr=1e-05, .*\) contradicts the module's SGD\(lr=0.001"):
+    with pytest.raises(UsageError, match="optimizer.type=torch.optim.AdamW contradicts optimizer=torch.optim.SGD"):
         strategy.check(trainer, Module(torch.optim.SGD))
+    with pytest.raises(UsageError, match="optimizer.params.lr=1e-05 contradicts optimizer.lr=0.001"):
+        strategy.check(trainer, Module())
     strategy.check(trainer, Module(torch.optim.AdamW, lr=1e-5))
 
 
@@ -415,7 +424,7 @@ def test_a_missing_compiler_gives_the_install_command_before_processes_start(mon
 
 
 def test_a_missing_libaio_gives_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(deepspeed_builds, "_links_with_libaio", lambda compiler: False)
+    monkeypatch.setattr(deepspeed_machine, "_links_with_libaio", lambda: False)
     with pytest.raises(
         UsageError, match="async_io .* no libaio; .*apt-get install libaio-dev.*strategy.offload_optimizer=cpu"
     ):
@@ -426,7 +435,7 @@ def test_a_missing_libaio_gives_the_install_command(monkeypatch: pytest.MonkeyPa
 def test_a_missing_cuda_toolkit_is_named_where_the_extension_needs_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str | None
 ) -> None:
-    monkeypatch.setattr(deepspeed_builds, "_links_with_libaio", lambda compiler: True)
+    monkeypatch.setattr(deepspeed_machine, "_links_with_libaio", lambda: True)
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home and str(tmp_path / home))
     options: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": str(tmp_path), "cpu_adam": False}
     deepspeed(stage=3, **options)
@@ -440,7 +449,7 @@ def test_a_missing_cuda_toolkit_is_named_where_the_extension_needs_one(
 def test_a_missing_ninja_gives_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "c++").symlink_to(shutil.which("true") or "/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(deepspeed_builds.sysconfig, "get_path", _without_scripts(tmp_path))
+    monkeypatch.setattr(compilers.sysconfig, "get_path", _without_scripts(tmp_path))
     with pytest.raises(UsageError, match="no ninja; install it with: pip install ninja"):
         deepspeed(stage=2, offload_optimizer="cpu")
 
@@ -499,11 +508,14 @@ def test_blocks_that_keep_products_are_refused_at_stage_3() -> None:
 def test_a_swap_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="strategy.nvme_path=None: .*write strategy.nvme_path=/local_nvme"):
         check_swap_path(None)
-    with pytest.raises(UsageError, match=f"strategy.nvme_path={tmp_path}/missing: there is no such folder"):
+    with pytest.raises(
+        UsageError,
+        match=f"strategy.nvme_path={tmp_path}/missing: DeepSpeed cannot swap there .No such file",
+    ):
         deepspeed(stage=3, offload_optimizer="nvme", nvme_path=f"{tmp_path}/missing")
     assert check_swap_path(str(tmp_path)) == tmp_path and not list(tmp_path.iterdir())
     monkeypatch.setattr(os, "open", _refusing(PermissionError(13, "Permission denied")))
-    with pytest.raises(UsageError, match="this user cannot write there"):
+    with pytest.raises(UsageError, match="swap there .Permission denied.; .* this user may write"):
         check_swap_path(str(tmp_path))
     monkeypatch.setattr(os, "open", _refusing(OSError(22, "Invalid argument")))
     with pytest.raises(UsageError, match=r"DeepSpeed cannot swap there \(Invalid argument\)"):
@@ -517,7 +529,7 @@ def test_a_folder_of_another_user_is_refused() -> None:
         if user == 0:  # root may write everywhere
             os.seteuid(65534)
         try:
-            with pytest.raises(UsageError, match="this user cannot write there"):
+            with pytest.raises(UsageError, match="swap there .Permission denied.; .* this user may write"):
                 check_swap_path(folder)
         finally:
             os.seteuid(user)
@@ -552,5 +564,5 @@ def test_swap_files_go_with_their_run_and_leftovers_with_the_next(tmp_path: Path
 def test_the_given_configuration_is_left_as_it_was() -> None:
     config = example()
     before = copy.deepcopy(config)
-    load(config)
+    UserConfig.read(config)
     assert config == before

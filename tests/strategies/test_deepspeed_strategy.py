@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 from ranks import run_jobs
 from sd_lightning import UsageError
 from sd_lightning.state.shards import SavedParameter
-from sd_lightning.strategies.deepspeed import builds as deepspeed_builds
+from sd_lightning.strategies.deepspeed import machine as deepspeed_machine
 from sd_lightning.strategies.deepspeed.state import DeepSpeedState, Fragment
 
 Results = dict[str, dict[str, Any]]
@@ -221,12 +221,12 @@ class FakeBuilder:
 
 @pytest.fixture
 def builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeBuilder]:
-    deepspeed_builds.import_deepspeed("test")
+    deepspeed_machine.import_deepspeed("test")
     import deepspeed.ops.op_builder as builders
 
     fake = type("Fake", (FakeBuilder,), {"folder": tmp_path})
     monkeypatch.setattr(builders, "CPUAdamBuilder", fake)
-    monkeypatch.setattr(deepspeed_builds, "_folder", lambda name: tmp_path)
+    monkeypatch.setattr(deepspeed_machine, "_folder", lambda name: tmp_path)
     monkeypatch.setenv("PATH", os.environ["PATH"])
     return fake
 
@@ -235,8 +235,8 @@ def test_an_extension_is_compiled_once_with_a_progress_line(
     builder: type[FakeBuilder], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        deepspeed_builds.build(["cpu_adam"])
-        deepspeed_builds.build(["cpu_adam"])
+        deepspeed_machine.build(["cpu_adam"])
+        deepspeed_machine.build(["cpu_adam"])
     assert builder.loads == 2
     assert [message.split(" ")[0] for message in caplog.messages] == ["compiling", "compiled"]
     assert caplog.messages[0] == "compiling DeepSpeed's cpu_adam for this machine (once; some minutes) …"
@@ -248,11 +248,11 @@ def test_a_lock_of_another_process_is_named_and_an_abandoned_one_removed(
     lock = builder.folder / "lock"
     lock.touch()
     with caplog.at_level(logging.INFO):
-        deepspeed_builds.build(["cpu_adam"])
+        deepspeed_machine.build(["cpu_adam"])
     assert f"waiting for another process that does it; if there is none, delete {lock}" in caplog.text
     (builder.folder / "cpu_adam.so").unlink()
     os.utime(lock, (0, 0))
-    deepspeed_builds.build(["cpu_adam"])
+    deepspeed_machine.build(["cpu_adam"])
     assert not lock.exists()
 
 
@@ -261,14 +261,14 @@ def test_a_failing_compiler_is_one_line_with_its_first_error(builder: type[FakeB
         "Error building extension 'cpu_adam': [1/3] c++ …\nx.cpp:1: fatal error: omp.h: No such file\nninja: stopped"
     )
     with pytest.raises(UsageError, match=r"compiling DeepSpeed's cpu_adam failed: .*; build it alone") as caught:
-        deepspeed_builds.build(["cpu_adam"])
+        deepspeed_machine.build(["cpu_adam"])
     assert "\n" not in str(caught.value)
 
 
-def _missing(extension: deepspeed_builds.Extension) -> str:
-    deepspeed_builds.import_deepspeed("test")
+def _missing(extension: deepspeed_machine.Extension) -> str:
+    deepspeed_machine.import_deepspeed("test")
     try:
-        deepspeed_builds.check_buildable(extension, "test", instead="nothing")
+        deepspeed_machine.check_buildable(extension)
     except UsageError as error:
         return str(error)
     return ""
@@ -283,7 +283,7 @@ def test_cpu_adam_steps_as_torchs_adamw_does(tmp_path: Path) -> None:
         "zero2, cpu adam": {"strategy": {**OFFLOAD2, "cpu_adam": True}},
         "zero3, cpu adam": {"strategy": {**OFFLOAD3, "cpu_adam": True}},
     }
-    compiled = not _missing("async_io") and deepspeed_builds._is_compiled("async_io")
+    compiled = not _missing("async_io") and deepspeed_machine._is_compiled("async_io")
     if compiled:  # compiling it takes minutes
         nvme = {**OFFLOAD3, "cpu_adam": True, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
         jobs["real nvme, cpu adam"] = {"strategy": nvme}

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ranks import run_jobs_of_all
-from sd_lightning.strategies.fsdp.hooks import WholeWhereNeeded
+from sd_lightning.strategies.fsdp.tensors import WholeWhereNeeded
 
 CASES = (
     *(f"SmallWeights:{each}" for each in ("fsdp", "fsdp_offload", "gemini_default", "gemini_offload")),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import small_training as small
 from sd_lightning import SDLightningModule
-from sd_lightning.strategies.optimizers import give_found_inf, takes_found_inf
+from sd_lightning.strategies.base import give_found_inf, takes_found_inf
 
 STEPS = 4
 CLIP = 0.05

@@ -146,22 +146,13 @@ def is_resumed(spec: RunSpec) -> bool:
 
 
 def adopt_engine_file(spec: RunSpec) -> RunSpec:
-    """Replace defaults that the command line leaves unset by the explicit values of a user's DeepSpeed file."""
-    source = spec.get("strategy.config")
-    if source is None:
-        return spec
-    from sd_lightning.strategies.deepspeed import config as deepspeed_config
-    from sd_lightning.strategies.deepspeed import precedence as deepspeed_precedence
+    """Replace defaults that the command line leaves unset by the explicit values of the engine's own file."""
+    from sd_lightning.strategies import EngineStrategy
 
-    config, _ = deepspeed_config.load(source)  # the strategy shows the warnings
-    changes = deepspeed_precedence.settle(
-        config,
-        spec.settings,
-        spec.given,
-        world_size=spec.num_processes,
-        on_cuda=spec.cuda_devices > 0,
-        who=deepspeed_config.name_of(source),
+    strategy = spec.builder("strategy").target
+    if not (isinstance(strategy, type) and issubclass(strategy, EngineStrategy)):
+        return spec
+    changes = strategy.settings_of_file(
+        spec.settings, spec.given, num_processes=spec.num_processes, on_cuda=spec.cuda_devices > 0
     )
-    for key, value in changes.items():
-        log.info("%s sets %s=%s", deepspeed_config.name_of(source), key, value)
     return spec.with_settings(changes)

@@ -1,4 +1,9 @@
-"""Lightning strategies: ``base.py`` defines their interface, and each engine has a file or a folder."""
+"""Lightning strategies; each engine has a file or a folder.
+
+What they have in common is three things: the contract, which is all that others may ask of a strategy (``base.py``);
+what strategies ask of a user's module (``networks.py``); and the base classes of engines that hold the weights in parts
+during a run (``sharding.py``) and give them back whole afterwards (``restoring.py``, with ``whole_tensors.py``).
+"""
 
 from __future__ import annotations
 

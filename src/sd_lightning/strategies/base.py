@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.amp import GradScaler
+from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.planner.footprint import Footprint, Workload, replicated
 from sd_lightning.state.replicated import ReplicatedState
 from sd_lightning.state.shards import SwappableWeights, TrainingState
-from sd_lightning.strategies.optimizers import give_found_inf, gradient_scaler, takes_found_inf
 
 BytesByTier = dict[str, dict[str, int]]
 """Bytes by memory tier ("fast", "slow", "disk") and kind ("weights", "optimizer", …)."""
@@ -45,6 +46,9 @@ class EngineStrategy:
     code outside of this folder need not test whether a strategy has a member.
     """
 
+    engines: ClassVar[list[type[EngineStrategy]]] = []
+    """The classes that are loaded: only they can have sharded a weight."""
+
     loads_weights: bool = False
     """Whether :meth:`setup` reads deferred weights; if not, the module reads them earlier."""
     owns_precision: bool = False
@@ -58,6 +62,35 @@ class EngineStrategy:
 
     keeps_layout: bool = True
     """Whether weights keep their memory format; not if they are in flat tensors or shards."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        EngineStrategy.engines.append(cls)
+
+    @classmethod
+    def whole_shape_of(cls, parameter: Tensor) -> tuple[int, ...] | None:
+        """Return the shape of the whole parameter if this class's engine holds it in parts; None if it does not."""
+        return None
+
+    @classmethod
+    def settings_of_file(
+        cls, settings: Mapping[str, Any], given: Collection[str], *, num_processes: int, on_cuda: bool
+    ) -> Mapping[str, Any]:
+        """Return what the engine's own file changes in a run of the programs; called before anything else is built.
+
+        Args:
+            settings: The run's settings by section.
+            given: Dotted keys and groups that the command line sets; the file cannot change them.
+            num_processes: Number of processes on all machines.
+            on_cuda: Whether the run computes on CUDA devices.
+
+        Returns:
+            Values by dotted key.
+
+        Raises:
+            UsageError: The file is wrong, or contradicts the command line.
+        """
+        return {}
 
     def check_settings(self, settings: RunSettings) -> None:
         """Raise if a run of the programs cannot have these settings; called before anything else is built.
@@ -202,25 +235,40 @@ def engine_of(strategy: Strategy | str) -> EngineStrategy:
     return strategy if isinstance(strategy, EngineStrategy) else _LightningAdapter(strategy)
 
 
-def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether ZeRO-3 has partitioned a parameter: DeepSpeed empties it and sets ``ds_shape``."""
-    return hasattr(parameter, "ds_shape")
-
-
 def is_whole(weight: Tensor) -> bool:
     """Return whether a weight is whole in memory, not sharded by an engine of this or an earlier run."""
-    from torch.distributed.tensor import DTensor  # slow to import, and the LightningModule imports this file
-
-    if isinstance(weight, DTensor) or is_partitioned(weight) or is_in_colossalai_chunk(weight):
-        return False
-    return weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves a single NaN, expanded to the shape
-
-
-def is_in_colossalai_chunk(parameter: Tensor) -> bool:
-    """Return whether a parameter is in a chunk of ColossalAI; ``ColossalAIEngine`` sets this mark."""
-    return hasattr(parameter, "taken_apart")
+    in_parts = any(engine.whole_shape_of(weight) is not None for engine in EngineStrategy.engines)
+    return not in_parts and weight.untyped_storage().nbytes() >= weight.nbytes  # Gemini leaves one NaN, expanded
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, even if ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """Return the shape of the whole parameter, even if an engine has emptied it."""
+    shapes = (engine.whole_shape_of(parameter) for engine in EngineStrategy.engines)
+    return next((shape for shape in shapes if shape is not None), tuple(parameter.shape))
+
+
+def gradient_scaler(plugin: Precision) -> GradScaler | None:
+    """Return the gradient scaler of a precision plugin, if it has one."""
+    return getattr(plugin, "scaler", None)  # two unrelated plugins of Lightning have one
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Return whether a step leaves everything unchanged where ``optimizer.found_inf`` is 1, without reading it.
+
+    Torch's fused Adam, AdamW and Adagrad do. Fused SGD does not: its first step would leave new momentum buffers
+    uninitialised.
+    """
+    skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's own mark
+    return skips and not isinstance(optimizer, SGD) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def give_found_inf(optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Have the next step leave everything unchanged if ``found_inf`` is 1: a float32 scalar on the device."""
+    attributes: dict[str, Tensor | None] = vars(optimizer)
+    if "found_inf" not in attributes:  # it stays, so the hook is registered once
+        optimizer.register_step_post_hook(_forget)
+    attributes |= {"found_inf": found_inf, "grad_scale": None}
+
+
+def _forget(optimizer: Optimizer, *_: object) -> None:
+    vars(optimizer)["found_inf"] = None

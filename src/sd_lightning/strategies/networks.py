@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
@@ -156,6 +156,35 @@ def configured_optimizers(module: pl.LightningModule) -> list[Optimizer]:
         (configured,) = configured
     optimizer = configured["optimizer"] if isinstance(configured, Mapping) else configured
     return [optimizer] if isinstance(optimizer, Optimizer) else []
+
+
+def is_adam(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is torch's Adam or AdamW, not a subclass."""
+    return type(optimizer) in (Adam, AdamW)
+
+
+def unsupported_option(optimizer: Optimizer) -> str | None:
+    """Return an option that a group sets and only torch's Adam has, or None."""
+    options = ("amsgrad", "maximize")
+    return next((option for group in optimizer.param_groups for option in options if group.get(option)), None)
+
+
+def replace_adam(optimizer: Optimizer, kind: Callable[..., Optimizer]) -> Optimizer:
+    """Return an Adam of class ``kind`` for the groups of torch's Adam or AdamW, with their hyper-parameters.
+
+    Both optimizers share the groups, so learning-rate schedulers of the old one keep working.
+    """
+    defaults: dict[str, Any] = optimizer.defaults
+    adam = kind(
+        optimizer.param_groups,
+        lr=float(defaults["lr"]),
+        betas=defaults["betas"],
+        eps=defaults["eps"],
+        weight_decay=defaults["weight_decay"],
+        adamw_mode=isinstance(optimizer, AdamW),
+    )
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # or its scheduler warns that nobody steps it
+    return adam
 
 
 def place_rest(

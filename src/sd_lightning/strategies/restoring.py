@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.state.ranks import rank_and_world_size
 from sd_lightning.state.shards import SwappableWeights
 from sd_lightning.strategies.networks import WrappedHooks, trained_networks
 from sd_lightning.strategies.sharding import ShardingStrategy
-from sd_lightning.strategies.whole_tensors import whole
+from sd_lightning.strategies.whole_tensors import WholeWeightsState
 
 log = logging.getLogger(__name__)
 
@@ -323,77 +322,6 @@ class ModuleSnapshot:
                 part.__dict__[attribute].pop(number, None)
             if remembered is not None:
                 part.__dict__["_dtype"], part.__dict__["_device"] = remembered, torch.device("cpu")
-
-
-class WholeWeightsState(SwappableWeights):
-    """The trained weights of a module that is whole again, for swapping with their average.
-
-    Args:
-        module: The module.
-        owned: Keys of the ranges that this rank owned in the engine; all ranks' ranges cover every element once.
-    """
-
-    def __init__(self, module: pl.LightningModule, owned: Iterable[tuple[str, int]]) -> None:
-        self._module = module
-        self._owned = set(owned)
-        self._world_size = rank_and_world_size()[1]
-        self._trained: dict[tuple[str, int], Tensor] | None = None
-
-    @torch.no_grad()
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Put other weights into the module until :meth:`swap_out`; a collective call."""
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
-        ours = {key: tensor for key, tensor in weights.items() if key in self._owned}
-        self._trained = {
-            (name, begin): self._flat(name)[begin : begin + tensor.numel()].clone()
-            for (name, begin), tensor in ours.items()
-        }
-        self._fill(ours)
-
-    @torch.no_grad()
-    def swap_out(self) -> None:
-        """Put the trained weights back; a collective call."""
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
-        self._fill(self._trained)
-        self._trained = None
-
-    def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
-        """Return whether the module still holds these weights as :meth:`swap_in` wrote them; a collective call."""
-        same = all(
-            torch.equal(self._flat(name)[begin : begin + tensor.numel()], tensor.reshape(-1).to(self._flat(name)))
-            for (name, begin), tensor in weights.items()
-            if (name, begin) in self._owned
-        )
-        rank, world_size = rank_and_world_size()
-        return bool(whole((world_size,), torch.float32, [(rank, torch.tensor([float(same)]))]).all())
-
-    def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        """Do nothing: the module shares no memory with swapped-in weights."""
-
-    def forget(self) -> None:
-        """Keep the current parameters, and drop the trained weights."""
-        self._trained = None
-
-    def _fill(self, ranges: Mapping[tuple[str, int], Tensor]) -> None:
-        world_size = rank_and_world_size()[1]
-        if world_size != self._world_size:
-            raise UsageError(
-                f"the trained weights of {type(self._module).__name__} are divided among the {self._world_size} "
-                f"processes of its last fit, and {world_size} are there now; train on before they part, or load a "
-                "checkpoint into a new module"
-            )
-        by_name: dict[str, list[tuple[int, Tensor]]] = {}
-        for (name, begin), tensor in ranges.items():
-            by_name.setdefault(name, []).append((begin, tensor))
-        for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad:
-                value = whole(parameter.shape, parameter.dtype, by_name.get(name, []))
-                parameter.data = value.to(parameter.device)
-
-    def _flat(self, name: str) -> Tensor:
-        return self._module.get_parameter(name).detach().reshape(-1).cpu()
 
 
 def _hook_ids(part: nn.Module) -> set[tuple[str, int]]:

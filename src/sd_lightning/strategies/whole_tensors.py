@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +21,7 @@ from sd_lightning.state.shards import (
     ParameterShard,
     SavedParameter,
     ShardedState,
+    SwappableWeights,
     TrainingState,
     check_same_groups,
     hyper_parameters,
@@ -197,3 +199,71 @@ class FlatOptimizerState(ShardedState):
         for optimizer, groups in zip(self.optimizers, saved, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(hyper_parameters(values))
+
+
+class WholeWeightsState(SwappableWeights):
+    """The trained weights of a module that is whole again, for swapping with their average.
+
+    Args:
+        module: The module.
+        owned: Keys of the ranges that this rank owned in the engine; all ranks' ranges cover every element once.
+    """
+
+    def __init__(self, module: pl.LightningModule, owned: Iterable[tuple[str, int]]) -> None:
+        self._module = module
+        self._owned = set(owned)
+        self._world_size = rank_and_world_size()[1]
+
+    @override
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
+        """Put other weights into the module; a collective call."""
+        ours = {key: tensor for key, tensor in weights.items() if key in self._owned}
+        trained = {
+            (name, begin): self._flat(name)[begin : begin + tensor.numel()].clone()
+            for (name, begin), tensor in ours.items()
+        }
+        self._fill(ours)
+        return trained
+
+    @override
+    def _restore(self, trained: dict[tuple[str, int], Tensor]) -> None:
+        """Put the trained weights back; a collective call."""
+        self._fill(trained)
+
+    @override
+    def holds(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
+        """Return whether the module still holds these weights as :meth:`swap_in` wrote them; a collective call."""
+        same = all(
+            torch.equal(self._flat(name)[begin : begin + tensor.numel()], tensor.reshape(-1).to(self._flat(name)))
+            for (name, begin), tensor in weights.items()
+            if (name, begin) in self._owned
+        )
+        rank, world_size = rank_and_world_size()
+        return bool(whole((world_size,), torch.float32, [(rank, torch.tensor([float(same)]))]).all())
+
+    @override
+    def unshare(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+        """Do nothing: the module shares no memory with swapped-in weights."""
+
+    @override
+    def forget(self) -> None:
+        self._trained = None
+
+    def _fill(self, ranges: Mapping[tuple[str, int], Tensor]) -> None:
+        world_size = rank_and_world_size()[1]
+        if world_size != self._world_size:
+            raise UsageError(
+                f"the trained weights of {type(self._module).__name__} are divided among the {self._world_size} "
+                f"processes of its last fit, and {world_size} are there now; train on before they part, or load a "
+                "checkpoint into a new module"
+            )
+        by_name: dict[str, list[tuple[int, Tensor]]] = {}
+        for (name, begin), tensor in ranges.items():
+            by_name.setdefault(name, []).append((begin, tensor))
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:
+                value = whole(parameter.shape, parameter.dtype, by_name.get(name, []))
+                parameter.data = value.to(parameter.device)
+
+    def _flat(self, name: str) -> Tensor:
+        return self._module.get_parameter(name).detach().reshape(-1).cpu()

@@ -30,8 +30,7 @@ from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.models.meta import training_flops_per_sample
 from sd_lightning.planner.run import TrainingRun
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.strategies.base import engine_of
-from sd_lightning.strategies.optimizers import gradient_scaler, takes_found_inf
+from sd_lightning.strategies.base import engine_of, gradient_scaler, takes_found_inf
 from sd_lightning.training.loop import check_accumulation, is_logging_step
 from sd_lightning.training.losses import DiffusionLoss
 from sd_lightning.training.parameters import choose_trained, parameter_groups

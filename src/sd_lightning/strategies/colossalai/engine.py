@@ -18,10 +18,13 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter
 from sd_lightning.strategies.colossalai.settings import OURS, WHO, ColossalAIConfig
-from sd_lightning.strategies.optimizers import replace_adam
+from sd_lightning.strategies.networks import replace_adam
 from sd_lightning.strategies.whole_tensors import FlatOptimizerState
 
 log = logging.getLogger(__name__)
+
+IN_CHUNK = "is_in_colossalai_chunk"
+"""Mark that the engine leaves on a parameter in its chunks; their storage is not the parameter's."""
 
 
 class ColossalAIEngine:
@@ -61,7 +64,7 @@ class ColossalAIEngine:
         self.optimizer: Any = None
         self.group_names: list[list[str]] = []
         for parameter in named.values():
-            parameter.taken_apart = True  # type: ignore[attr-defined]
+            setattr(parameter, IN_CHUNK, True)
         for name, parameter in self.parameters.items():
             local, begin, end = self.master_range(parameter)
             local.copy_(exact[name].reshape(-1)[begin:end])
@@ -305,15 +308,16 @@ class ColossalAIState(FlatOptimizerState):
                 self.optimizer.optim.state[slices[parameter]] = _moments(saved[name], name, master, begin, end, read)
         self.engine.refresh()
 
-    @torch.no_grad()
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    @override
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
         """Compute with other weights; the float32 masters do not change."""
         for name, parameter, _, begin, _ in self._ranges():
             self.engine.compute_range(parameter).copy_(weights[name, begin])
         self.engine.written()
+        return True
 
-    @torch.no_grad()
-    def swap_out(self) -> None:
+    @override
+    def _restore(self, trained: bool) -> None:
         """Compute with the trained weights again: the masters, rounded as after a step."""
         self.engine.refresh()
 

@@ -10,11 +10,9 @@ import functools
 import importlib.metadata
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +23,7 @@ from torch import nn
 from sd_lightning._errors import UsageError
 from sd_lightning.strategies.colossalai.engine import ColossalAIEngine
 from sd_lightning.strategies.colossalai.settings import ColossalAIConfig
+from sd_lightning.strategies.compilers import compiler, missing_tool, nvcc, search_path
 
 VERSION = "0.5.0"
 INSTALL = f"pip install --no-deps colossalai=={VERSION} galore-torch==1.0 peft einops"
@@ -58,7 +57,7 @@ def probe(*, trial_step: bool = True, timeout_seconds: float = 900.0) -> list[Ro
         functools.partial(check_import, timeout_seconds),
         check_device,
         check_nvcc,
-        check_ninja,
+        check_compiler,
         functools.partial(check_extension, "FusedOptimizerLoader", timeout_seconds),
         functools.partial(check_extension, "CPUAdamLoader", timeout_seconds),
     ]
@@ -120,31 +119,25 @@ def check_device() -> Row:
 
 def check_nvcc() -> Row:
     """Check the CUDA compiler's major version: torch compiles only with the one that it was built with."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
     theirs = str(torch.version.cuda)
     major = theirs.partition(".")[0]
     remedy = f"install CUDA Toolkit {major}.x (nvcc) and set CUDA_HOME to its folder"
-    nvcc = shutil.which("nvcc", path=os.path.join(CUDA_HOME or "", "bin")) if CUDA_HOME else None
-    if nvcc is None:
-        return Row("nvcc", False, f"not found (CUDA_HOME={CUDA_HOME})", remedy)
-    try:
-        printed = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Row("nvcc", False, f"{nvcc} -V: {error}", remedy)
-    release = re.search(r"release (\d+)\.(\d+)", printed)
-    ours = f"{release[1]}.{release[2]}" if release else "unknown"
-    same = release is not None and release[1] == major
-    return Row("nvcc", same, f"{nvcc} is CUDA {ours}, torch is built with CUDA {theirs}", remedy)
+    path = nvcc()
+    if path is None:
+        return Row("nvcc", False, "not found in the folder of CUDA_HOME", remedy)
+    printed = subprocess.run([path, "-V"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.\d+", printed)
+    ours = release[0].removeprefix("release ") if release else "unknown"
+    same = ours.partition(".")[0] == major
+    return Row("nvcc", same, f"{path} is CUDA {ours}, torch is built with CUDA {theirs}", remedy)
 
 
-def check_ninja() -> Row:
+def check_compiler() -> Row:
     """Check for ninja and a C++ compiler, with which torch compiles extensions."""
-    compiler = os.environ.get("CXX", "c++")
-    for program, remedy in (("ninja", "pip install ninja"), (compiler, "apt-get install g++")):
-        if shutil.which(program, path=_search_path()) is None:
-            return Row("compiler", False, f"no {program}", f"install it with: {remedy}")
-    return Row("compiler", True, f"{compiler} and ninja")
+    missing = missing_tool()
+    if missing is not None:
+        return Row("compiler", False, f"no {missing[0]}", f"install it with: {missing[1]}")
+    return Row("compiler", True, f"{compiler()} and ninja")
 
 
 def check_extension(loader: str, timeout_seconds: float) -> Row:
@@ -174,7 +167,7 @@ def choose_architecture() -> None:
 def run_python(code: str, timeout_seconds: float) -> str:
     """Run code in a new interpreter and return why it failed, or an empty string."""
     choose_architecture()
-    environment = os.environ | {"PATH": _search_path()}
+    environment = os.environ | {"PATH": search_path()}
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         env=environment,
@@ -228,11 +221,6 @@ def trial_step() -> None:
 def _capability() -> str:
     major, minor = torch.cuda.get_device_capability()
     return f"{major}.{minor}"
-
-
-def _search_path() -> str:
-    """Return ``PATH`` with this environment's scripts, where pip puts ninja."""
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
 def main() -> int:

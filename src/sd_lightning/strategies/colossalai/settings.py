@@ -1,8 +1,8 @@
-"""Arguments of ColossalAI's engine, translation of those of 2022, and the memory that it takes with them."""
+"""Arguments of ColossalAI's engine, answers to those of 2022, and the memory that it takes with them."""
 
 from __future__ import annotations
 
-import math
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from sd_lightning.planner.footprint import Footprint, Holding, Traffic, When, Wo
 WHO = "ColossalAIStrategy"
 OURS = "or choose strategy=gemini, the engine of this package"
 Policy = Literal["static", "auto"]
-_M = 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +65,8 @@ class ColossalAIConfig:
     def __post_init__(self) -> None:
         if self.placement_policy not in ("static", "auto"):
             raise UsageError(
-                f"{WHO} got placement_policy={self.placement_policy!r}; expected static or auto (or cuda or cpu, as in "
-                "2022)"
+                f"{WHO} got placement_policy={self.placement_policy!r}; expected static or auto (in place of cuda and "
+                "cpu of 2022: static, and for cpu also offload_optim_frac=1 and offload_param_frac=1)"
             )
         for name in (*_STATIC_ONLY, *_AUTO_ONLY):
             if not 0 <= getattr(self, name) <= 1:
@@ -106,15 +105,16 @@ _STATIC_ONLY = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
 _AUTO_ONLY = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio")
 _FIELDS = tuple(field.name for field in fields(ColossalAIConfig))
 _LOSS_SCALE = _FIELDS[_FIELDS.index("initial_scale") :]
-_GONE: dict[str, tuple[Any, str]] = {
-    "use_chunk": (
-        True,
-        "ColossalAI's engine has had nothing but chunks since 0.1.10; leave it out, or choose strategy=fsdp",
-    ),
+_OF_2022: dict[str, tuple[Any, str]] = {
+    "use_chunk": (True, "ColossalAI's engine has nothing but chunks; leave it out, or choose strategy=fsdp"),
+    "enable_distributed_storage": (True, "write shard_param_frac=0 (ZeRO-2)"),
     "chunk_size": (
         None,
-        "the strategy of 2022 stored and never used it; set min_chunk_size_m (in 2**20 elements) and search_range_m=0",
+        "it was stored and never used; write min_chunk_size_m (in 2**20 elements) and search_range_m=0",
     ),
+    "min_chunk_size": (None, "write min_chunk_size_m, in 2**20 elements"),
+    "chunk_search_range": (None, "write search_range_m, in 2**20 elements"),
+    "chunk_search_n_grids": (None, "write hidden_dim: the elements of the search range, divided by it"),
     "force_outputs_fp32": (False, "the loss is computed in float32 here whatever a network returns; leave it out"),
     "gpu_margin_mem_ratio": (
         0,
@@ -122,60 +122,24 @@ _GONE: dict[str, tuple[Any, str]] = {
         "checkpoints lose them; leave it out, or set placement_policy=static and offload_optim_frac below 1",
     ),
 }
-"""Argument of 2022 for what does not exist any more -> the one value that may still be given, and the reason."""
-_OF_2022 = (*_GONE, "enable_distributed_storage", "chunk_search_range", "chunk_search_n_grids", "min_chunk_size")
-"""Arguments of ``lightning-colossalai`` 0.1.0 and Lightning 1.8-1.9 that were renamed or removed. Of those that keep
-their names, ``placement_policy`` could also be cuda or cpu."""
+"""Argument of ``lightning-colossalai`` 0.1.0 and Lightning 1.8-1.9 -> the value that says what is so anyway, and the
+remedy for others."""
 
 
 def config_of(config: ColossalAIConfig | None, given: Mapping[str, Any]) -> ColossalAIConfig:
-    """Return a configuration changed by current arguments and by those of 2022.
+    """Return a configuration changed by arguments.
 
     Raises:
-        UsageError: An argument is unknown, contradicts another one, or means a feature that no longer exists.
+        UsageError: An argument is unknown, or of 2022 and has another name or no meaning now.
     """
-    unknown = sorted(given.keys() - {*_FIELDS, *_OF_2022})
-    if unknown:
-        raise UsageError(
-            f"{WHO} got {', '.join(unknown)}; expected timeout_seconds, build_timeout_seconds, {', '.join(_FIELDS)}, "
-            f"or of 2022: {', '.join(_OF_2022)}"
-        )
-    for name, (accepted, reason) in _GONE.items():
-        if name in given and given[name] != accepted:
-            raise UsageError(f"{WHO} got {name}={given[name]!r}: {reason}")
-    translated = _in_todays_words(given)
-    today = {name: value for name, value in given.items() if name in _FIELDS and name not in translated}
-    twice = sorted((given.keys() & translated.keys()) - {"placement_policy"})
-    if twice:
-        raise UsageError(
-            f"{WHO} got {', '.join(twice)} together with an argument of 2022 that sets it; give one of both"
-        )
-    return replace(config or ColossalAIConfig(), **today, **translated)
-
-
-def _in_todays_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    new: dict[str, Any] = {}
-    policy = given.get("placement_policy")
-    if policy in ("cuda", "cpu"):
-        everything = float(policy == "cpu")
-        new |= {"placement_policy": "static", "offload_optim_frac": everything, "offload_param_frac": everything}
-    if not given.get("enable_distributed_storage", True):
-        if policy in ("auto", "cpu"):
-            raise UsageError(
-                f"{WHO} got enable_distributed_storage=False with placement_policy={policy!r}, which shards weights; "
-                "leave it out, or set placement_policy='cuda'"
-            )
-        new["shard_param_frac"] = 0.0
-    if "chunk_search_range" in given:
-        new["search_range_m"] = given["chunk_search_range"] / _M
-    if "chunk_search_n_grids" in given:
-        if given["chunk_search_n_grids"] < 1:
-            raise UsageError(f"{WHO} got chunk_search_n_grids={given['chunk_search_n_grids']}; expected at least 1")
-        searched = given.get("chunk_search_range", 64 * _M)  # its default in 2022
-        new["hidden_dim"] = max(math.ceil(searched / given["chunk_search_n_grids"]), 1)
-    if given.get("min_chunk_size") is not None:
-        new["min_chunk_size_m"] = given["min_chunk_size"] / _M
-    return new
+    for name, value in given.items():
+        if name in _OF_2022 and value != _OF_2022[name][0]:
+            raise UsageError(f"{WHO} got {name}={value!r}, an argument of 2022: {_OF_2022[name][1]}")
+        if name not in _OF_2022 and name not in _FIELDS:
+            known = ["timeout_seconds", "build_timeout_seconds", *_FIELDS]
+            near = difflib.get_close_matches(name, known, n=1) or ["one of " + ", ".join(known)]
+            raise UsageError(f"{WHO} got {name}={value!r}; expected {near[0]}")
+    return replace(config or ColossalAIConfig(), **{n: v for n, v in given.items() if n in _FIELDS})
 
 
 _FLOAT_BYTES = 4

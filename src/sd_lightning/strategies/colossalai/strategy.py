@@ -19,12 +19,17 @@ from sd_lightning._launchers import is_first_process
 from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.host import host_step
 from sd_lightning.state.ranks import failing_together
-from sd_lightning.strategies.base import is_in_colossalai_chunk
 from sd_lightning.strategies.colossalai import probe
-from sd_lightning.strategies.colossalai.engine import ColossalAIEngine, ColossalAIState
+from sd_lightning.strategies.colossalai.engine import IN_CHUNK, ColossalAIEngine, ColossalAIState
 from sd_lightning.strategies.colossalai.settings import OURS, WHO, ColossalAIConfig, Policy, config_of, footprint_of
-from sd_lightning.strategies.networks import configured_optimizers, sharded_networks, take_deferred, trained_networks
-from sd_lightning.strategies.optimizers import is_adam, unsupported_option
+from sd_lightning.strategies.networks import (
+    configured_optimizers,
+    is_adam,
+    sharded_networks,
+    take_deferred,
+    trained_networks,
+    unsupported_option,
+)
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.sharding import ShardingStrategy
 
@@ -69,6 +74,11 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
         self._build_timeout = build_timeout_seconds
 
     @override
+    @classmethod
+    def whole_shape_of(cls, parameter: Tensor) -> tuple[int, ...] | None:
+        return tuple(parameter.shape) if hasattr(parameter, IN_CHUNK) else None
+
+    @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         check_run(self.config, trainer, module)
         check_optimizers(configured_optimizers(module))
@@ -111,7 +121,7 @@ class ColossalAIStrategy(ShardingStrategy, LightningDDPStrategy):
     def _build_engine(self, module: pl.LightningModule) -> ColossalAIEngine:
         networks = sharded_networks(module, WHO)
         for name, network in networks.items():
-            if any(is_in_colossalai_chunk(parameter) for parameter in network.parameters()):
+            if any(self.whole_shape_of(parameter) is not None for parameter in network.parameters()):
                 raise UsageError(
                     f"{WHO}: {name} is already in the chunks of another trainer's strategy; train with that trainer, "
                     "or build the module anew"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_only
-from torch import nn
+from torch.optim import Optimizer
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.contract import global_batch_size
@@ -25,28 +26,39 @@ from sd_lightning.planner.footprint import (
     page_locked_bytes,
     rounding,
 )
-from sd_lightning.strategies.deepspeed import precedence
-from sd_lightning.strategies.deepspeed.builds import Extension, check_buildable, import_deepspeed
-from sd_lightning.strategies.deepspeed.config import Config, check, explicit, load, name_of, with_defaults
-from sd_lightning.strategies.deepspeed.nvme import check_swap_path
+from sd_lightning.state.replicated import is_eight_bit
+from sd_lightning.strategies.deepspeed.config import (
+    ARGUMENTS,
+    Config,
+    UserConfig,
+    check,
+    get,
+    precision_section,
+    put,
+)
+from sd_lightning.strategies.deepspeed.machine import Extension, check_buildable, check_swap_path
 from sd_lightning.strategies.deepspeed.weights import checkpointed_blocks
-from sd_lightning.strategies.networks import configured_optimizers, refuse_sparse_gradients, user_hooks
+from sd_lightning.strategies.networks import (
+    configured_optimizers,
+    is_adam,
+    refuse_sparse_gradients,
+    unsupported_option,
+    user_hooks,
+)
 
 log = logging.getLogger(__name__)
 _warn = rank_zero_only(log.warning)
 
 Stage = Literal[1, 2, 3]
-_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
+_CHECKPOINTING = ARGUMENTS["cpu_checkpointing"]
 _DEFAULTS: Config = {
     "zero_allow_untested_optimizer": True,
-    "zero_optimization": {
-        "stage": 2,
-        "reduce_bucket_size": 200_000_000,
-        "allgather_bucket_size": 200_000_000,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "stage3_param_persistence_threshold": 100_000,
-    },
+    "zero_optimization.stage": 2,
+    "zero_optimization.reduce_bucket_size": 200_000_000,
+    "zero_optimization.allgather_bucket_size": 200_000_000,
+    "zero_optimization.overlap_comm": True,
+    "zero_optimization.contiguous_gradients": True,
+    "zero_optimization.stage3_param_persistence_threshold": 100_000,
 }
 _NVME_SUB_GROUP_SIZE = 100_000_000
 """Elements swapped at once; host memory holds four buffers of this many float32 values."""
@@ -57,7 +69,7 @@ class DeepSpeedSettings:
 
     Args:
         config: DeepSpeed's configuration: a JSON file or a dictionary.
-        arguments: As for :func:`precedence.merge`.
+        arguments: Ours by name, of which those in :data:`ARGUMENTS` count; None if not given.
 
     Raises:
         UsageError: The configuration is wrong or contradicts an argument, a tool to compile an extension is missing, or
@@ -65,20 +77,24 @@ class DeepSpeedSettings:
     """
 
     def __init__(self, config: str | Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> None:
-        self.who = "DeepSpeedStrategy" if config is None else name_of(config)
-        import_deepspeed(self.who)
-        explicitly, warnings = load({} if config is None else config)
-        for warning in warnings:
+        self.user = UserConfig.read({} if config is None else config)
+        self.who = "DeepSpeedStrategy" if config is None else self.user.who
+        for warning in self.user.warnings:
             _warn("%s", warning)
-        self.config = with_defaults(precedence.merge(arguments, explicitly, self.who), _DEFAULTS)
+        ours = {name: value for name, value in arguments.items() if name in ARGUMENTS and value is not None}
+        self.user.settle({"strategy": ours})
+        self.config = copy.deepcopy(self.user.values)
+        for name, value in ours.items():
+            put(self.config, ARGUMENTS[name], value)
+        for path, value in _DEFAULTS.items():
+            put(self.config, path, self.get(path, value))
         check(self.config, self.who)
         self._has_warned = False
-        self._has_file_for_checkpointing = explicit(explicitly, _CHECKPOINTING) is not None
         self._check_offload()
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path of the configuration."""
-        return explicit(self.config, path, default)
+        return get(self.config, path, default)
 
     @property
     def stage(self) -> int:
@@ -105,18 +121,15 @@ class DeepSpeedSettings:
 
     def _check_offload(self) -> None:
         for name, place in (("offload_parameters", "cpu"), ("offload_optimizer", "nvme")):
-            if self.stage != 3 and self.get(precedence.SAME[f"strategy.{name}"]) == place:
+            if self.stage != 3 and self.get(ARGUMENTS[name]) == place:
                 raise UsageError(
                     f"{self.who}: {name}={place} with stage={self.stage}; only stage 3 can: set stage=3 "
                     "(strategy=deepspeed_zero3_offload, deepspeed_zero3_nvme)"
                 )
         if self.offload_device == "nvme":
             check_swap_path(self.nvme_path)
-        if "cpu_adam" in self.extensions:
-            instead = "strategy.cpu_adam=false to step with torch's optimizer"
-            check_buildable("cpu_adam", "strategy.cpu_adam=true", instead=instead)
-        if "async_io" in self.extensions:
-            check_buildable("async_io", "strategy.offload_optimizer=nvme", instead="strategy.offload_optimizer=cpu")
+        for extension in self.extensions:
+            check_buildable(extension)
 
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Compare the trainer and the module with the configuration.
@@ -124,17 +137,6 @@ class DeepSpeedSettings:
         Raises:
             UsageError: They do not fit the configuration.
         """
-        same = (
-            ("gradient_accumulation_steps", "trainer.accumulate_grad_batches", trainer.accumulate_grad_batches),
-            ("gradient_clipping", "trainer.gradient_clip_val", trainer.gradient_clip_val),
-            ("train_batch_size", "data.batch_size", global_batch_size(trainer)),
-        )
-        for key, name, value in same:
-            asked = self.get(key)
-            if asked is not None and value is not None and asked != value:
-                raise UsageError(
-                    f'{self.who}: {key}={asked} contradicts {name}={value}; make them agree, or write "{key}": "auto"'
-                )
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise UsageError("trainer.gradient_clip_algorithm=value: DeepSpeed clips by norm only; write norm")
         if (module, "configure_gradient_clipping") in user_hooks(trainer, module):
@@ -145,22 +147,36 @@ class DeepSpeedSettings:
         refuse_sparse_gradients(module, self.who)
         if self.stage == 1 and self.get("data_types.grad_accum_dtype") in ("fp32", "float32"):
             raise UsageError(f"{self.who}: data_types.grad_accum_dtype=fp32 works at stages 2 and 3 only; remove it")
-        for optimizer in configured_optimizers(module):
-            precedence.check_elementwise(optimizer)
-            if self.uses_cpu_adam:
-                precedence.check_cpu_adam(optimizer)
-            precedence.check_optimizer(self.config, optimizer, self.who)
-        self._check_checkpointing(module)
+        optimizers = configured_optimizers(module)
+        for optimizer in optimizers:
+            self._check_optimizer(optimizer)
+        self.user.settle(_run_of(trainer, optimizers), num_processes=trainer.world_size)
+        if self.get(_CHECKPOINTING) and not checkpointed_blocks(module):
+            self._refuse_unused_checkpointing()
         if self.stage == 3 and Kept.PRODUCTS in kept_by(module.modules()):
             raise UsageError(
                 f"{self.who}: at stage 3 DeepSpeed's linear layers change the products that a block keeps, and "
                 'gradients would be wrong; let blocks keep "convolutions" or "inputs"'
             )
 
-    def _check_checkpointing(self, module: nn.Module) -> None:
-        if not self.get(_CHECKPOINTING) or checkpointed_blocks(module):
-            return
-        if not self._has_file_for_checkpointing:
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if is_eight_bit(optimizer) or name in _WHOLE:
+            reason = "its states are quantised in blocks" if is_eight_bit(optimizer) else "it looks at whole weights"
+            raise UsageError(
+                f"{name} cannot step DeepSpeed's shards, flat ranges of many weights: {reason}; choose "
+                "optimizer=adamw, or strategy=ddp"
+            )
+        if self.uses_cpu_adam:
+            remedy = "write strategy.cpu_adam=false to step with torch's optimizer"
+            if not is_adam(optimizer):
+                raise UsageError(f"strategy.cpu_adam=true replaces torch's Adam or AdamW, not {name}; {remedy}")
+            option = unsupported_option(optimizer)
+            if option is not None:
+                raise UsageError(f"strategy.cpu_adam=true: DeepSpeed's CPU Adam has no {option}; {remedy}")
+
+    def _refuse_unused_checkpointing(self) -> None:
+        if get(self.user.values, _CHECKPOINTING) is None:
             raise UsageError(
                 "strategy.cpu_checkpointing=true keeps checkpointed activations in host memory, and no block is "
                 "checkpointed; write speed.gradient_checkpointing=true too"
@@ -170,31 +186,53 @@ class DeepSpeedSettings:
         self._has_warned = True
 
     def engine_config(self, trainer: Any, *, swap_folder: Path | None) -> Config:
-        """Return the configuration for ``deepspeed.initialize``.
+        """Return the configuration for ``deepspeed.initialize``: only the engine's sections, with a run's sizes.
 
         Args:
-            trainer: Its sizes and precision replace "auto".
+            trainer: Its sizes and precision are filled in.
             swap_folder: Folder of this process's swap files; None without NVMe.
         """
-        accumulate, batch_size = trainer.accumulate_grad_batches, global_batch_size(trainer)
+        ours = ("optimizer", "scheduler", "train_batch_size", "fp16", "bf16")
+        engine = {key: copy.deepcopy(value) for key, value in self.config.items() if key not in ours}
+        batch_size = global_batch_size(trainer)
         micro = self.get("train_micro_batch_size_per_gpu", 1)
         if batch_size is not None:
             # Only the engine's own timers and logs read it, so ranks may have a sample more.
-            micro = max(1, batch_size // (trainer.world_size * accumulate))
-        config = precedence.engine_config(
-            self.config,
-            micro_batch_size=micro,
-            accumulate=accumulate,
-            clip=trainer.gradient_clip_val,
-            chosen_precision=str(trainer.precision),
-        )
-        # The optimizer is the module's, or CPU Adam by our option; the engine must not choose another.
-        config["zero_force_ds_cpu_optimizer"] = False
+            micro = max(1, batch_size // (trainer.world_size * trainer.accumulate_grad_batches))
+        clip = trainer.gradient_clip_val
+        engine |= {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": trainer.accumulate_grad_batches,
+            "gradient_clipping": float(self.get("gradient_clipping", 0.0) if clip is None else clip),
+            # The optimizer is the module's, or CPU Adam by our option; the engine must not choose another.
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        section = precision_section(str(trainer.precision))
+        if section is not None:
+            engine[section] = {**self.get(section, {}), "enabled": True}
         if swap_folder is not None:
-            zero = config["zero_optimization"]
-            zero["offload_optimizer"]["nvme_path"] = str(swap_folder)
-            zero.setdefault("sub_group_size", _NVME_SUB_GROUP_SIZE)
-        return config
+            put(engine, "zero_optimization.offload_optimizer.nvme_path", str(swap_folder))
+            engine["zero_optimization"].setdefault("sub_group_size", _NVME_SUB_GROUP_SIZE)
+        return engine
+
+
+def _run_of(trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+    """Return the settings of a run in Python by the names that the programs give them."""
+    run: dict[str, dict[str, Any]] = {
+        "trainer": {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+        },
+        "data": {"batch_size": global_batch_size(trainer)},
+    }
+    for optimizer in optimizers:
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.defaults.items()}
+        run["optimizer"] = {"_target_": f"torch.optim.{type(optimizer).__name__}", **values}
+    return run
+
+
+_WHOLE = {"LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
+"""Optimizers that need whole matrices or all weights, while a rank has only a flat range."""
 
 
 _FLOAT_BYTES = 4

@@ -11,8 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,7 +24,7 @@ from typing_extensions import override
 from sd_lightning._errors import UsageError
 from sd_lightning.state.ranks import gathered
 from sd_lightning.state.shards import LazyTensor, OptimizerGroups, ParameterShard, Read, SavedParameter, tensor_of
-from sd_lightning.strategies.base import whole_shape
+from sd_lightning.strategies.deepspeed.weights import whole_shape
 from sd_lightning.strategies.whole_tensors import FlatOptimizerState
 
 _OTHER_LAYOUT = "this DeepSpeed release lays them out differently"
@@ -279,7 +282,8 @@ class Zero12State(DeepSpeedState):
     def _end_refresh(self) -> None:
         self.zero.update_lp_params()
 
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    @override
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> bool:
         """Write other weights into this rank's range of the compute weights, and all-gather them."""
         flats, groups = self.zero.parallel_partitioned_bit16_groups, self.zero.real_dp_process_group
         ours = [partitions[dist.get_rank(group=group)] for partitions, group in zip(flats, groups, strict=True)]
@@ -287,8 +291,10 @@ class Zero12State(DeepSpeedState):
             fragment.of(ours[fragment.group].data).copy_(weights[fragment.name, fragment.begin])
         for partitions, own, group in zip(flats, ours, groups, strict=True):
             dist.all_gather(partitions, own.clone(), group=group)
+        return True
 
-    def swap_out(self) -> None:
+    @override
+    def _restore(self, trained: bool) -> None:
         """Restore the trained compute weights: the float32 partitions, rounded as after a step."""
         self.zero.update_lp_params()
 
@@ -297,7 +303,6 @@ class Zero3State(DeepSpeedState):
     """Training state of ZeRO-3: every rank keeps a range of each parameter, packed into flat tensors by sub-group."""
 
     overflow_switches = ("_overflow_check_and_loss_scale_update",)
-    _trained: list[Tensor | None] | None = None
 
     @override
     def _fragments(self) -> list[Fragment]:
@@ -347,32 +352,83 @@ class Zero3State(DeepSpeedState):
         if persistent:
             persistent[0].all_gather(persistent)
 
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
+    @override
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> list[Tensor | None]:
         """Write other weights into this rank's partitions of the compute weights."""
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
         self._begin_refresh()
         compute = self.zero.fp16_partitioned_groups_flat
         # In float32 training the compute weights may be the masters themselves; otherwise the masters restore them.
-        self._trained = [
+        trained = [
             flat.detach().clone() if master.data_ptr() == flat.data_ptr() else None
             for flat, master in zip(compute, self._flats(), strict=True)
         ]
         for fragment in self.fragments:
             fragment.of(compute[fragment.group].data).copy_(weights[fragment.name, fragment.begin])
         self._end_refresh()
+        return trained
 
-    def swap_out(self) -> None:
+    @override
+    def _restore(self, trained: list[Tensor | None]) -> None:
         """Restore the trained compute weights, rounded as after a step."""
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
         self._begin_refresh()
-        for group, (flat, trained) in enumerate(
-            zip(self.zero.fp16_partitioned_groups_flat, self._trained, strict=True)
-        ):
-            flat.data.copy_(self._master_flat(group) if trained is None else trained)
-        self._trained = None
+        for group, (flat, kept) in enumerate(zip(self.zero.fp16_partitioned_groups_flat, trained, strict=True)):
+            flat.data.copy_(self._master_flat(group) if kept is None else kept)
         self._end_refresh()
 
     def _master_flat(self, group: int) -> Tensor:
         return self._flats()[group].detach()
+
+
+class SwappedZero3State(Zero3State):
+    """Training state of ZeRO-3 with float32 weights and optimizer states in swap files between steps.
+
+    Reads go straight to the files, one range at a time. Writes pass through DeepSpeed's own buffers, one flat tensor at
+    a time. Small flat tensors (under 1 MiB) are never swapped.
+    """
+
+    @override
+    def _master(self, fragment: Fragment) -> LazyTensor:
+        swapped = self._is_swapped(fragment.group)
+        return self._in_file(self._flats()[fragment.group], fragment) if swapped else super()._master(fragment)
+
+    @override
+    def _states(self, fragment: Fragment) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+        if not self._is_swapped(fragment.group):
+            return super()._states(fragment)
+        states: dict[str, LazyTensor] = {}
+        scalars: dict[str, Any] = {}
+        for kind, value in self.zero.optimizer.state.get(self._flats()[fragment.group], {}).items():
+            if hasattr(value, "ds_id"):  # DeepSpeed's mark of what it swaps
+                states[kind] = self._in_file(value, fragment)
+            else:
+                scalars[kind] = torch.tensor(float(value)) if kind == "step" else value
+        return states, scalars
+
+    def _is_swapped(self, group: int) -> bool:
+        return bool(self.zero._swappable_optimizer_subgroup(group))
+
+    def _in_file(self, flat: Any, fragment: Fragment) -> LazyTensor:
+        return partial(self._read, flat.ds_id, fragment.offset, fragment.end - fragment.begin)
+
+    def _read(self, ds_id: str, offset: int, numel: int) -> Tensor:
+        path = Path(self.zero.optimizer_swapper.swap_folder) / f"{ds_id}.tensor.swp"
+        return torch.from_numpy(np.fromfile(path, dtype=np.float32, count=numel, offset=4 * offset))
+
+    @override
+    def _master_flat(self, group: int) -> Tensor:
+        if not self._is_swapped(group):
+            return super()._master_flat(group)
+        flat: Any = self._flats()[group]
+        return self._read(flat.ds_id, 0, self.zero.fp16_partitioned_groups_flat_numel[group])
+
+    @override
+    @contextmanager
+    def _resident(self, group: int) -> Iterator[Tensor]:
+        if not self._is_swapped(group):
+            yield self._flats()[group]
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(group)
+        try:
+            yield self._flats()[group]
+        finally:
+            self.zero._optimizer_states_and_gradient_swap_out(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,17 +27,17 @@ from sd_lightning.planner.footprint import Footprint, Workload
 from sd_lightning.state.host import host_step
 from sd_lightning.state.ranks import failing_together
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.strategies.base import whole_shape
-from sd_lightning.strategies.deepspeed import precedence, weights
-from sd_lightning.strategies.deepspeed.builds import build
-from sd_lightning.strategies.deepspeed.nvme import SwapFolder, SwappedZero3State, check_swap_path
+from sd_lightning.strategies.deepspeed import weights
+from sd_lightning.strategies.deepspeed.config import UserConfig
+from sd_lightning.strategies.deepspeed.machine import SwapFolder, build, check_swap_path
 from sd_lightning.strategies.deepspeed.settings import DeepSpeedSettings, Stage, footprint_of
-from sd_lightning.strategies.deepspeed.state import DeepSpeedState, Zero3State, Zero12State
-from sd_lightning.strategies.networks import EnginePrecision
-from sd_lightning.strategies.optimizers import replace_adam
+from sd_lightning.strategies.deepspeed.state import DeepSpeedState, SwappedZero3State, Zero3State, Zero12State
+from sd_lightning.strategies.networks import EnginePrecision, replace_adam
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
 from sd_lightning.strategies.whole_tensors import whole_masters
+
+log = logging.getLogger(__name__)
 
 
 class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
@@ -95,6 +95,26 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         super().__init__(config=self.settings.config, logging_level=logging.WARNING, timeout=timeout)
 
     @override
+    @classmethod
+    def whole_shape_of(cls, parameter: Tensor) -> tuple[int, ...] | None:
+        return weights.whole_shape(parameter) if weights.is_partitioned(parameter) else None
+
+    @override
+    @classmethod
+    def settings_of_file(
+        cls, settings: Mapping[str, Any], given: Collection[str], *, num_processes: int, on_cuda: bool
+    ) -> Mapping[str, Any]:
+        source = settings["strategy"].get("config")
+        if source is None:
+            return {}
+        config = UserConfig.read(source)  # the strategy shows its warnings
+        changes = config.settle(settings, given, num_processes=num_processes)
+        config.check_precision(str(changes.get("trainer.precision", settings["trainer"]["precision"])), on_cuda=on_cuda)
+        for key, value in changes.items():
+            log.info("%s sets %s=%s", config.who, key, value)
+        return changes
+
+    @override
     def check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.settings.check(trainer, module)
 
@@ -108,8 +128,8 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
             return plugin
         chosen: Any = plugin.precision
         if chosen == "32-true":  # may be Lightning's default
-            chosen = precedence.precision(self.settings.config) or chosen
-        precedence.check_precision(self.settings.config, chosen, self.settings.who, on_cuda=self._on_cuda)
+            chosen = self.settings.user.precision() or chosen
+        self.settings.user.check_precision(chosen, on_cuda=self._on_cuda)
         return DeepSpeedPrecision(chosen)
 
     @property
@@ -239,7 +259,7 @@ class DeepSpeedStrategy(RestoringStrategy, LightningDeepSpeedStrategy):
         parameters = dict(self._module.named_parameters())
         masters = {}  # an evaluation has none
         if self._fits:
-            masters = {n: whole_shape(p) for n, p in parameters.items() if p.requires_grad}
+            masters = {n: weights.whole_shape(p) for n, p in parameters.items() if p.requires_grad}
             yield from whole_masters(self.training_state().parameter_shards(), masters)
         for name, parameter in parameters.items():
             if name not in masters:

@@ -30,11 +30,20 @@ from typing_extensions import override
 
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.deferred_weights import DeferredWeights
-from sd_lightning.strategies.base import is_partitioned
 from sd_lightning.strategies.networks import take_deferred, trained_networks
 
 ReadRange = Callable[[Tensor, int, int], None]
 """(out, begin, end): fill ``out`` with a flat range of one parameter."""
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Return whether ZeRO-3 has partitioned a parameter: DeepSpeed empties it and sets ``ds_shape``."""
+    return hasattr(parameter, "ds_shape")
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole parameter, even if ZeRO-3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class _InTurn(nn.Module):

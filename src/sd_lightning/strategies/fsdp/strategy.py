@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -18,18 +20,16 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
-from sd_lightning.planner.footprint import Footprint, Workload
+from sd_lightning.planner.footprint import Footprint, Holding, Traffic, Weight, When, Workload, rounding
 from sd_lightning.state.host import step_on_host
-from sd_lightning.state.replicated import ReplicatedState, is_eight_bit
-from sd_lightning.state.shards import ShardedState
+from sd_lightning.state.replicated import is_eight_bit
 from sd_lightning.strategies.base import EngineStrategy, RunSettings
-from sd_lightning.strategies.fsdp.config import Dtype, FSDPConfig, footprint_of
-from sd_lightning.strategies.fsdp.hooks import WholeWhereNeeded, local_rows, remedy_of
+from sd_lightning.strategies.fsdp.tensors import DTensorState, WholeWhereNeeded, local_rows, remedy_of
 from sd_lightning.strategies.networks import (
     blocks_of,
     configured_optimizers,
@@ -42,6 +42,34 @@ from sd_lightning.strategies.networks import (
 from sd_lightning.strategies.processes.group import timeout_of
 from sd_lightning.strategies.restoring import RestoringStrategy
 from sd_lightning.strategies.sharding import CPU_AND_CUDA
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """Settings of FSDP2; ``FSDPStrategy`` explains them.
+
+    Raises:
+        UsageError: A number is too small.
+    """
+
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    replicas: int = 1
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    forward_prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("replicas", 1), ("forward_prefetch", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"FSDPStrategy got {name}={getattr(self, name)}; expected at least {least}")
+
+    def dtype(self, name: Literal["param_dtype", "reduce_dtype"]) -> torch.dtype | None:
+        """Return one of the two dtypes as torch's."""
+        value: str | None = getattr(self, name)
+        return None if value is None else getattr(torch, value)
 
 
 class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
@@ -79,6 +107,11 @@ class FSDPStrategy(RestoringStrategy, ModelParallelStrategy):
         self.config = FSDPConfig(
             reshard_after_forward, cpu_offload, replicas, param_dtype, reduce_dtype, forward_prefetch
         )
+
+    @override
+    @classmethod
+    def whole_shape_of(cls, parameter: Tensor) -> tuple[int, ...] | None:
+        return tuple(parameter.shape) if isinstance(parameter, DTensor) else None
 
     @override
     def check_settings(self, settings: RunSettings) -> None:
@@ -270,67 +303,74 @@ def _refuse_shared_weights(networks: Mapping[str, nn.Module]) -> None:
                 )
 
 
-class DTensorState(ShardedState, ReplicatedState):
-    """Training state of parameters sharded in dim 0: this rank's rows are a flat range.
+def footprint_of(config: FSDPConfig, workload: Workload) -> Footprint:
+    """Count shards of rows, the blocks that are gathered, and gradients on their way.
 
-    Args:
-        parameters: Trained parameters by name.
-        optimizers: The optimizers that step them.
-        modules: The FSDP modules that gather them.
+    An all-gather fills a flat buffer, from which the block's weights are copied; in the forward pass the buffer is kept
+    until those of the next block are copied (``FSDPParamGroup.wait_for_unshard`` of torch 2.13). A reduce-scatter reads
+    another flat buffer. Offloaded weights and gradients are page-locked one by one (``FSDPParam``, ``foreach_reduce``),
+    states are not.
     """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        modules: Iterable[FSDPModule],
-    ) -> None:
-        super().__init__(parameters, optimizers)
-        self._modules = list(modules)
-
-    @override
-    def _local(self, tensor: Tensor) -> Tensor:
-        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-    @override
-    def _range(self, parameter: nn.Parameter) -> tuple[int, int]:
-        assert isinstance(parameter, DTensor)
-        return local_rows(parameter)[1:]
-
-    @override
-    def _writes(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank is in the one replica (HSDP) that writes."""
-        assert isinstance(parameter, DTensor)
-        coordinate = parameter.device_mesh.get_coordinate()
-        assert coordinate is not None
-        return all(
-            position == 0
-            for position, placement in zip(coordinate, parameter.placements, strict=True)
-            if isinstance(placement, Replicate)
-        )
-
-    @override
-    def swap_in(self, weights: Mapping[tuple[str, int], Tensor]) -> None:
-        if self._trained is not None:
-            raise RuntimeError("swap_in called twice without swap_out")
-        self._reshard()
-        self._trained = {}
-        for name, parameter in self._parameters.items():
-            local = self._local(parameter)
-            self._trained[name] = local.clone()
-            local.copy_(weights[name, self._range(parameter)[0]])
-
-    @override
-    def swap_out(self) -> None:
-        if self._trained is None:
-            raise RuntimeError("swap_out called without swap_in")
-        self._reshard()
-        for name, parameter in self._parameters.items():
-            self._local(parameter).copy_(self._trained[name])
-        self._trained = None
-
-    def _reshard(self) -> None:
-        """Free gathered weights: after a forward pass without backward the root keeps them and would use them."""
-        for module in self._modules:
-            module.reshard()
+    own = workload.lightning_dtype
+    gathered = config.dtype("param_dtype") or own
+    reduced = config.dtype("reduce_dtype") or gathered
+    parts = workload.world_size // config.replicas
+    sizes = [weight.rows_of(parts) for weight in workload.trained]
+    shards = own.itemsize * sum(weight.rows_of(parts) for weight in workload.weights)
+    gradients = own.itemsize * sum(sizes)
+    held = [
+        Holding("weights", shards),
+        Holding("optimizer states", workload.states(sizes, own)),
+        Holding("swapped weights", gradients, When.SWAPPED),
+    ]
+    if workload.accumulates:
+        held.append(Holding("gradients", gradients))
+    else:
+        held += [Holding("gradients", gradients, When.FORWARD), Holding("gradients", gradients, When.AS_READY)]
+    if config.cpu_offload:
+        page_locked = [weight.rows_of(parts) for weight in workload.weights] + sizes
+        held.append(rounding(own.itemsize * numel for numel in page_locked))
+    blocks: dict[str, list[Weight]] = defaultdict(list)
+    for weight in workload.weights:
+        blocks[weight.block].append(weight)
+    size = {name: gathered.itemsize * sum(w.numel for w in weights) for name, weights in blocks.items()}
+    trained = {name: sum(w.numel for w in weights if w.is_trained) for name, weights in blocks.items()}
+    sent = {name: reduced.itemsize * numel for name, numel in trained.items()}
+    names = [name for name in size if name]
+    kept = [Holding("gathered weights", size.get("", 0), When.COMPUTE)]
+    before = {name: size[last] for name, last in zip(names[1:], names)}
+    own_block = dict.fromkeys(names, 0)
+    if config.reshard_after_forward:
+        own_block = {name: size[name] for name in names}
+    else:
+        kept.append(Holding("gathered weights", sum(size[name] for name in names), When.UNTIL_READY))
+    in_forward = {name: own_block[name] + size[name] + before.get(name, 0) for name in names}
+    # The block before it is gathered ahead.
+    in_backward = {
+        name: own_block[name] + before.get(name, 0) + gathered.itemsize * trained[name] + sent[name] for name in names
+    }
+    numel = sum(sizes)
+    passes = 2 if config.reshard_after_forward else 1
+    traffic = Traffic(
+        gathered=passes * sum(size.values()),
+        reduced=sum(sent.values()),
+        collectives=(passes + 1) * len(size),
+        hooks=2 * passes * len(workload.weights),
+        copied=(passes * sum(size.values()) + sum(sent.values())) * (parts > 1),
+        to_device=passes * shards if config.cpu_offload else 0,
+        to_host=gradients if config.cpu_offload else 0,
+        stepped=0 if config.cpu_offload else numel,
+        stepped_on_host=numel if config.cpu_offload else 0,
+    )
+    return Footprint(
+        dtype=gathered,
+        autocast=workload.half if workload.is_mixed else None,
+        device=kept if config.cpu_offload else [*held, *kept],
+        host=held if config.cpu_offload else [],
+        in_forward=in_forward,
+        in_backward=in_backward,
+        traffic=traffic,
+        averaged=0 if config.cpu_offload else numel,
+        averaged_on_host=numel if config.cpu_offload else 0,
+        master_dtype=own,
+    )

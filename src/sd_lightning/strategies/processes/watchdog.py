@@ -92,6 +92,7 @@ class Watchdog(threading.Thread):
         if self.failure is not None or not self.is_alive():
             return
         self.failure = rank_health.failure_of(error)
+        self._next_beat = 0.0  # the next heartbeat tells of it, and comes now
         self._wake()
         self._released.wait(3 * self.interval + 2 * FAREWELL)
 
@@ -179,6 +180,7 @@ class Watchdog(threading.Thread):
             "collectives": self._begun,
             "position": rank_health.main_thread_position(),
             "unfinished": rank_health.unfinished_collective() if self._begun == before else "",
+            "failure": self.failure and vars(self.failure),
         }
 
     def _judge(self, now: float) -> Cause | None:
@@ -224,7 +226,6 @@ class Spoke(Watchdog):
         self._place = (hub["place"], hub["pid"])
         self._link = Link(connection)
         self._add(self._link)
-        self._reported = False
         self._link.send(kind="hello", token=hub["token"], rank=rank, **identity())
 
     @override
@@ -251,10 +252,6 @@ class Spoke(Watchdog):
 
     @override
     def _judge(self, now: float) -> Cause | None:
-        if self.failure is not None and not self._reported:
-            self._reported = True
-            self._beat()
-            self._link.send(kind="failed", **vars(self.failure))
         return rank_health.silent([self._hub], now, self.limit)
 
     @override
@@ -314,12 +311,13 @@ class Hub(Watchdog):
         if link not in self._rank_of:
             return  # not one of the ranks
         health = self._ranks[self._rank_of[link]]
-        heard = {name: message.get(name, getattr(health, name)) for name in ("collectives", "position", "unfinished")}
-        health.hear(now, **heard)
-        if message["kind"] == "failed":
-            self._note_failure(health, Failure(message["text"], message["in_collective"]))
-        elif message["kind"] == "bye":
+        health.heard_at = now
+        if message["kind"] == "bye":
             health.left = True
+            return
+        health.hear(now, message["collectives"], message["position"], message["unfinished"])
+        if message["failure"] is not None and health.failure is None:
+            self._note_failure(health, Failure(**message["failure"]))
 
     def _note_failure(self, health: RankHealth, failure: Failure) -> None:
         health.failure = failure
@@ -338,7 +336,8 @@ class Hub(Watchdog):
 
     @override
     def _beat(self) -> None:
-        self._ranks[0].hear(time.monotonic(), **self._own_state())
+        own = self._own_state()
+        self._ranks[0].hear(time.monotonic(), own["collectives"], own["position"], own["unfinished"])
         for link in self._rank_of:
             link.send(kind="beat")
 

@@ -1,16 +1,17 @@
-"""How FSDP2's distributed tensors meet plain tensors in hooks that were written for whole weights."""
+"""FSDP2's distributed tensors: as training state, and as whole tensors in hooks that were written for those."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,6 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from typing_extensions import override
 
 from sd_lightning._errors import UsageError
+from sd_lightning.state.replicated import ReplicatedState
+from sd_lightning.state.shards import ShardedState
 
 _TO_PYTHON = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy),
@@ -218,3 +221,65 @@ def remedy_of(error: BaseException) -> str | None:
         f"them: {lines[0]}; call networks as a whole, and use a weight in the forward of its network (for a "
         "penalty on weights, the optimizer's weight_decay), or take strategy=ddp"
     )
+
+
+class DTensorState(ShardedState, ReplicatedState):
+    """Training state of parameters sharded in dim 0: this rank's rows are a flat range.
+
+    Args:
+        parameters: Trained parameters by name.
+        optimizers: The optimizers that step them.
+        modules: The FSDP modules that gather them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        modules: Iterable[FSDPModule],
+    ) -> None:
+        super().__init__(parameters, optimizers)
+        self._modules = list(modules)
+
+    @override
+    def _local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+    @override
+    def _range(self, parameter: nn.Parameter) -> tuple[int, int]:
+        assert isinstance(parameter, DTensor)
+        return local_rows(parameter)[1:]
+
+    @override
+    def _writes(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank is in the one replica (HSDP) that writes."""
+        assert isinstance(parameter, DTensor)
+        coordinate = parameter.device_mesh.get_coordinate()
+        assert coordinate is not None
+        return all(
+            position == 0
+            for position, placement in zip(coordinate, parameter.placements, strict=True)
+            if isinstance(placement, Replicate)
+        )
+
+    @override
+    def _exchange(self, weights: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
+        self._reshard()
+        trained = {}
+        for name, parameter in self._parameters.items():
+            local = self._local(parameter)
+            trained[name] = local.clone()
+            local.copy_(weights[name, self._range(parameter)[0]])
+        return trained
+
+    @override
+    def _restore(self, trained: dict[str, Tensor]) -> None:
+        self._reshard()
+        for name, parameter in self._parameters.items():
+            self._local(parameter).copy_(trained[name])
+
+    def _reshard(self) -> None:
+        """Free gathered weights: after a forward pass without backward the root keeps them and would use them."""
+        for module in self._modules:
+            module.reshard()

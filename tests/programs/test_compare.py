@@ -335,7 +335,7 @@ REFUSED = {
     "runs/one runs/two price=-1": ("price=-1",),
     "runs/one runs/two price=.inf": ("price=",),
     "runs/one runs/two price=cheap": ("price=cheap",),
-    "runs/one runs/two runs=[runs/one]": ("compare got runs= twice, or also words without a key; write it once",),
+    "runs/one runs/two runs=[runs/one]": ("compare got runs= twice, as words or as settings; write it once",),
     "runs/one runs/two prize=3": ("prize", "price"),
 }
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sd_lightning import _conf, _imports
 from sd_lightning._conf import cli, command_line
-from sd_lightning._conf.annotations import describe, fits
+from sd_lightning._conf.annotations import describe, example, fits
 from sd_lightning._errors import UsageError
 
 CONFIGS = {
@@ -286,7 +286,7 @@ def test_hydra_full_error_shows_the_trace_of_usage_errors(
 
 
 def test_given_arguments_need_no_value(run: Callable[..., list[Any]]) -> None:
-    (cfg,) = run("model=large", given={"model": {"channels"}})
+    (cfg,) = run("model=large", reserved={"model": {"channels"}})
     assert OmegaConf.is_missing(cfg.model, "channels")
 
 
@@ -342,6 +342,12 @@ def test_annotations_are_worded_for_people() -> None:
     assert describe(Literal["a", "b"] | None) == "one of a, b or null"
     assert describe(tuple[int, int]) == "a list of 2 (int, int)"
     assert describe(list[str] | Path) == "a list of str or a path"
+
+
+def test_examples_are_what_was_probably_meant() -> None:
+    assert example(list[str], "seven", []) == ["seven"] and example(list[str], 3, []) == ["3"]
+    assert example(list[str], [3, 4], []) == ["3", "4"] and example(Literal["conv", "linear"], "convv", []) == "conv"
+    assert example(int, "many", [None, -1]) == -1 and example(str, True, []) == "name"
 
 
 def test_check_names_the_path_of_nested_targets() -> None:

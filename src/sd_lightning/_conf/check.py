@@ -28,7 +28,7 @@ def check(
     node: Any,
     path: str = "",
     *,
-    given: Mapping[str, set[str]] | None = None,
+    reserved: Mapping[str, set[str]] | None = None,
     hints: Mapping[str, Any] | None = None,
     default_at: Callable[[str], Any] = lambda path: None,
 ) -> None:
@@ -37,7 +37,7 @@ def check(
     Args:
         node: A DictConfig, ListConfig or plain container.
         path: Dotted path of ``node``, for the messages.
-        given: Path of a node -> arguments that the program passes and the configuration must not set, e.g.
+        reserved: Path of a node -> arguments that the program passes and the configuration must not set, e.g.
             ``{"trainer": {"callbacks"}}``.
         hints: Path of a value -> annotation, for values without a target or with a narrower type than the target's,
             e.g. ``{"overwrite": bool}``.
@@ -64,7 +64,7 @@ def check(
                 raise UsageError(_no_value(absent[0])) from error
             reason = str(error).splitlines()[0]
             raise UsageError(f"{text}: {reason}; give {error.full_key}=<value>") from error
-    checker = _Checker(given or {}, hints or {}, default_at, dict(leaves(written, path)))
+    checker = _Checker(reserved or {}, hints or {}, default_at, dict(leaves(written, path)))
     checker.check_node(resolved, path)
     checker.check_finite(resolved, path)
 
@@ -140,7 +140,7 @@ def _no_value(key: str) -> str:
 class _Checker:
     """The arguments of :func:`check`, and the unresolved values, which show where a value is set."""
 
-    given: Mapping[str, set[str]]
+    reserved: Mapping[str, set[str]]
     hints: Mapping[str, Any]
     default_at: Callable[[str], Any]
     written: Mapping[str, Any]
@@ -160,7 +160,7 @@ class _Checker:
                 if where in self.hints:
                     self._check_type(where, value, self.hints[where], MISSING)
                 self.check_node(value, where)
-            elif not (node.get("_partial_") or key in self.given.get(path, ())):
+            elif not (node.get("_partial_") or key in self.reserved.get(path, ())):
                 raise UsageError(_no_value(where))
 
     def _check_target(self, node: dict[str, Any], path: str) -> None:
@@ -177,7 +177,7 @@ class _Checker:
         unknown = [key for key in arguments if key not in named]
         if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             raise UsageError(self._unknown_argument(path, name, unknown[0], list(named), arguments[unknown[0]]))
-        passed = self.given.get(path, set())
+        passed = self.reserved.get(path, set())
         for key in passed & arguments.keys():
             if arguments[key] != MISSING:
                 choice = f", and choose with {key}=<option>" if self.default_at(key) is not None else ""

@@ -140,7 +140,7 @@ def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:
 
     _log_to_console()
     check_additions(command_line)
-    check(cfg, given=program.given, hints=program.hints, default_at=command_line.default_at)
+    check(cfg, reserved=program.reserved, hints=program.hints, default_at=command_line.default_at)
     OmegaConf.resolve(cfg)  # ${hydra:…} is not available once the task runs
     return program.task if callable(program.task) else locate(program.task, program.name)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from sd_lightning._conf.check import SPECIAL_KEYS
+from sd_lightning._conf.check import SPECIAL_KEYS, join
 from sd_lightning._errors import UsageError
 
 Task = Callable[[Any], int | None]
@@ -31,7 +31,7 @@ class Program:
     """Names of the programs that share ``conf/``."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Group of another program -> what to write instead."""
-    given: Mapping[str, set[str]] = field(default_factory=dict)
+    reserved: Mapping[str, set[str]] = field(default_factory=dict)
     """Section -> arguments that the program passes itself; see :func:`sd_lightning._conf.check`."""
     hints: Mapping[str, Any] = field(default_factory=dict)
     """Key -> type, for keys that no target's signature covers or that have a narrower type here."""
@@ -158,17 +158,17 @@ class CommandLine:
         same_name = [each for each in keys if each.rpartition(".")[2] == last and each != key]
         if len(same_name) == 1:
             return same_name[0]
-        node, found = self.defaults, ""
+        node, path = self.defaults, ""
         for part in key.split("."):
             names = [str(each) for each in node] if isinstance(node, dict) else []
             near = [part] if part in names else difflib.get_close_matches(part, names, n=1)
             if not near:
                 break
-            found = f"{found}.{near[0]}" if found else near[0]
+            path = join(path, near[0])
             node = node[near[0]]
         else:
-            return found
-        return next(iter(difflib.get_close_matches(key, keys, n=1)), found or None)
+            return path
+        return next(iter(difflib.get_close_matches(key, keys, n=1)), path or None)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -219,7 +219,7 @@ def check_words(program: Program, overrides: Sequence[str]) -> None:
 def _quoted(text: str) -> str:
     """Quote a text for Hydra's grammar, in which a backslash is one but before a quote, and for OmegaConf's."""
     text = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", text)  # no interpolation
-    text = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ("\\" if found[2] else "") + found[2], text)
+    text = re.sub(r'(\\*)("|$)', lambda each: 2 * each[1] + ("\\" if each[2] else "") + each[2], text)
     return f'"{text}"'
 
 
@@ -228,7 +228,7 @@ def paths(node: Any, path: str = "") -> list[str]:
     if not isinstance(node, dict):
         return [path]
     items = [(key, value) for key, value in node.items() if key not in SPECIAL_KEYS]
-    below = [found for key, value in items for found in paths(value, f"{path}.{key}" if path else str(key))]
+    below = [each for key, value in items for each in paths(value, join(path, str(key)))]
     return [path, *below] if path else below
 
 

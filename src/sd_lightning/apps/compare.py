@@ -233,7 +233,7 @@ def _scaling(strategy: str, batch: str, apart: str, runs: Sequence[ComparedRun])
         by_count[run.devices or 0].append(run)
     rates = {n: statistics.median(run.images_per_second or 0 for run in by_count[n]) for n in sorted(by_count)}
     least = min(rates)
-    points = [
+    points: list[dict[str, Any]] = [
         {
             "devices": count,
             "runs": [run.name for run in by_count[count]],

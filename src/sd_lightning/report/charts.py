@@ -137,8 +137,8 @@ def _figure(chart: Chart, metrics: Mapping[str, Series]) -> str | None:
     if not dropped and all(len(series) == 1 for _, series, _ in curves):
         return ""
     keys = []
-    for (label, series, is_smoothed), ink in zip(curves, LINES):
-        last = (smoothed(series) if is_smoothed else series)[-1][1]
+    for (label, points, is_smoothed), ink in zip(curves, LINES):
+        last = (smoothed(points) if is_smoothed else points)[-1][1]
         keys.append((ink, label, f"{100 * last:.3g} %" if chart.percent else number(last)))
     draw = partial(_draw, chart=chart, curves=curves)
     return Panel(chart.title, draw, keys, " ".join(notes), wide=chart.wide).figure()
@@ -152,5 +152,11 @@ def _draw(axes: Axes, chart: Chart, curves: Sequence[tuple[str, Series, bool]]) 
         # Few points get markers, which show the measured values on the curve.
         axes.plot(*zip(*shown), color=colour, linewidth=2, marker="o" if len(shown) <= 30 else "", markersize=3.5)
     values = [value for _, series, _ in curves for _, value in series]
-    style = {"may_be_log": chart.may_be_log, "from_zero": chart.from_zero, "percent": chart.percent, "wide": chart.wide}
-    scale_curves(axes, values, **style)
+    scale_curves(
+        axes,
+        values,
+        may_be_log=chart.may_be_log,
+        from_zero=chart.from_zero,
+        percent=chart.percent,
+        wide=chart.wide,
+    )

@@ -251,12 +251,12 @@ def _curves(data: Data, key: str, title: str, note: str, *, value: str, by_image
             below = len(shown) - 1 - place if key == "losses" and len(shown) <= _FEW else 0  # losses often coincide
             scale = run["batch_size"] if by_images else 1
             across, up = zip(*((step * scale, each) for step, each in points))
-            style = {"linestyle": _DASHES[index // len(_INKS)], "linewidth": 1.8 + 1.4 * below}
+            style: dict[str, Any] = {"linestyle": _DASHES[index // len(_INKS)], "linewidth": 1.8 + 1.4 * below}
             style |= {"marker": "o" if len(points) == 1 else "", "markersize": 5}
             axes.plot(across, up, color=AREAS[_ink(index)], **style)
         values = [each for points in series for _, each in points]
-        across = "images" if by_images else "optimizer step"
-        scale_curves(axes, values, across=across, may_be_log=key == "losses", from_zero=key == "rates")
+        counted = "images" if by_images else "optimizer step"
+        scale_curves(axes, values, across=counted, may_be_log=key == "losses", from_zero=key == "rates")
 
     keys = [
         (_ink(index), _short(run["name"]) + _styled(index), "" if run[value] is None else number(run[value]))

@@ -13,10 +13,20 @@ from ladder import RUNGS, Rung
 from lines import Row, line_of
 from published import NVIDIA_LADDER
 from sd_lightning.planner.devices import Device, table_of
-from sd_lightning.report.bars import bar_height, bar_width, charts, label_bars, number, rows
-from sd_lightning.report.charts import AREAS, INKS, LINES, card, render_svg, tidy
-from sd_lightning.report.document import section
-from sd_lightning.report.pictures import Panel, render_panels
+from sd_lightning.report.document import card, charts, rows, section
+from sd_lightning.report.drawing import (
+    AREAS,
+    INKS,
+    LINES,
+    Panel,
+    bar_height,
+    bar_width,
+    label_bars,
+    number,
+    render_panels,
+    render_svg,
+    tidy,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

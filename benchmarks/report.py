@@ -207,14 +207,13 @@ def plot_case(case: str, rows: list[Row], path: Path) -> None:
 
 def write_page(rows: list[Row], folder: Path) -> list[Path]:
     """Write the page with all results, and the ladders' charts as pictures; return their paths."""
-    from sd_lightning.report import bars
-    from sd_lightning.report.document import section, write_document
+    from sd_lightning.report import document
 
     found = [row for _, row in sorted(newest(rows, "case", "machine").items())]
     lead = '<p class="lead">The newest line of each case and machine in <code>benchmarks/results</code>.</p>'
     body = [lead, *ladder_page.sections(found)]
-    body.append(section("All cases", bars.rows(*table_cells(found))))
-    page = write_document(folder / "index.html", "Benchmarks", "sd_lightning", "\n".join(body))
+    body.append(document.section("All cases", document.rows(*table_cells(found))))
+    page = document.write_document(folder / "index.html", "Benchmarks", "sd_lightning", "\n".join(body))
     return [page, *ladder_page.write_pictures(found, folder)]
 
 

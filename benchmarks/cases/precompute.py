@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sd_lightning.apps.stage_progress import StageProgress
+from sd_lightning.apps.encoding import StageProgress
 from sd_lightning.data.store.encoding import STAGES
 from timing import interleaved, ratios
 

@@ -1,4 +1,4 @@
-"""The console: other libraries' advice is kept off it, their errors are let through, and its reader may leave."""
+"""The console: other libraries' advice is kept off it, its reader may leave, and tables and bars look the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,6 +51,24 @@ def print_lines(lines: Iterable[str]) -> None:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def aligned(rows: Sequence[Sequence[str]], at_left: Collection[int] | None = None) -> list[str]:
+    """Return the lines of a table with aligned columns.
+
+    Args:
+        rows: Cells; the first row may be a header.
+        at_left: Columns of text, which begin at the left; numbers end at the right. By default the first, and those
+            with a space or ``=`` in the last row.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    if at_left is None:
+        at_left = [i for i in range(len(widths)) if i == 0 or " " in rows[-1][i] or "=" in rows[-1][i]]
+    lines = (
+        "  ".join(cell.ljust(w) if i in at_left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        for row in rows
+    )
+    return [line.rstrip() for line in lines]
 
 
 def start_bar(activity: str, total: int | None, done: int = 0) -> Progress | None:

@@ -11,7 +11,7 @@ PROGRAM = _conf.Program(
     "plan",
     "sd_lightning.apps.plan.run",
     among=PROGRAMS,
-    given={"model": {"deferred"}},
+    reserved={"model": {"deferred"}},
     hints={
         "action": Literal["plan", "calibrate"],
         "gpu": str | None,

@@ -11,7 +11,7 @@ PROGRAM = _conf.Program(
     "precompute",
     "sd_lightning.apps.precompute.run",
     among=PROGRAMS,
-    given={"model": {"deferred"}},
+    reserved={"model": {"deferred"}},
     hints={
         "store": str,
         "action": Literal["encode", "prune", "verify"],

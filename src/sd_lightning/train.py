@@ -11,7 +11,7 @@ PROGRAM = _conf.Program(
     "train",
     "sd_lightning.apps.train.train",
     among=PROGRAMS,
-    given={
+    reserved={
         "model": {"deferred"},
         "module": {"latent_diffusion", "objective", "optimizer", "lr_scheduler", "lora", "learned_token"},
         "trainer": {"strategy", "callbacks", "logger", "use_distributed_sampler"},

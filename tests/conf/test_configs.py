@@ -24,6 +24,9 @@ from archives import image_rows, sample, write_parquet, write_tar
 from composing import Compose, registered
 from places import CONF
 from sd_lightning import LatentDiffusion, Objective, SDDataModule, SDLightningModule, UsageError, _conf, apps, loading
+from sd_lightning._conf import messages
+from sd_lightning._conf.annotations import our_value
+from sd_lightning._conf.command_line import CommandLine
 from sd_lightning.apps import export, generate
 from sd_lightning.apps import train as train_program
 from sd_lightning.apps.run_spec import RunSpec
@@ -272,14 +275,14 @@ def test_loggers_of_a_run_count_their_versions_apart(compose: Compose) -> None:
 
 def test_generate_builds_its_request(compose: Compose, tiny_pipeline: Path) -> None:
     request = _conf.instantiate(compose("generate", f"run={tiny_pipeline}", "prompts=[a, b]"))
-    assert isinstance(request, generate.Request)
+    assert isinstance(request, generate.GenerationRequest)
     assert (request.source, request.prompts) == (tiny_pipeline, ["a", "b"])
     assert request.num_inference_steps == 25
 
 
 def test_export_builds_its_request(compose: Compose, tiny_pipeline: Path) -> None:
     request = _conf.instantiate(compose("export", f"run={tiny_pipeline}", "format=single_file"))
-    assert isinstance(request, export.Request)
+    assert isinstance(request, export.ExportRequest)
     assert (request.run, request.format, request.dtype) == (str(tiny_pipeline), "single_file", None)
     assert request.output_dir == "exported/single_file"
 
@@ -302,6 +305,45 @@ def test_dreambooth_takes_the_names_that_people_know(compose: Compose) -> None:
     cfg = compose("dreambooth", "trainable=lora", "model=tiny", *arguments)
     assert {key: OmegaConf.select(cfg, key) for key, _ in values.values()} == dict(values.values())
     assert cfg.sampling.num_inference_steps == 12, "what a model chooses for drawing stays"
+
+
+OTHER_NAMES = {
+    "train": {
+        "mixed_precision=bf16": "trainer.precision=bf16-mixed",
+        "precision=fp16": "trainer.precision=16-mixed",
+        "trainer.precison=bf16": "trainer.precision=bf16-mixed",
+        "rank=8": "trainable=lora lora.rank=8",
+        "lora.rank=8": "trainable=lora lora.rank=8",
+        "trainer.gpus=1": "trainer.devices=1",
+        "train_data_dir=foo": "data=images data.train_data_dir=foo",
+        "trainer.max_epochs=3": "trainer.max_steps=<n>",
+        "epochs=2": "trainer.max_steps=<n>",
+        "trainer.strategy=ddp": "strategy=ddp",
+        "steps=3": "trainer.max_steps=3",
+        "strategy.bucket_cap_mb=25": "strategy=ddp strategy.bucket_cap_mb=25",
+    },
+    "dreambooth": {"train_data_dir=foo": "instance_data_dir=foo", "steps=3": "max_train_steps=3"},
+    "generate": {"prompt=cat": "'prompts=[cat]'", "prompt=3": """'prompts=["3"]'"""},
+}
+"""What people write by habit -> what the message tells them to write."""
+
+
+@pytest.mark.parametrize("program", OTHER_NAMES)
+def test_names_and_values_of_other_tools_are_answered_with_ours(program: str) -> None:
+    command_line = CommandLine.parse(program, [])
+    for override, ours in OTHER_NAMES[program].items():
+        message = messages._unknown_key(override, override.partition("=")[0], command_line)
+        assert message.endswith(f"; write {ours}"), message
+    if program == "train":
+        assert our_value("strategy", "deepspeed_stage_2") == "deepspeed_zero2"
+        assert our_value("data", "imagefolder") == "images"
+        options = {
+            "--train_batch_size=4": "data.batch_size=4",
+            "--experiment sd21_finetune": "experiment=sd21_finetune",
+        }
+        for words, ours in options.items():
+            option = words.split()[0]
+            assert messages._option_as_setting(option, words.split(), command_line) == ours
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS))

@@ -17,9 +17,8 @@ from made_runs import config, facts, make_run
 from places import REPO
 from refusals import refuse
 from sd_lightning import compare as program
-from sd_lightning.apps.compare import comparison, lines
+from sd_lightning.apps.compare import comparison, lines, scalings
 from sd_lightning.apps.compared_run import read_run, read_runs
-from sd_lightning.apps.scaling import scalings
 from sd_lightning.apps.settings import differences, preset_name
 from sd_lightning.planner.devices import load_device
 
@@ -315,16 +314,15 @@ REFUSED = {
     "runs/one photos": ("photos, which is no run", "give the output_dir of a training"),
     "runs/one runs": ("runs, which is no run", "write runs/binary"),
     "runs/one runs/one/logs": ("runs/one/logs, which is no run", "write ", "runs/one"),
-    "runs/one runs/one/summary.json": ("which is a file; expected the folder of a run; write runs/one",),
-    "runs/one runs/two runs/one": ("compare got runs/one twice; expected different runs; leave one out",),
+    "runs/one runs/one/summary.json": ("summary.json, which is no run", "write runs/one"),
     "runs/one link": ("compare got runs/one and link, which are the same run",),
     "runs/one runs/silent": ("found no metrics in runs/silent", "expected at least two runs with some"),
     "runs/mute runs/silent": ("found no metrics in runs/mute, runs/silent",),
     "runs/one runs/json": ("cannot read runs/json/summary.json", "expected what a run writes; copy it"),
     "runs/one runs/text": ("found a int in runs/text/summary.json",),
     "runs/one runs/yaml": ("cannot read runs/yaml/config.yaml",),
-    "runs/one runs/list": ("found no settings in runs/list/config.yaml",),
-    "runs/one runs/csv": ("no 'step' column", "runs/csv/logs/csv/version_0/metrics.csv", "elete the damaged"),
+    "runs/one runs/list": ("found a list in runs/list/config.yaml",),
+    "runs/one runs/csv": ("no 'step' column", "runs/csv/logs/csv/version_0/metrics.csv", "delete the damaged"),
     "runs/one runs/binary": ("cannot read a metrics.csv in runs/binary/logs", "delete the damaged"),
     "runs/one runs/two output=compare.pdf": (
         "output=compare.pdf; expected a file that ends with .html, .png or .json",
@@ -335,7 +333,7 @@ REFUSED = {
     "runs/one runs/two price=-1": ("price=-1",),
     "runs/one runs/two price=.inf": ("price=",),
     "runs/one runs/two price=cheap": ("price=cheap",),
-    "runs/one runs/two runs=[runs/one]": ("compare got runs= twice, or also words without a key; write it once",),
+    "runs/one runs/two runs=[runs/one]": ("compare got runs= twice, as words or as settings; write it once",),
     "runs/one runs/two prize=3": ("prize", "price"),
 }
 

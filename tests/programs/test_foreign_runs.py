@@ -23,7 +23,7 @@ from refusals import call, refuse
 from sd_lightning import LatentDiffusion, SamplingOptions, UsageError
 from sd_lightning.apps import preflight
 from sd_lightning.apps.compared_run import read_run
-from sd_lightning.apps.export import Request, Source, read_model
+from sd_lightning.apps.export import ExportRequest, ExportSource, read_model
 from sd_lightning.apps.run_spec import RunSpec
 from sd_lightning.callbacks.checkpoint.trainer_state import (
     RunPosition,
@@ -148,7 +148,7 @@ def read_export(folder: Path) -> None:
     from contextlib import ExitStack
 
     with ExitStack() as opened:
-        read_model(Source(folder), Request(str(folder)), opened)
+        read_model(ExportSource(folder), ExportRequest(str(folder)), opened)
 
 
 READERS = (read_pipeline, read_deferred, read_export)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import make_tiny
 from places import PACKAGE
-from sd_lightning.apps import make_tiny
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.transform import place, to_model_range
 

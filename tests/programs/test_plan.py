@@ -206,9 +206,8 @@ def test_bad_input_names_what_was_given_and_the_remedy(compose: Compose, options
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["calibrat"], "error: plan got 'calibrat'; expected an action (plan, calibrate), or settings as key=value; "),
-        (["gpu=a100", "calibrat"], "write plan calibrate\n"),
-        (["calibrate", "gpu=a100", "plan"], "error: plan got the actions calibrate and plan; expected one; "),
+        (["calibrat"], "error: 'calibrat' is no setting: write key=value, "),
+        (["calibrate", "gpu=a100", "plan"], "error: plan got action= twice, as words or as settings; write it once"),
     ],
 )
 def test_words_that_are_no_single_action_are_told(

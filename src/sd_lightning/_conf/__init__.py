@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from sd_lightning._conf.check import check
 from sd_lightning._conf.cli import main, overridden_keys
-from sd_lightning._conf.folder import config_dir
+from sd_lightning._conf.command_line import Program, config_dir
 from sd_lightning._conf.instantiate import Builder, builder, instantiate, section
-from sd_lightning._conf.programs import Program
 
 __all__ = [
     "Builder",

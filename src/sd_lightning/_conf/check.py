@@ -9,23 +9,26 @@ import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from sd_lightning._conf.annotations import MISSING, as_override, describe, example, fits
-from sd_lightning._conf.other_names import VALUES
-from sd_lightning._conf.targets import join, leaves, locate, type_hints
+from sd_lightning._conf.annotations import MISSING, as_override, describe, example, fits, our_value
 from sd_lightning._errors import UsageError
 
 SPECIAL_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_", "_args_"})
+EXTRA_OF_PACKAGE = {"datasets": "datasets", "deepspeed": "deepspeed", "ray": "ray", "wandb": "loggers"}
+"""Optional package that a ``_target_`` may name -> extra of this package that installs it."""
 
 
 def check(
     node: Any,
     path: str = "",
     *,
-    given: Mapping[str, set[str]] | None = None,
+    reserved: Mapping[str, set[str]] | None = None,
     hints: Mapping[str, Any] | None = None,
     default_at: Callable[[str], Any] = lambda path: None,
 ) -> None:
@@ -34,30 +37,41 @@ def check(
     Args:
         node: A DictConfig, ListConfig or plain container.
         path: Dotted path of ``node``, for the messages.
-        given: Path of a node -> arguments that the program passes and the configuration must not set, e.g.
+        reserved: Path of a node -> arguments that the program passes and the configuration must not set, e.g.
             ``{"trainer": {"callbacks"}}``.
         hints: Path of a value -> annotation, for values without a target or with a narrower type than the target's,
             e.g. ``{"overwrite": bool}``.
         default_at: Returns the default configuration's value at a path, for the example in a message.
 
     Raises:
-        UsageError: At the first missing value (``???``), target that cannot be imported,
-            unknown or missing argument, or value of a wrong type.
-        OmegaConfBaseException: At a broken interpolation; ``main`` turns it into a message.
+        UsageError: At the first broken interpolation, missing value (``???``), target that cannot be imported, unknown
+            or missing argument, or value of a wrong type.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    written = resolved = node
+    written: Any = node
+    resolved: Any = node
     if OmegaConf.is_config(node):
-        written, resolved = (OmegaConf.to_container(node, resolve=resolve) for resolve in (False, True))
-    checker = _Checker(given or {}, hints or {}, default_at, dict(leaves(written, path)))
-    checker.check_node(resolved, path, lenient=False)
+        written = OmegaConf.to_container(node, resolve=False)
+        try:
+            resolved = OmegaConf.to_container(node, resolve=True)
+        except OmegaConfBaseException as error:
+            values = dict(leaves(written, path))
+            text = f"{error.full_key}={values.get(str(error.full_key))}"
+            absent = [key for key, value in values.items() if value == MISSING and f"${{{key}}}" in text]
+            if absent:
+                raise UsageError(_no_value(absent[0])) from error
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"{text}: {reason}; give {error.full_key}=<value>") from error
+    checker = _Checker(reserved or {}, hints or {}, default_at, dict(leaves(written, path)))
+    checker.check_node(resolved, path)
     checker.check_finite(resolved, path)
 
 
 def nearest_argument(node: Any, key: str) -> str | None:
     """Return the argument of a node's target that a key most likely means, if there is one."""
-    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+    if not isinstance(node, dict) or "_target_" not in node:
         return None
     try:
         names = list(inspect.signature(locate(node["_target_"], "")).parameters)
@@ -66,38 +80,90 @@ def nearest_argument(node: Any, key: str) -> str | None:
     return next(iter(difflib.get_close_matches(key, names, n=1)), None)
 
 
+def leaves(node: dict[Any, Any] | list[Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a tree of plain containers with their dotted paths."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        where = join(path, str(key))
+        if isinstance(value, dict | list):
+            yield from leaves(value, where)
+        else:
+            yield where, value
+
+
+def join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def locate(target: Any, path: str) -> Callable[..., Any]:
+    """Import the class or function that a ``_target_`` names.
+
+    Args:
+        target: The dotted name.
+        path: Path of its node in the configuration, for messages.
+
+    Raises:
+        UsageError: There is no such class or function.
+    """
+    from hydra._internal.utils import _locate
+
+    where = f"{join(path, '_target_')}={target}"
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+        raise UsageError(f"{where}: expected a dotted name such as package.module.Class")
+    try:
+        located = _locate(target)
+    except ImportError as error:
+        raise UsageError(f"{where}: {_import_problem(target, error.__cause__ or error)}") from error
+    if not callable(located):
+        raise UsageError(f"{where}: expected a class or function, got a {type(located).__name__}")
+    return typing.cast(Callable[..., Any], located)
+
+
+def _import_problem(target: str, error: BaseException) -> str:
+    """Say why a target cannot be imported: it is misspelled, or a package is missing or broken."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        parent, _, name = error.name.rpartition(".")
+        if parent and f"{target}.".startswith(f"{error.name}."):
+            near = difflib.get_close_matches(name, [n for n in dir(sys.modules[parent]) if n[0] != "_"], n=1)
+            return f"{parent} has no {name!r}" + (f"; the nearest is {parent}.{near[0]}" if near else "")
+        package = error.name.partition(".")[0]
+        extra = EXTRA_OF_PACKAGE.get(package)
+        remedy = f"install it with: pip install 'sd-lightning[{extra}]'" if extra else "install it, or correct the name"
+        return f"package {package!r} is not installed; {remedy}"
+    return f"importing it failed: {error}"
+
+
+def _no_value(key: str) -> str:
+    return f"{key} has no value and no default; give one: {key}=<value>"
+
+
 @dataclass(frozen=True)
 class _Checker:
     """The arguments of :func:`check`, and the unresolved values, which show where a value is set."""
 
-    given: Mapping[str, set[str]]
+    reserved: Mapping[str, set[str]]
     hints: Mapping[str, Any]
     default_at: Callable[[str], Any]
     written: Mapping[str, Any]
 
-    def check_node(self, node: Any, path: str, *, lenient: bool) -> None:
-        """Check a node and its children; ``lenient`` if arguments may still be added."""
+    def check_node(self, node: Any, path: str) -> None:
+        """Check a node and its children."""
         if isinstance(node, list | tuple):
             for position, each in enumerate(node):
-                self.check_node(each, join(path, str(position)), lenient=lenient)
+                self.check_node(each, join(path, str(position)))
         if not isinstance(node, dict):
             return
-        is_partial = lenient or bool(node.get("_partial_", False))
         if "_target_" in node:
-            self._check_target(node, path, is_partial)
-            lenient = lenient or node.get("_recursive_", True) is False
+            self._check_target(node, path)
         for key, value in node.items():
             where = join(path, str(key))
             if value != MISSING:
                 if where in self.hints:
                     self._check_type(where, value, self.hints[where], MISSING)
-                self.check_node(value, where, lenient=lenient)
-            elif not (is_partial or lenient or key in self.given.get(path, ())):
-                raise UsageError(f"{where} has no value and no default; give one: {where}=<value>")
+                self.check_node(value, where)
+            elif not (node.get("_partial_") or key in self.reserved.get(path, ())):
+                raise UsageError(_no_value(where))
 
-    def _check_target(self, node: dict[str, Any], path: str, is_partial: bool) -> None:
-        if node["_target_"] == MISSING:
-            raise UsageError(f"{join(path, '_target_')} has no value and no default; choose what to build there")
+    def _check_target(self, node: dict[str, Any], path: str) -> None:
         target = locate(node["_target_"], path)
         name = str(node["_target_"]).rpartition(".")[2]
         try:
@@ -108,11 +174,10 @@ class _Checker:
             k: each for k, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
         }
         arguments = {key: value for key, value in node.items() if key not in SPECIAL_KEYS}
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            for key, value in arguments.items():
-                if key not in named:
-                    raise UsageError(self._unknown_argument(path, name, str(key), list(named), value))
-        passed = self.given.get(path, set())
+        unknown = [key for key in arguments if key not in named]
+        if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            raise UsageError(self._unknown_argument(path, name, unknown[0], list(named), arguments[unknown[0]]))
+        passed = self.reserved.get(path, set())
         for key in passed & arguments.keys():
             if arguments[key] != MISSING:
                 choice = f", and choose with {key}=<option>" if self.default_at(key) is not None else ""
@@ -122,7 +187,7 @@ class _Checker:
                 )
         received = {*arguments, *passed, *list(named)[: len(node.get("_args_") or ())]}
         lacking = [key for key, each in named.items() if each.default is each.empty and key not in received]
-        if lacking and not is_partial:
+        if lacking and not node.get("_partial_"):
             raise UsageError(
                 f"{path or name}: {name} needs {', '.join(lacking)}; give {'them' if len(lacking) > 1 else 'it'}: "
                 + " ".join(f"+{join(path, key)}=<value>" for key in lacking)
@@ -137,9 +202,9 @@ class _Checker:
             return
         place = self._written_at(where)
         user = f" (as {where})" if place != where else ""
-        ours = VALUES.get(place, {}).get(str(value))
         instead = example(hint, value, [self.default_at(place), default])
-        setting = f"{place}={ours or as_override(instead)}"
+        ours = our_value(place, value)
+        setting = f"{place}={ours if ours != str(value) else as_override(instead)}"
         setting = f"'{setting}'" if "$" in setting else setting  # or the shell would expand it
         remedy = "" if instead == MISSING else f"; write {setting}"
         raise UsageError(f"{place}={as_override(value)}: expected {describe(hint)}{user}{remedy}")
@@ -167,3 +232,23 @@ class _Checker:
         """Return the path at which a value is set: the source's path if it is interpolated."""
         source = re.fullmatch(r"\$\{([\w.]+)\}", str(self.written.get(where)))
         return source[1] if source else where
+
+
+def type_hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Return a callable's annotations, without those that cannot be evaluated.
+
+    They are evaluated one by one: a single name imported under TYPE_CHECKING makes
+    ``typing.get_type_hints`` of the whole function fail.
+    """
+    function: Any = target
+    if inspect.isclass(target):
+        function = target.__new__ if target.__init__ is object.__init__ else target.__init__
+    function = inspect.unwrap(function)
+    names = getattr(function, "__globals__", {})  # builtins have none
+    hints: dict[str, Any] = {}
+    for key, annotation in getattr(function, "__annotations__", {}).items():
+        try:
+            hints |= typing.get_type_hints(SimpleNamespace(__annotations__={key: annotation}), names)
+        except Exception:  # evaluating foreign annotations may raise anything
+            continue
+    return hints

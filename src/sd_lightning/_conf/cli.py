@@ -11,12 +11,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sd_lightning._conf.check import check
-from sd_lightning._conf.command_line import CommandLine, check_action, given_keys, with_action, with_words
-from sd_lightning._conf.folder import config_dir
+from sd_lightning._conf.check import check, locate
+from sd_lightning._conf.command_line import (
+    CommandLine,
+    Program,
+    Task,
+    check_words,
+    config_dir,
+    given_keys,
+    help_of,
+    with_words_as_settings,
+)
 from sd_lightning._conf.messages import check_additions, check_choices, explain, unreadable
-from sd_lightning._conf.programs import Program, Task, help_of
-from sd_lightning._conf.targets import locate
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import is_first_on_machine, is_first_process, was_started_with_others
 
@@ -40,9 +46,7 @@ def main(program: Program) -> None:
     """
     wants_trace = os.environ.get(FULL_ERROR) == "1"
     sys.argv[1:] = without_launcher_arguments(sys.argv[1:])
-    if program.words is not None:
-        sys.argv[1:] = with_words(sys.argv[1:], program.words)
-    sys.argv[1:] = with_action(sys.argv[1:], program.actions)
+    sys.argv[1:] = with_words_as_settings(program, sys.argv[1:])
     command_line = CommandLine.parse(program.name, sys.argv[1:])
     try:
         code = _run(program, command_line)
@@ -87,9 +91,7 @@ def _run(program: Program, command_line: CommandLine) -> int:
 
     if command_line.problem is not None:
         raise UsageError(unreadable(sys.argv[1:], command_line))
-    if program.words is not None and sum(each.startswith(f"{program.words}=") for each in command_line.overrides) > 1:
-        raise UsageError(f"{program.name} got {program.words}= twice, or also words without a key; write it once")
-    check_action(program, command_line.overrides)
+    check_words(program, command_line.overrides)
     check_choices(program, command_line)
     OmegaConf.register_new_resolver("help_of", lambda name: help_of(program, config_dir()), replace=True)
     codes: list[int] = []
@@ -138,7 +140,7 @@ def _prepare(cfg: Any, program: Program, command_line: CommandLine) -> Task:
 
     _log_to_console()
     check_additions(command_line)
-    check(cfg, given=program.given, hints=program.hints, default_at=command_line.default_at)
+    check(cfg, reserved=program.reserved, hints=program.hints, default_at=command_line.default_at)
     OmegaConf.resolve(cfg)  # ${hydra:…} is not available once the task runs
     return program.task if callable(program.task) else locate(program.task, program.name)
 

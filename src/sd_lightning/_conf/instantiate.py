@@ -70,7 +70,7 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
         node = OmegaConf.create(node, flags={"allow_objects": True})
     is_partial = OmegaConf.is_dict(node) and bool(node.get("_partial_", False))
     if kwargs or is_partial:
-        build = builder(node, without=set(kwargs))
+        build = builder(node, without=kwargs)
         return replace(build, arguments={**build.arguments, **kwargs}) if is_partial else build(**kwargs)
     try:
         return hydra_instantiate(node, _convert_="all")
@@ -120,26 +120,24 @@ def _refuse(error: Exception, node: DictConfig | ListConfig) -> NoReturn:
     from hydra.errors import InstantiationException
 
     path = own_path = node._get_full_key(None)
-    cause = error
+    cause: BaseException = error
     if isinstance(error, InstantiationException):  # wraps the target's; its text ends with the node's path
-        causes: list[Exception] = [error]
-        while isinstance(hidden := causes[-1].__cause__, Exception):
-            causes.append(hidden)
+        causes = [cause]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
         cause = next((each for each in causes if isinstance(each, UsageError)), causes[:2][-1])
         path = str(error).partition("full_key: ")[2].strip() or path
     is_our_bug = raised_by(cause) == "sd_lightning" and not isinstance(cause, USER_ERRORS)
     if isinstance(cause, UsageError) or is_our_bug:
         raise cause
-    target, arguments = None, {}
-    if isinstance(node, Mapping):
-        target = node.get("_target_")
-        arguments = {str(k): v for k, v in node.items() if k not in SPECIAL_KEYS} if path == own_path else {}
+    is_own = isinstance(node, Mapping) and path == own_path
+    arguments = {str(k): v for k, v in node.items() if k not in SPECIAL_KEYS} if is_own else {}
     text = str(cause)
     meant = {k: v for k, v in arguments.items() if k in text or (isinstance(v, str) and v in text)} or arguments
     given = " ".join(f"{key}={as_override(value)}" for key, value in meant.items())
     remedy = leave_out(path, meant) or "change them"
     raise UsageError(
-        f"{path or target or 'configuration'}: cannot build it with these arguments: {cause} ({type(cause).__name__}; "
+        f"{path or 'configuration'}: cannot build it with these arguments: {cause} ({type(cause).__name__}; "
         f"{f'given {given}; ' if given else ''}{remedy}, or see where with HYDRA_FULL_ERROR=1)"
     ) from error
 

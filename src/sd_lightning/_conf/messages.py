@@ -1,4 +1,4 @@
-"""One-line messages with a remedy for exceptions of Hydra, OmegaConf and YAML."""
+"""One-line messages with a remedy for exceptions of Hydra, OmegaConf and YAML, and for other tools' names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sd_lightning._conf.annotations import list_element
+from sd_lightning._conf.annotations import list_element, our_value
 from sd_lightning._conf.check import SPECIAL_KEYS, nearest_argument
-from sd_lightning._conf.command_line import CommandLine, paths
-from sd_lightning._conf.other_names import in_our_words, model_like, our_value
-from sd_lightning._conf.programs import Program, groups_of, owner_of
+from sd_lightning._conf.command_line import CommandLine, Program, groups_of, owner_of, paths
 from sd_lightning._errors import UsageError
+
+_OTHER_NAMES = (
+    ("pretrained_model_name_or_path", "model.pretrained"),
+    ("train_data_dir", "instance_data_dir"),
+    ("train_data_dir", "data.train_data_dir"),
+    ("dataset_name", "data.dataset_name"),
+    ("train_batch_size", "data.batch_size"),
+    ("gradient_accumulation_steps", "trainer.accumulate_grad_batches"),
+    ("mixed_precision", "trainer.precision"),
+    ("precision", "trainer.precision"),
+    ("max_train_steps", "trainer.max_steps"),
+    ("trainer.gpus", "trainer.devices"),
+    ("gpus", "trainer.devices"),
+    ("num_gpus", "trainer.devices"),
+    ("trainer.strategy", "strategy"),
+    *((name, "max_train_steps=<n>") for name in ("epochs", "max_epochs", "num_train_epochs", "trainer.max_epochs")),
+    *((name, "trainer.max_steps=<n>") for name in ("epochs", "max_epochs", "num_train_epochs", "trainer.max_epochs")),
+    ("steps", "num_inference_steps"),
+    ("steps", "max_train_steps"),
+    ("steps", "trainer.max_steps"),
+    ("prompt", "prompts"),
+    ("learning_rate", "optimizer.lr"),
+    ("max_grad_norm", "trainer.gradient_clip_val"),
+    ("lr_warmup_steps", "lr_scheduler.warmup_steps"),
+    ("dataloader_num_workers", "data.num_workers"),
+    ("checkpointing_steps", "callbacks.checkpoint.every_n_steps"),
+    ("checkpoints_total_limit", "callbacks.checkpoint.keep"),
+    ("resume_from_checkpoint", "resume"),
+    ("rank", "lora.rank"),
+    ("network_dim", "lora.rank"),
+    ("network_alpha", "lora.alpha"),
+)
+"""Their name and ours; the first of ours that the program has is used. ``=<n>``: their value has another meaning."""
+_MODELS = {"sdxl": r"xl", "sd21": r"(diffusion|sd)[-_]?v?2", "sd15": r"(diffusion|sd)[-_]?v?1"}
+"""Option of the group ``model`` -> pattern of the names of pretrained models that need it."""
 
 
 def check_additions(command_line: CommandLine) -> None:
@@ -25,11 +58,11 @@ def check_additions(command_line: CommandLine) -> None:
     Raises:
         UsageError: It does not; the message names the addition and the nearest key.
     """
-    for each in command_line.overrides:
-        key = re.match(r"^\++([\w]+)(\.[\w.]+)?=", each)
-        if key and not command_line.is_group(key[1]):  # such as +experiment=…
-            if command_line.defaults and key[1] not in command_line.defaults:
-                raise UsageError(_unknown_key(each, key[0].strip("+="), command_line))
+    for each in (each for each in command_line.overrides if each.startswith("+")):
+        key = re.split("[@=]", each.lstrip("+"))[0]
+        known = command_line.defaults
+        if known and not command_line.is_group(key) and key.partition(".")[0] not in known:
+            raise UsageError(_unknown_key(each, key, command_line))
 
 
 def check_choices(program: Program, command_line: CommandLine) -> None:
@@ -67,23 +100,24 @@ def explain(error: Exception, command_line: CommandLine) -> str | None:
     """
     import yaml
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     if isinstance(error, UsageError):
         return str(error)
     text, package = None, raised_by(error)
     if isinstance(error, OverrideParseException):
-        text = _unreadable_override(error.override, error.message, command_line)
-    elif isinstance(error, MissingConfigException):
+        text = _unreadable_override(error.override, command_line)
+    elif isinstance(error, MissingConfigException) and error.options is not None:
         text = _missing_config(error, command_line)
+    elif isinstance(error, HydraException) or (isinstance(error, ValueError | OSError) and package == "hydra"):
+        text = _wrong_override(command_line) or f"command line: {error}; see --help"
+    elif isinstance(error, ConfigAttributeError | ConfigKeyError):
+        key = error.full_key
+        text = f"{key} is missing, but the program reads it; leave it as it was, or give it: +{key}=<value>"
     elif isinstance(error, OmegaConfBaseException):
-        text = _bad_value(error, command_line)
-    elif isinstance(error, HydraException):
-        text = _bad_composition(error, command_line)
+        text = str(error)
     elif isinstance(error, yaml.YAMLError):
         text = f"a config file is no valid YAML: {error}"
-    elif isinstance(error, ValueError | OSError) and package == "hydra":
-        text = _bad_choice(command_line) or f"command line: {error}; see --help"
     # Arguments that Lightning checks only when it starts.
     elif package == "lightning" and (isinstance(error, ValueError) or "Misconfiguration" in type(error).__name__):
         text = f"trainer: {error} (change trainer.*, or see where with HYDRA_FULL_ERROR=1)"
@@ -92,55 +126,18 @@ def explain(error: Exception, command_line: CommandLine) -> str | None:
 
 def unreadable(arguments: Sequence[str], command_line: CommandLine) -> str:
     """Return a message for argparse's error, with the setting that an unknown option most likely means."""
-    setting = _option_as_setting(str(command_line.problem), arguments, command_line)
+    option = next((each for each in command_line.unknown if each.startswith("--")), None)
+    setting = None if option is None else _option_as_setting(option, arguments, command_line)
     remedy = f"write {setting}" if setting else "write settings as key=value"
     return f"command line: {command_line.problem}; {remedy}, put options such as --cfg job before them, and see --help"
 
 
-def _bad_choice(command_line: CommandLine) -> str | None:
-    """Return a message for a group choice that is no name, such as ``logger=null``."""
-    for override in command_line.overrides:
-        group, _, value = override.lstrip("+").partition("=")
-        if command_line.is_group(group) and re.fullmatch(r"(?i)null|true|false|[\d.eE+-]+", value):
-            options = sorted({file.stem for each in command_line.folders for file in Path(each, group).glob("*.yaml")})
-            return (
-                f"{group}={value}: {group} is a group of configs, and {value} is none of them; available: "
-                f"{', '.join(options)}; write {group}={options[0] if options else '<name>'}"
-            )
-    return None
-
-
-def _unreadable_override(override: str, message: str, command_line: CommandLine) -> str:
-    reason = message.partition("\nSee https")[0]
-    if "=" not in override:
-        key = override.lstrip("+~").partition(" ")[0]
-        known = key if command_line.default_at(key) is not None else command_line.nearest(key)
-        return f"{override!r} is no setting: write key=value, e.g. {known or 'key'}=<value>"
-    key, _, value = override.partition("=")
-    reason = re.sub(r" expecting \{.*\}", "", reason)
-    reason = re.sub(r"^Error parsing override .*?\n", "", reason)
-    reason = re.sub(r"^LexerNoViableAltException: .*", "unexpected character", reason, flags=re.S)
-    if value.startswith("["):
-        elements = (each.strip() for each in value.strip("[]").split(","))
-        spelled = (each if re.fullmatch(r"[\w.+ -]+", each) else list_element(each) for each in elements if each)
-        quoted = shlex.quote(f"{key}=[{','.join(spelled)}]")
-    else:
-        quoted = f"{key}='\"{value}\"'" if "'" not in value else shlex.quote(f'{key}="{value}"')
-    return (
-        f"cannot read {override!r} ({reason}); expected key=value, with special characters "
-        f"quoted for Hydra inside quotes for the shell: {quoted}"
-    )
-
-
-def _option_as_setting(message: str, arguments: Sequence[str], command_line: CommandLine) -> str | None:
+def _option_as_setting(option: str, arguments: Sequence[str], command_line: CommandLine) -> str | None:
     """Return the setting that an unknown option, such as ``--strategy ddp``, most likely means."""
-    unknown = re.search(r"unrecognized arguments: --([\w.-]+)(=\S*)?", message)
-    if not unknown:
-        return None
-    name = unknown[1].replace("-", "_")
-    value = (unknown[2] or "").lstrip("=")
-    if f"--{unknown[1]}" in arguments:
-        following = [*arguments[arguments.index(f"--{unknown[1]}") + 1 :], "-"][0]
+    written, has_value, value = option.removeprefix("--").partition("=")
+    name = written.replace("-", "_")
+    if not has_value:
+        following = [*arguments[arguments.index(option) + 1 :], "-"][0]
         value = "true" if following.startswith("-") or "=" in following else following
     renamed = _by_another_name(name, value, command_line)
     if renamed is None and (name in command_line.groups or name in paths(command_line.defaults)):
@@ -148,17 +145,31 @@ def _option_as_setting(message: str, arguments: Sequence[str], command_line: Com
     return renamed or _of_another_option(name, value, command_line)
 
 
+def _unreadable_override(override: str, command_line: CommandLine) -> str:
+    key, equals, value = override.partition("=")
+    if not equals:
+        key = key.lstrip("+~").partition(" ")[0]
+        known = key if command_line.default_at(key) is not None else command_line.nearest(key)
+        return f"{override!r} is no setting: write key=value, e.g. {known or 'key'}=<value>"
+    if value.startswith("["):
+        elements = (each.strip() for each in value.strip("[]").split(","))
+        spelled = (each if re.fullmatch(r"[\w.+ -]+", each) else list_element(each) for each in elements if each)
+        quoted = shlex.quote(f"{key}=[{','.join(spelled)}]")
+    else:
+        quoted = shlex.quote(f'{key}="{value}"')
+    return (
+        f"cannot read {override!r}; expected key=value, with special characters quoted for Hydra inside quotes for the "
+        f"shell: {quoted}"
+    )
+
+
 def _missing_config(error: Any, command_line: CommandLine) -> str:
-    wanted = error.missing_cfg_file
-    if not wanted:
-        return str(error)
-    for each in command_line.overrides:
-        group, _, value = each.lstrip("+").partition("=")
-        if group == "model" and "/" in value and wanted == f"{group}/{value}":
-            return f"{each}: expected the kind of a model; write {group}={model_like(value)} {group}.pretrained={value}"
-    if error.options is None:
-        return _missing_primary(str(wanted).removesuffix(".yaml"), command_line)
-    group, _, name = wanted.rpartition("/")
+    group, _, name = error.missing_cfg_file.rpartition("/")
+    for override in command_line.overrides:
+        _, _, value = override.partition("model=")
+        if "/" in value and error.missing_cfg_file == f"model/{value}":
+            like = _model_like(value)
+            return f"{override}: expected the kind of a model; write model={like} model.pretrained={value}"
     ours = our_value(group, name)
     near = [ours] if ours in error.options else difflib.get_close_matches(name, error.options, n=1)
     remedy = f"; write {group}={near[0]}" if near else ""
@@ -166,56 +177,30 @@ def _missing_config(error: Any, command_line: CommandLine) -> str:
     return f"{group}={name}: there is no such option; available: {options}{remedy}"
 
 
-def _missing_primary(name: str, command_line: CommandLine) -> str:
-    names = sorted(file.stem for folder in command_line.folders for file in Path(folder).glob("*.yaml"))
-    near = difflib.get_close_matches(name, names, n=1)
-    remedy = f"; write -cn {near[0]}" if near else ""
-    searched = " and ".join(command_line.folders)
-    return f"there is no config {name!r} in {searched}; available: {', '.join(names)}{remedy}"
+def _model_like(name: str) -> str:
+    """Return the option of the group ``model`` that a pretrained model most likely needs."""
+    matching = (option for option, pattern in _MODELS.items() if re.search(pattern, name.lower()))
+    return next(matching, "<sd15, sd21 or sdxl>")
 
 
-def _bad_composition(error: Exception, command_line: CommandLine) -> str:
-    from omegaconf.errors import OmegaConfBaseException
+def _wrong_override(command_line: CommandLine) -> str | None:
+    """Return a message on the first override of an unknown key or without a group's option; None if there is none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    text = str(error)
-    cause = error.__cause__
-    wrong = re.search(r"Could not override '(.+?)'", text)
-    if wrong:
-        override = _override_of(wrong[1], command_line)
-        group = wrong[1].partition("@")[0]
-        if command_line.is_group(group):
-            choice = f"{group}={override.partition('=')[2]}"
-            return f"{override}: the defaults list has no {wrong[1]!r}; write {choice} or +{override}"
-        return _unknown_key(override, wrong[1], command_line)
-    absent = re.search(r"Could not delete from config. '(.+?)' does not exist", text)
-    if absent:
-        if absent[1] in paths(command_line.defaults):
-            return f"~{absent[1]}: its value is null already; leave this out"
-        near = command_line.nearest(absent[1])
-        return f"~{absent[1]}: there is no such key{f'; the nearest is {near}' if near else ''}"
-    existing = re.search(r"An item is already at '(.+?)'", text)
-    if existing:
-        override = _override_of(existing[1], command_line).lstrip("+")
-        return f"+{override}: {existing[1]} exists already; write {override}"
-    ambiguous = re.search(r"Ambiguous value for argument '(.+?)=(.*)'\n", text)
-    if ambiguous:
-        key, value = ambiguous[1], ambiguous[2]
-        return (
-            f"{key}={value}: a bare comma is ambiguous; write '{key}=[{value}]' for a list, "
-            f"{key}='\"{value}\"' for text, or add -m to run once per value"
-        )
-    if isinstance(cause, OmegaConfBaseException):
-        reason = _bad_value(cause, command_line)
-        return f"{text}: {reason}" if text else reason
-    return text
-
-
-def _override_of(key: str, command_line: CommandLine) -> str:
-    """Return the override that sets a key, as the user wrote it."""
-    return next((each for each in command_line.overrides if each.lstrip("+~").partition("=")[0] == key), key)
+    known = paths(command_line.defaults)
+    for each in OverridesParser.create().parse_overrides(list(command_line.overrides)) if known else ():
+        text, key = str(each.input_line), each.key_or_group
+        if not command_line.is_group(key):
+            if key not in known and not text.startswith(("+", "~")):
+                return _unknown_key(text, key, command_line)
+        elif not each.is_delete() and not isinstance(each.value(), str | list):
+            options = command_line.options_of(key)
+            return f"{text}: {key} is a group of configs; available: {', '.join(options)}; write {key}={options[0]}"
+    return None
 
 
 def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
+    """Return a message on a key that the configuration does not have: what was probably meant, or what there is."""
     near = command_line.nearest(key)
     value = override.partition("=")[2]
     parent, _, name = key.rpartition(".")
@@ -229,64 +214,37 @@ def _unknown_key(override: str, key: str, command_line: CommandLine) -> str:
         or _of_another_option(key, value, command_line)
         or (as_argument if argument and near in (None, parent) else None)
     )
+    below = command_line.default_at(near) if near else command_line.defaults
+    if setting is None and near and not isinstance(below, dict):
+        setting = f"{near}={our_value(near, value)}"
     if setting:
-        remedy = f"; write {setting}"
-    elif near and "=" in override and not isinstance(command_line.default_at(near), dict):
-        remedy = f"; write {near}={our_value(near, value)}"
-    elif near and key.startswith(f"{near}."):
-        below = command_line.default_at(near)
-        names = [str(each) for each in below if each not in SPECIAL_KEYS] if isinstance(below, dict) else []
-        remedy = f"; {near} has {', '.join(names)}" if names else f"; {near} has no keys below it"
-    elif near:
-        remedy = f"; the nearest is {near}"
+        remedy = f"write {setting}"
+    elif near and not key.startswith(f"{near}."):
+        remedy = f"the nearest is {near}"
     else:
-        names = [str(each) for each in command_line.defaults if each not in SPECIAL_KEYS]
-        remedy = f"; top-level keys are {', '.join(names)}"
-    return f"{override}: there is no key {key!r}{remedy}"
+        names = ", ".join(str(each) for each in below or () if each not in SPECIAL_KEYS)
+        remedy = f"{near} has {names or 'no keys below it'}" if near else f"top-level keys are {names}"
+    return f"{override}: there is no key {key!r}; {remedy}"
 
 
 def _by_another_name(key: str, value: str, command_line: CommandLine) -> str | None:
     """Return our override for a setting that is given by another tool's name."""
     known = paths(command_line.defaults)
-    candidates = in_our_words(key, value)
+    of_ours = [ours.partition("=")[::2] for theirs, ours in _OTHER_NAMES if theirs == key]
+    candidates = [(ours, fixed or our_value(ours, value)) for ours, fixed in of_ours]
     for ours, meant in candidates:
         if ours in known and isinstance(command_line.default_at(ours), list) and not meant.startswith("["):
             return shlex.quote(f"{ours}=[{list_element(meant)}]")
         if ours in known:
             return f"{ours}={meant}"
-    found = (_of_another_option(ours, meant, command_line) for ours, meant in candidates)
-    return next(filter(None, found), None)
+    settings = (_of_another_option(ours, meant, command_line) for ours, meant in candidates)
+    return next(filter(None, settings), None)
 
 
 def _of_another_option(key: str, value: str, command_line: CommandLine) -> str | None:
     """Return the override that sets a key together with the group choice that adds it."""
     option = command_line.option_with(key)
     return f"{option} {key}={value}" if option else None
-
-
-def _bad_value(error: Any, command_line: CommandLine) -> str:
-    from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue
-
-    key = getattr(error, "full_key", None) or ""
-    reason = str(getattr(error, "msg", None) or error).partition("\n    full_key")[0]
-    if isinstance(error, MissingMandatoryValue):
-        return f"{key or reason} has no value and no default; give one: {key}=<value>"
-    missing = re.search(r"Missing mandatory value: (\S+)", reason)
-    if missing:  # found while resolving another key
-        return f"{missing[1]} has no value and no default; give one: {missing[1]}=<value>"
-    absent = re.search(r"Interpolation key '(.+?)' not found", reason)
-    if isinstance(error, InterpolationKeyError) and absent:
-        near = command_line.nearest(absent[1])
-        remedy = f"; write ${{{near}}}" if near else ""
-        if any(override.partition("=")[0] == f"~{absent[1]}" for override in command_line.overrides):
-            remedy = f"; do not take {absent[1]} out: give {absent[1]}=<value>, or {key}=<value> too"
-        return f"{key}=${{{absent[1]}}}: there is no key {absent[1]!r}{remedy}"
-    if "is not in struct" in reason:
-        return f"{key} is missing, but the program reads it; leave it as it was, or give it: +{key}=<value>"
-    variable = re.search(r"Environment variable '(.+?)' not found", reason)
-    if variable:
-        return f"{key}: environment variable {variable[1]} is not set; export {variable[1]}=<value>"
-    return f"{key}: {reason}" if key else reason
 
 
 def raised_by(error: BaseException) -> str:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from PIL import Image
 
+from sd_lightning._console import start_bar
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.pictures import settings_of, write_png
+from sd_lightning.apps.generate import settings_of, write_png
 from sd_lightning.data.sources.dreambooth import class_folder, find_class_pictures, images_in, num_per_prompt
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -32,7 +33,7 @@ PATIENCE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingPicture:
     """A picture that is still to be drawn."""
 
     prompt: str
@@ -40,7 +41,7 @@ class Missing:
     seed: int
 
 
-def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, seed: int) -> list[Missing]:
+def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, seed: int) -> list[MissingPicture]:
     """Return the missing pictures of ``count`` class images, divided among the prompts.
 
     Args:
@@ -69,7 +70,7 @@ def missing_pictures(folder: str | Path, prompts: Sequence[str], count: int, *, 
             free = next(i for i in itertools.count(seed + number) if i not in seeds)
             names.add(name)
             seeds.add(free)
-            missing.append(Missing(prompt, own / name, free))
+            missing.append(MissingPicture(prompt, own / name, free))
     return missing
 
 
@@ -87,9 +88,14 @@ def warn_of_other_models(folder: str | Path, prompts: Sequence[str], count: int,
 
 
 def draw(
-    model: LatentDiffusion, missing: Sequence[Missing], *, options: SamplingOptions, device: torch.device, source: str
+    model: LatentDiffusion,
+    missing: Sequence[MissingPicture],
+    *,
+    options: SamplingOptions,
+    device: torch.device,
+    source: str,
 ) -> None:
-    """Draw pictures, in batches, behind a progress bar.
+    """Draw pictures, in batches, behind a bar in a terminal.
 
     Args:
         model: The model to draw with.
@@ -101,20 +107,20 @@ def draw(
     Raises:
         UsageError: A folder cannot be written.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     options.check(model)  # before the bar
-    columns = (TextColumn("class images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(missing))
+    bar = start_bar("class images", len(missing))
+    try:
         for begin in range(0, len(missing), options.batch_size):
             batch = missing[begin : begin + options.batch_size]
             prompts, seeds = [each.prompt for each in batch], [each.seed for each in batch]
             images = generate(model, prompts, seeds=seeds, options=options, device=device)
             for image, each in zip(images, batch, strict=True):
                 _write(image, each, {"model": source, "prompt": each.prompt, "seed": each.seed})
-            bar.advance(task, len(batch))
+            if bar is not None:
+                bar.advance(bar.task_ids[0], len(batch))
+    finally:
+        if bar is not None:
+            bar.stop()
 
 
 def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
@@ -123,7 +129,7 @@ def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
     Raises:
         UsageError: Rank 0 has drawn nothing for ``PATIENCE_SECONDS``, or pictures were drawn for another prompt.
     """
-    told = came = time.monotonic()
+    warned = came = time.monotonic()
     last = None
     missing_pictures(folder, prompts, count, seed=0)  # raises if there are some of another prompt
     while missing := _num_missing(folder, prompts, count):
@@ -136,8 +142,8 @@ def wait_for(folder: str | Path, prompts: Sequence[str], count: int) -> None:
                 f"none for {PATIENCE_SECONDS:.0f} s; see what rank 0 says, and check that {folder} is on a file system "
                 "that all nodes share; or draw them first, in a run with trainer.devices=1 trainer.num_nodes=1"
             )
-        if now - told > 60:
-            told = now
+        if now - warned > 60:
+            warned = now
             log.warning("waiting for %d class images of rank 0, the last of which came %.0f s ago", missing, now - came)
         time.sleep(1)
 
@@ -157,7 +163,7 @@ def _check_prompt(picture: Path, prompt: str, folder: str | Path) -> None:
         )
 
 
-def _write(image: Image.Image, picture: Missing, settings: dict[str, Any]) -> None:
+def _write(image: Image.Image, picture: MissingPicture, settings: dict[str, Any]) -> None:
     """Write a PNG under a temporary name, and rename it."""
     try:
         picture.path.parent.mkdir(parents=True, exist_ok=True)

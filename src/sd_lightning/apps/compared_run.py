@@ -7,7 +7,7 @@ import difflib
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ RATE, PEAK, LOSS = "perf/images_per_second", "perf/peak_memory_gib", "train/loss
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """A run, as its folder tells it; None and empty curves stand for what is not known."""
 
     name: str
@@ -69,48 +69,48 @@ class Run:
     @property
     def model(self) -> str | None:
         """Pretrained weights or architecture."""
-        section = _section(self.config, "model")
-        found = section.get("pretrained") or section.get("architecture") or preset_name("model", section)
-        return None if found is None else str(found)
+        model = section(self.config, "model")
+        name = model.get("pretrained") or model.get("architecture") or preset_name("model", model)
+        return None if name is None else str(name)
 
     @property
     def data(self) -> str | None:
         """Kind of the data, and where it lies."""
-        section = _section(self.config, "data")
+        data = section(self.config, "data")
         places = ("train_data_dir", "dataset_name", "store", "instance_data_dir")
-        place = next((str(section[key]) for key in places if section.get(key)), None)
-        kind = (preset_name("data", section) or "").split(" ")[0]
+        place = next((str(data[key]) for key in places if data.get(key)), None)
+        kind = (preset_name("data", data) or "").split(" ")[0]
         return " ".join(filter(None, (kind, place))) or None
 
     @property
     def resolution(self) -> str | None:
         """Side of the images."""
-        side = _section(self.config, "data").get("resolution")
+        side = section(self.config, "data").get("resolution")
         return f"{side} x {side} pixels" if isinstance(side, int) else None
 
 
-def read_runs(given: Sequence[str]) -> list[Run]:
+def read_runs(paths: Sequence[str]) -> list[ComparedRun]:
     """Read runs from their folders.
 
     Raises:
         UsageError: One is no run, is given twice or has a damaged file; or fewer than two have anything to compare.
     """
-    folders = [_folder(each) for each in given]
+    folders = [_folder(each) for each in paths]
     if len(folders) < 2:
-        told = f"one run, {given[0]}" if given else "no runs"
         raise UsageError(
-            f"compare got {told}; expected at least two; write python -m sd_lightning.compare runs/one runs/two"
+            f"compare got {f'one run, {paths[0]}' if paths else 'no runs'}; expected at least two; write python -m "
+            "sd_lightning.compare runs/one runs/two"
         )
-    places: dict[Path, str] = {}
-    for text, folder in zip(given, folders):
-        if folder.resolve() in places:
-            other = places[folder.resolve()]
-            same = f"{text} twice" if other == text else f"{other} and {text}, which are the same run"
-            raise UsageError(f"compare got {same}; expected different runs; leave one out")
-        places[folder.resolve()] = text
+    for index, folder in enumerate(folders):
+        earlier = [path for path, other in zip(paths[:index], folders) if other.resolve() == folder.resolve()]
+        if earlier:
+            raise UsageError(
+                f"compare got {earlier[0]} and {paths[index]}, which are the same run; expected different runs; leave "
+                "one out"
+            )
     runs = [read_run(folder, name) for folder, name in zip(folders, _names(folders))]
     if sum(run.is_measured for run in runs) < 2:
-        without = ", ".join(text for text, run in zip(given, runs) if not run.is_measured)
+        without = ", ".join(path for path, run in zip(paths, runs) if not run.is_measured)
         raise UsageError(
             f"compare found no metrics in {without}: neither logs/**/metrics.csv with values nor figures in "
             "summary.json; expected at least two runs with some; let them train to trainer.log_every_n_steps, or give "
@@ -119,27 +119,27 @@ def read_runs(given: Sequence[str]) -> list[Run]:
     return runs
 
 
-def read_run(folder: Path, name: str) -> Run:
+def read_run(folder: Path, name: str) -> ComparedRun:
     """Read a run from its folder.
 
     Raises:
         UsageError: A file is damaged.
     """
-    config, summary = _config(folder / "config.yaml"), _json(folder / "summary.json")
-    plan, metrics = _json(folder / run_folder.PLAN), _metrics(folder)
+    config, summary = _read(folder / "config.yaml", read_yaml), _read(folder / "summary.json", read_json)
+    plan, metrics = _read(folder / run_folder.PLAN, read_json), _metrics(folder)
     rates = _finite(metrics.get(RATE, ()))
     values = [rate for _, rate in rates[1:] or rates if rate > 0]  # the first is of a machine that warms up
     peaks = [peak for _, peak in _finite(metrics.get(PEAK, ())) if peak > 0]
-    trainer = _section(config, "trainer")
+    trainer = section(config, "trainer")
     precision = summary.get("precision") or trainer.get("precision")
-    return Run(
+    return ComparedRun(
         name=name,
         config=config,
         is_finished=bool(summary),
         strategy=_text(summary.get("strategy")) or preset_name("strategy", config.get("strategy")),
         devices=_count(summary.get("devices")) or _devices(trainer),
         precision=None if precision is None else str(precision),
-        batch_size=_count(summary.get("batch_size")) or _count(_section(config, "data").get("batch_size")),
+        batch_size=_count(summary.get("batch_size")) or _count(section(config, "data").get("batch_size")),
         hardware=_text(summary.get("hardware")) or _text(plan.get("device")),
         date=_text(summary.get("date")),
         torch=_text(summary.get("torch")),
@@ -159,27 +159,20 @@ def _folder(text: str) -> Path:
     """
     path = Path(text)
     if not text or not path.exists():
-        raise UsageError(f"compare got {text or 'an empty path'}, which does not exist; expected a run; {_near(path)}")
-    if path.is_file():
-        own = next((str(each) for each in path.parents if _is_run(each)), None)
-        remedy = f"write {own}" if own else "give the output_dir of a training"
-        raise UsageError(f"compare got {text}, which is a file; expected the folder of a run; {remedy}")
+        beside = path.parent if path.parent.is_dir() else Path("runs")
+        runs = {each.name: str(each) for each in sorted(beside.glob("*")) if _is_run(each)}
+        near = difflib.get_close_matches(path.name, runs, n=1)
+        remedy = (
+            f"write {runs[near[0]]}" if near else f"runs that exist are {', '.join([*runs.values()][:5]) or 'none'}"
+        )
+        raise UsageError(f"compare got {text or 'an empty path'}, which does not exist; expected a run; {remedy}")
     if not _is_run(path):
-        inside = sorted(str(each) for each in path.iterdir() if each.is_dir() and _is_run(each))
-        inside += [str(each) for each in path.resolve().parents if _is_run(each)][: not inside]
-        remedy = f"write {' '.join(inside[:5])}" if inside else "give the output_dir of a training"
+        around = [
+            str(each) for each in (*sorted(path.glob("*")), *path.parents, *path.resolve().parents) if _is_run(each)
+        ]
+        remedy = f"write {around[0]}" if around else "give the output_dir of a training"
         raise UsageError(f"compare got {text}, which is no run: it has neither its mark nor its files; {remedy}")
     return path
-
-
-def _near(path: Path) -> str:
-    """Return a remedy: the run beside a path with a name like its own, or the runs beside it."""
-    folder = path.parent if path.parent.is_dir() else Path("runs")
-    runs = {each.name: str(each) for each in sorted(folder.iterdir()) if _is_run(each)} if folder.is_dir() else {}
-    near = difflib.get_close_matches(path.name, runs, n=1)
-    if near:
-        return f"write {runs[near[0]]}"
-    return f"runs that exist are {', '.join([*runs.values()][:5])}" if runs else "give the output_dir of a training"
 
 
 def _is_run(folder: Path) -> bool:
@@ -194,55 +187,40 @@ def _logs(folder: Path) -> list[Path]:
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that differ."""
     parts = [folder.resolve().parts for folder in folders]
-    longest = max(map(len, parts))
-    for count in range(1, longest + 1):
-        names = ["/".join(each[-count:]) for each in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
+    ends = (["/".join(each[-count:]) for each in parts] for count in range(1, 1 + max(map(len, parts))))
+    return next(names for names in ends if len(set(names)) == len(names))
 
 
-def _config(file: Path) -> dict[str, Any]:
+def _read(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
+    """Return the dictionary in a file; an empty one if there is no file."""
     if not file.is_file():
         return {}
-    remedy = "copy it from the run again, or delete it: the run is then compared without its settings"
+    remedy = "copy it from the run again, or delete it: the run is then compared without it"
     try:
-        read = read_yaml(file)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"compare cannot read {file}: {error}; expected a run's configuration; {remedy}") from error
-    if not isinstance(read, dict):
-        raise UsageError(f"compare found no settings in {file}; expected a run's configuration; {remedy}")
-    return read
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    remedy = "copy it from the run again, or delete it: the run is then compared by its logs"
-    try:
-        read = read_json(file)
+        content = read(file)
     except (ValueError, OSError) as error:
         raise UsageError(f"compare cannot read {file}: {error}; expected what a run writes; {remedy}") from error
-    if not isinstance(read, dict):
-        raise UsageError(f"compare found a {type(read).__name__} in {file}; expected a dictionary; {remedy}")
-    return read
+    if not isinstance(content, dict):
+        raise UsageError(f"compare found a {type(content).__name__} in {file}; expected a dictionary; {remedy}")
+    return content
 
 
 def _metrics(folder: Path) -> dict[str, Series]:
     if not _logs(folder):
         return {}
-    remedy = "delete the damaged metrics.csv, or give another run"
     try:
         return read_metrics(folder / "logs")
-    except (UnicodeDecodeError, csv.Error, OSError) as error:
-        raise UsageError(f"compare cannot read a metrics.csv in {folder / 'logs'}: {error}; {remedy}") from error
-    except UsageError as error:
-        raise UsageError(f"compare: {error} {remedy[0].upper()}{remedy[1:]}") from error
+    except (csv.Error, OSError, ValueError) as error:
+        raise UsageError(
+            f"compare cannot read a metrics.csv in {folder / 'logs'}: {error}; delete the damaged one, or give another "
+            "run"
+        ) from error
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a configuration; an empty one if there is none."""
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _devices(trainer: Mapping[str, Any]) -> int | None:

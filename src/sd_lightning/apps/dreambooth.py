@@ -136,7 +136,7 @@ def eight_bit_adam(spec: RunSpec) -> dict[str, Any]:
     return {**{key: value for key, value in chosen.items() if key != "fused"}, "_target_": _ADAMW_8BIT}
 
 
-def missing_class_images(spec: RunSpec) -> Sequence[class_images.Missing]:
+def missing_class_images(spec: RunSpec) -> Sequence[class_images.MissingPicture]:
     """Return the class images that are still to be drawn.
 
     Raises:
@@ -161,7 +161,7 @@ def missing_class_images(spec: RunSpec) -> Sequence[class_images.Missing]:
     return missing
 
 
-def draw_class_images(spec: RunSpec, missing: Sequence[class_images.Missing]) -> None:
+def draw_class_images(spec: RunSpec, missing: Sequence[class_images.MissingPicture]) -> None:
     """Draw class images; the other processes wait for them."""
     folder, count, base = spec["class_data_dir"], spec["num_class_images"], checks.base_of(spec)
     assert base is not None

@@ -47,7 +47,7 @@ _WEIGHTS = (".safetensors", ".bin", ".index.json", ".msgpack")
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """Settings of the export; ``conf/export.yaml`` explains the keys."""
 
     run: str
@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """Location of a model to export."""
 
     pipeline: Path
@@ -105,7 +105,7 @@ class Model:
 def run(cfg: DictConfig) -> int:
     """Export a model; the output folder is written under a temporary name and renamed when complete."""
     quiet_libraries()
-    request: Request = _conf.instantiate(cfg)
+    request: ExportRequest = _conf.instantiate(cfg)
     output_dir = check_new_folder(request.output_dir, key="output_dir")
     source = find_source(request.run)
     write = write_single_file if request.format == "single_file" else write_pipeline
@@ -124,7 +124,7 @@ def run(cfg: DictConfig) -> int:
     return 0
 
 
-def find_source(path: str | os.PathLike[str]) -> Source:
+def find_source(path: str | os.PathLike[str]) -> ExportSource:
     """Find the model of a run (its newest valid checkpoint), a checkpoint or a pipeline folder.
 
     Raises:
@@ -132,21 +132,21 @@ def find_source(path: str | os.PathLike[str]) -> Source:
     """
     root = Path(path)
     if (root / "model_index.json").is_file():
-        return Source(root)
+        return ExportSource(root)
     if (root / checkpoint.MANIFEST_NAME).is_file():
         problems = checkpoint.verify(root)
         if problems:
             raise UsageError(
                 f"run={path}: the checkpoint is damaged: {problems[0]}; give an earlier one, or the run itself"
             )
-        return Source(root / "pipeline", root)
+        return ExportSource(root / "pipeline", root)
     newest = checkpoint.newest_valid(root)
     if newest is not None:
-        return Source(newest / "pipeline", newest)
-    return Source(runs.find_pipeline(path, who="run"))
+        return ExportSource(newest / "pipeline", newest)
+    return ExportSource(runs.find_pipeline(path, who="run"))
 
 
-def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
+def read_model(source: ExportSource, request: ExportRequest, opened: ExitStack) -> Model:
     """Return the model with the weights that ``request.format`` selects.
 
     ``opened`` keeps the checkpoint's tensor store open until the weights have been read.
@@ -174,7 +174,9 @@ def read_model(source: Source, request: Request, opened: ExitStack) -> Model:
     return model
 
 
-def _read_network(name: str, index: Mapping[str, Any], family: Family, source: Source, request: Request) -> Network:
+def _read_network(
+    name: str, index: Mapping[str, Any], family: Family, source: ExportSource, request: ExportRequest
+) -> Network:
     component = pipeline_folder.read_component(index, name, family, source.pipeline)
     config = read_json(source.pipeline / name / "config.json")
     tensors = streamed_tensor.file_tensors(source.pipeline / name / weights_file(component))
@@ -189,7 +191,7 @@ def _read_network(name: str, index: Mapping[str, Any], family: Family, source: S
     return Network(replace(component, config=config), tensors)
 
 
-def _chosen(model: Model, source: Source, request: Request, opened: ExitStack) -> Model:
+def _chosen(model: Model, source: ExportSource, request: ExportRequest, opened: ExitStack) -> Model:
     """Return the model with the trained weights or their average, as ``request.format`` selects."""
     if source.checkpoint is None:
         raise UsageError(
@@ -223,7 +225,7 @@ def _trained(name: str, network: Network, store: ShardedTensors) -> Network:
     return network.changed({keys[plain]: store.streamed(prefix + live) for plain, live in stored.items()})
 
 
-def write_pipeline(source: Source, model: Model, folder: Path, request: Request) -> None:
+def write_pipeline(source: ExportSource, model: Model, folder: Path, request: ExportRequest) -> None:
     """Write a folder in the diffusers layout; unchanged weights are hard-linked from the source."""
     dtype = request.torch_dtype
     changed = {name: network for name, network in model.networks.items() if not network.stays(dtype)}
@@ -244,7 +246,7 @@ def write_pipeline(source: Source, model: Model, folder: Path, request: Request)
         atomic.hard_link(model.word, folder / WORD_NAME)
 
 
-def write_single_file(source: Source, model: Model, folder: Path, request: Request) -> None:
+def write_single_file(source: ExportSource, model: Model, folder: Path, request: ExportRequest) -> None:
     """Write all networks into one file with the original names, and the other parts into ``config/``.
 
     Other programs read the file only; diffusers needs both unless the model is one of the published ones.
@@ -291,6 +293,6 @@ def _place_parts(pipeline: Path, folder: Path, *, without_weights: Iterable[str]
                 atomic.hard_link(file, target)
 
 
-def _check_space(tensors: Iterable[StreamedTensor], request: Request) -> None:
+def _check_space(tensors: Iterable[StreamedTensor], request: ExportRequest) -> None:
     size = sum(t.numel * converted_dtype(t, request.torch_dtype).itemsize for t in tensors)
     atomic.check_free_space(request.output_dir, size, f"format={request.format}", purpose="the export")

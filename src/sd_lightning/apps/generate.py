@@ -1,11 +1,10 @@
-"""Draw pictures with a trained run or a pretrained pipeline."""
+"""Draw pictures with a trained run or a pretrained pipeline: PNG files with their settings as metadata."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from sd_lightning import _conf
 from sd_lightning._conf.annotations import list_element
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.pictures import mark_of, write_marked, write_png
 from sd_lightning.loading import read_scheduler
 from sd_lightning.models.generation import SamplingOptions, generate
 from sd_lightning.models.latent_diffusion import LatentDiffusion
@@ -27,12 +27,13 @@ from sd_lightning.planner.inference_memory import inference_bytes
 from sd_lightning.quantization import Int8, quantize_
 from sd_lightning.storage import runs
 from sd_lightning.storage.new_folder import check_new_folder, complete_or_absent
+from sd_lightning.storage.untrusted import parse_json
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-    from PIL import Image
 
-
+_KEY = "sd_lightning"
+"""Text chunk of a PNG with the settings of its generation."""
 _GRID = "a grid of pictures"
 """Mark of grids in their metadata."""
 
@@ -48,7 +49,7 @@ class Pretrained:
 
 
 @dataclass(frozen=True)
-class Request(SamplingOptions):
+class GenerationRequest(SamplingOptions):
     """Settings of the generation; ``conf/generate.yaml`` explains the keys."""
 
     run: str | None = None
@@ -86,6 +87,8 @@ class Request(SamplingOptions):
             raise UsageError(
                 f"generate got {' and '.join(unused)} with run={self.run}; a run has one version: leave it out"
             )
+        if not 0 <= self.seed < 2**62:
+            raise UsageError(f"generate got seed={self.seed}; expected a whole number from 0 to 2**62 - 1, e.g. seed=0")
         super().__post_init__()
 
     @property
@@ -96,12 +99,12 @@ class Request(SamplingOptions):
 def run(cfg: DictConfig) -> int:
     """Draw the pictures, and write each with its settings in the metadata, and a grid of all."""
     quiet_libraries()
-    request: Request = _conf.instantiate(cfg)
+    request: GenerationRequest = _conf.instantiate(cfg)
     only_save = request.save_to is not None and not request.prompts
     captions = [] if only_save else read_prompts(request.prompts)
     prompts = [p for p in captions for _ in range(request.num_images_per_prompt)]
     device = _device(request.device)
-    seeds, output_dir = _seeds(request.seed, len(prompts)), Path(request.output_dir)
+    seeds, output_dir = range(request.seed, request.seed + len(prompts)), Path(request.output_dir)
     check_new_folder(request.output_dir, key="output_dir", may_exist=True)
     save_to = None if request.save_to is None else check_new_folder(request.save_to, key="save_to")
     folder = find_folder(request.source, revision=request.model.revision, variant=request.model.variant)
@@ -138,7 +141,7 @@ def run(cfg: DictConfig) -> int:
     return 0
 
 
-def _less_usual(request: Request) -> dict[str, Any]:
+def _less_usual(request: GenerationRequest) -> dict[str, Any]:
     """Return the less common settings that a picture depends on, without those at their defaults."""
     given = {name: getattr(request, name) for name in ("height", "width", "vae_tiling")}
     given |= {name: getattr(request.model, name) for name in ("revision", "variant", "vae")}
@@ -146,7 +149,7 @@ def _less_usual(request: Request) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
-def _load(request: Request, device: torch.device) -> LatentDiffusion:
+def _load(request: GenerationRequest, device: torch.device) -> LatentDiffusion:
     where, config = request.model, request.quantization
     # quantize_ reads deferred weights a few rows at a time.
     deferred = [] if config is None else ["all"]
@@ -225,7 +228,7 @@ def _write_grid(images: Sequence[Image.Image], prompts: Sequence[str], folder: P
 
     names = itertools.chain(["grid.png"], (f"grid-{number}.png" for number in itertools.count(2)))
     path = next(path for name in names if not (path := folder / name).exists() or mark_of(path) == _GRID)
-    grid = image_grid(list(images), columns or math.ceil(math.sqrt(len(images))), captions=list(prompts))
+    grid = image_grid(list(images), columns, captions=list(prompts))
     write_marked(grid, path, _GRID)
     return path
 
@@ -244,7 +247,32 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _seeds(first: int, count: int) -> range:
-    if not 0 <= first <= 2**63 - count:
-        raise UsageError(f"generate got seed={first}; expected a whole number from 0 to 2**63 - {count}, e.g. seed=0")
-    return range(first, first + count)
+def write_png(image: Image.Image, path: Path, settings: Mapping[str, Any]) -> None:
+    """Write a PNG with text chunks: all settings as JSON in "sd_lightning", and "prompt" and "seed" separately."""
+    write_marked(image, path, json.dumps(settings), prompt=settings["prompt"], seed=settings["seed"])
+
+
+def write_marked(image: Image.Image, path: Path, text: str, **more: Any) -> None:
+    """Write a PNG with a text chunk "sd_lightning", and one for each keyword argument."""
+    info = PngInfo()
+    for key, value in {_KEY: text, **more}.items():
+        info.add_text(key, str(value))
+    image.save(path, pnginfo=info)
+
+
+def mark_of(path: Path) -> str | None:
+    """Return the text chunk "sd_lightning" of a picture; None if it has none or cannot be read."""
+    try:
+        with Image.open(path) as image:
+            return image.info.get(_KEY)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return None
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """Return the settings in a picture's metadata; an empty dict if it has none or cannot be read."""
+    try:
+        settings = parse_json(mark_of(path) or "null")
+    except ValueError:
+        return {}
+    return settings if isinstance(settings, dict) else {}

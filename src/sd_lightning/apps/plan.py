@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sd_lightning._console import aligned
 from sd_lightning._errors import UsageError
 from sd_lightning.apps.plan_command import train_command
 from sd_lightning.apps.plan_record import record, timeline_record
 from sd_lightning.apps.planning import settings_of
 from sd_lightning.apps.run_spec import AUTO, RunSpec, target_of
-from sd_lightning.apps.text_table import aligned
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.planner.calibration import device_name, file_of, hardware
 from sd_lightning.planner.candidates import Candidate

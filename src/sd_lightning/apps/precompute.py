@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,18 +16,16 @@ import torch
 
 from sd_lightning._console import quiet_libraries
 from sd_lightning._errors import UsageError
-from sd_lightning.apps.encoding import Workers, num_workers
+from sd_lightning.apps.encoding import StageProgress, Workers, num_workers, shares
 from sd_lightning.apps.run_spec import RunSpec
-from sd_lightning.apps.stage_progress import StageProgress, shares
-from sd_lightning.apps.store_texts import Texts
 from sd_lightning.apps.store_upkeep import prune, verify
 from sd_lightning.data.batch import BadSamples, tell_of_long_captions
-from sd_lightning.data.source import Source, SourceSubset, hold_out
+from sd_lightning.data.source import BadSample, Source, SourceSubset, hold_out
 from sd_lightning.data.store.encoding import ShardEncoder
 from sd_lightning.data.store.files import hashes_of
 from sd_lightning.data.store.job import StoreJob, rows_per_file
 from sd_lightning.data.store.layout import DTYPES, Generation, LatentStore, Recipe, network_hash, recipes
-from sd_lightning.data.store.texts import Tokenizing
+from sd_lightning.data.store.texts import TextEncoder, Tokenizing, missing_texts, text_kind, text_tasks
 from sd_lightning.models.encoder import LatentEncoder
 from sd_lightning.models.latent_diffusion import LatentDiffusion
 from sd_lightning.storage.locations import open_location
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_COUNTED = 1000
+"""Samples whose captions are counted for the prediction of the embeddings' size."""
 _ONLY_FOR = {"text": ("encode", False), "dry_run": ("prune and verify", True), "drop_texts": ("prune", None)}
 """Settings -> the actions that they are for, and what they are if not given; other actions would ignore them."""
 
@@ -161,8 +161,8 @@ def encode(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workers = num_workers(settings.workers, device)
     tokenizing = Tokenizing.of(model)
-    texts = Texts.of(model, store, tokenizing) if settings.text else None
-    encoder = LatentEncoder(model, train_text_encoder=texts is None, dtype=settings.compute_dtype).to(device)
+    kind = text_kind(model) if settings.text else None  # of weights as they were read
+    encoder = LatentEncoder(model, train_text_encoder=kind is None, dtype=settings.compute_dtype).to(device)
     shard = ShardEncoder(
         sources,
         encoder,
@@ -180,9 +180,10 @@ def encode(
         f"{store.folder.url} ({store.recipe.description()})",
         flush=True,
     )
-    text_encoder = None if texts is None else texts.encoder(encoder, device)
-    if texts is not None and text_encoder is not None:
-        print(texts.predicted(text_encoder, list(sources.values())), flush=True)
+    text_encoder = None
+    if kind is not None:
+        text_encoder = TextEncoder(encoder, kind, store.folder, store.recipe.dtype, device)
+        print(_predicted_texts(text_encoder, tokenizing, sources.values()), flush=True)
     progress = StageProgress(total)
     bad = datamodule.bad
     if workers > 1 and device.type == "cuda":
@@ -203,28 +204,34 @@ def encode(
                 looked_at=progress.looked_at,
             )
             generation = job.update(sources)
-            done = None if texts is None else texts.update(generation, runner, progress, Path(scratch))
+            if text_encoder is not None:
+                missing = missing_texts(store, generation, text_encoder.kind)
+                tasks = text_tasks(store, missing, tokenizing, Path(scratch))
+                texts = list(progress.watch_texts(len(missing), runner.embed(tasks)))
     finally:
         runner.close()
-    tell(job, generation, bad, progress, time.monotonic() - begin)
-    if done is not None:
-        print(done)
+    print_result(job, generation, bad, progress, time.monotonic() - begin)
+    if text_encoder is not None:
+        captions, size = (sum(getattr(each, name) for each in texts) for name in ("captions", "size"))
+        print(f"texts: {captions} captions encoded, {size / 1e6:.3g} MB written in {len(missing)} files")
     which = f" data.recipe={store.recipe.fingerprint}" if len(recipes(store.root)) > 1 else ""
     print(f"train on it: python -m sd_lightning.train data=latents data.store={settings.store}{which}")
     return 0
 
 
-def tell(job: StoreJob, generation: Generation, bad: BadSamples, progress: StageProgress, seconds: float) -> None:
+def print_result(
+    job: StoreJob, generation: Generation, bad: BadSamples, progress: StageProgress, seconds: float
+) -> None:
     """Print what a job has done."""
     counts = job.counts
     splits = ", ".join(f"{split} {generation.num_samples(split)}" for split in generation.splits)
-    found = f", {counts.found} found that an earlier job had encoded" if counts.found else ""
+    kept = f", {counts.found} found that an earlier job had encoded" if counts.found else ""
     moved = f" ({counts.moved} of them moved from another split)" if counts.moved else ""
     speed = f", {progress.images / seconds:.3g} img/s ({shares(progress.seconds)})" if progress.images else ""
     print(
         f"samples: {splits}; {counts.kept} kept, {counts.added} added{moved}, {counts.removed} removed, "
         f"{len(bad.found)} bad; "
-        f"{counts.encoded} images encoded{found}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
+        f"{counts.encoded} images encoded{kept}; {counts.bytes_written / 1e6:.3g} MB written in {seconds:.1f} s{speed}"
     )
 
 
@@ -238,3 +245,22 @@ def _bytes_per_image(shard: ShardEncoder) -> int:
             zero = torch.zeros(1, dtype=torch.int64, device=shard.device)
             encoded = shard.encoder.latents(encoded, seed=0, epoch=zero, index=zero)
     return encoded[0].numel() * DTYPES[recipe.dtype].itemsize * recipe.variants
+
+
+def _predicted_texts(encoder: TextEncoder, tokenizing: Tokenizing, sources: Iterable[Source]) -> str:
+    """Return how large the embeddings will be; one caption is encoded, and those of some samples are counted."""
+    row_bytes = sum(each.nbytes for each in encoder.embed(tokenizing.tokenize([""])).values())
+    total, count, is_exact = 0.0, 0, True
+    for source in sources:
+        looked = range(0, len(source), -(-len(source) // _COUNTED) or 1)
+        captions = 0
+        for index in looked:
+            with suppress(BadSample):
+                captions += len(source.captions(index))
+        total += captions * len(source) / max(len(looked), 1)
+        count, is_exact = count + len(source), is_exact and len(looked) == len(source)
+    most = "at most" if is_exact else f"about, with {total / max(count, 1):.3g} captions per image,"
+    return (
+        f"text=true: {row_bytes} bytes of text embeddings for each caption: {most} {total * row_bytes / 1e9:.3g} "
+        f"GB more in {encoder.folder.url}/{encoder.kind}"
+    )

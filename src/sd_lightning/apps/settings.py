@@ -63,8 +63,8 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str | No
     """
     settings = [dict(_settings(config)) for config in configs]
     keys = dict.fromkeys(key for each in settings for key in each)
-    found = {key: [each.get(key, _ABSENT) for each in settings] for key in keys}
-    differing = {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+    values_of = {key: [each.get(key, _ABSENT) for each in settings] for key in keys}
+    differing = {key: values for key, values in values_of.items() if any(value != values[0] for value in values)}
 
     def is_implied(key: str) -> bool:
         above = key.split(".")[:-1]

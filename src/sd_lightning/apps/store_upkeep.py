@@ -61,7 +61,7 @@ def verify(store: str, *, dry_run: bool) -> int:
                 for path in missing_files(each, Path(scratch)):
                     print(f"{each.folder.url}/{path}: it is not there, although samples need it")
                     num_missing += 1
-                _tell_incomplete(each)
+                _print_incomplete(each)
             if old := unsealed_lists(each):
                 print(
                     f"{each.folder.url}: {len(old)} lists of an older version have no seal, so that of their bytes "
@@ -78,21 +78,18 @@ def verify(store: str, *, dry_run: bool) -> int:
     if not num_broken + num_missing:
         print(f"{store}: all files are what was written")
         return 0
-    again = "run"
+    delete = ""
     if num_broken > num_stay:
-        again = (
-            f"delete the broken ones with python -m sd_lightning.precompute verify store={store} dry_run=false, and run"
-            if dry_run
-            else "the broken ones are deleted; run"
-        )
+        command = f"python -m sd_lightning.precompute verify store={store} dry_run=false"
+        delete = f"delete the broken ones with {command}, and " if dry_run else "the broken ones are deleted; "
     print(
-        f"{num_broken} broken and {num_missing} missing files; {again} precompute again, which encodes only what is "
-        "missing"
+        f"{num_broken} broken and {num_missing} missing files; {delete}run precompute again, which encodes only what "
+        "is missing"
     )
     return 1
 
 
-def _tell_incomplete(store: LatentStore) -> None:
+def _print_incomplete(store: LatentStore) -> None:
     """Print the kinds of text embeddings that lack captions: of a job that was killed, or since captions were added."""
     generation = store.generation()
     for kind in text_kinds(store):
@@ -104,17 +101,17 @@ def _tell_incomplete(store: LatentStore) -> None:
             )
 
 
-def _kind(url: str, given: str) -> str:
-    """Return the kind of text embeddings whose name begins with what was given."""
+def _kind(url: str, prefix: str) -> str:
+    """Return the kind of text embeddings whose name begins with a prefix."""
     kinds = sorted({kind for store in stores(url) for kind in text_kinds(store)})
-    found = [kind for kind in kinds if kind.removeprefix(f"{TEXTS}/").startswith(given)]
-    if len(found) != 1:
+    matching = [kind for kind in kinds if kind.removeprefix(f"{TEXTS}/").startswith(prefix)]
+    if len(matching) != 1:
         names = ", ".join(kind.removeprefix(f"{TEXTS}/") for kind in kinds) or "none"
         raise UsageError(
-            f"precompute prune got drop_texts={given}, with which {len(found)} kinds of text embeddings begin; "
+            f"precompute prune got drop_texts={prefix}, with which {len(matching)} kinds of text embeddings begin; "
             f"expected one of those of {url}: {names}; precompute prune lists their sizes"
         )
-    return found[0]
+    return matching[0]
 
 
 def stores(url: str) -> Iterator[LatentStore]:
@@ -124,10 +121,10 @@ def stores(url: str) -> Iterator[LatentStore]:
         UsageError: There is none.
     """
     root = open_location(url, key="store")
-    found = recipes(root)
-    if not found:
+    of_store = recipes(root)
+    if not of_store:
         raise UsageError(
             f"store={url}: there is no latent store; expected a folder that sd_lightning.precompute wrote; write "
             "store=<folder>"
         )
-    return (LatentStore(root, recipe) for recipe in found)
+    return (LatentStore(root, recipe) for recipe in of_store)

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from sd_lightning._conf.folder import config_dir
+from sd_lightning._conf import config_dir
 from sd_lightning._errors import UsageError
 from sd_lightning.storage.untrusted import read_yaml
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import html
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning.report.bars import bar_height, charts, number, rows, stacked, tiles
-from sd_lightning.report.charts import AREAS, INKS, card, render_svg, tidy
-from sd_lightning.report.document import section, write_document
-from sd_lightning.report.metrics import smoothed, wants_log_axis
-from sd_lightning.report.pictures import Panel, render_panels
+from sd_lightning.report.document import charts, rows, section, tiles, write_document
+from sd_lightning.report.drawing import (
+    AREAS,
+    INKS,
+    Panel,
+    bar_height,
+    number,
+    render_panels,
+    scale_curves,
+    stacked,
+    tidy,
+)
+from sd_lightning.report.metrics import smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,17 +41,6 @@ _NAME = 24
 
 Data = Mapping[str, Any]
 """What ``compare.json`` holds; ``sd_lightning.apps.compare`` makes it."""
-
-
-@dataclass(frozen=True)
-class _Chart:
-    """A chart of the page, and a panel of the picture."""
-
-    panel: Panel
-    note: str
-    wide: bool = False
-    height: float | None = None
-    """Inches; that of a line chart if not given."""
 
 
 def write_compare_page(path: Path, data: Data) -> Path:
@@ -72,7 +69,7 @@ def write_compare_picture(path: Path, data: Data) -> Path:
     panels = [
         # Values would make long keys too long.
         replace(panel, keys=[(ink, label, "" if len(panel.keys) > _FEW else value) for ink, label, value in panel.keys])
-        for panel in (each.panel for each in shown)
+        for panel in shown
     ]
     return render_panels(path, title, panels, columns=min(2, len(shown)), size=(5.6, height))
 
@@ -112,37 +109,30 @@ def grouped(values: Sequence[str | None], names: Sequence[str]) -> list[str]:
     """Return each different value with the names of its runs, or their number if there are many."""
     groups = {value: [name for name, own in zip(names, values) if own == value] for value in values}
 
-    def told(members: list[str]) -> str:
+    def named(members: list[str]) -> str:
         return ", ".join(members) if len(members) <= _FEW else f"{len(members)} runs"
 
-    return [f"{'-' if value is None else value} ({told(members)})" for value, members in groups.items()]
+    return [f"{'-' if value is None else value} ({named(members)})" for value, members in groups.items()]
 
 
-def _cards(*shown: _Chart | None) -> str:
+def _cards(*shown: Panel | None) -> str:
     """Return charts as a grid of cards, "" if there is nothing to draw."""
-    cards = []
-    drawn = [each for each in shown if each is not None]
-    if sum(not each.wide for each in drawn) % 2:  # none stands alone in a half of the page
-        drawn = [replace(each, wide=True) for each in drawn]
-    for each in drawn:
-        panel = each.panel
-        svg = render_svg(panel.title, panel.draw, wide=each.wide, height=each.height)
-        cards.append(card(panel.title, html.escape(each.note), keys=panel.keys, picture=svg, wide=each.wide))
-    return charts(*cards) if cards else ""
+    panels = [each for each in shown if each is not None]
+    alone = sum(not each.wide for each in panels) % 2  # none stands alone in a half of the page
+    return charts(*(replace(each, wide=each.wide or bool(alone)).figure() for each in panels)) if panels else ""
 
 
 def _tiles(data: Data) -> str:
     runs = data["runs"]
     baseline = runs[0]["name"]
 
-    def tile(key: str, what: str, best: str, *, largest: bool) -> list[tuple[str, str]]:
+    def tile(key: str, label: str, best: str, *, largest: bool) -> list[tuple[str, str]]:
         known = [run for run in runs if run[key] is not None]
         if len(known) < 2:
             return []
-        found = (max if largest else min)(known, key=lambda run: run[key])
-        if found is runs[0]:
-            return [("1.00 x", f"{what}: {baseline}, the baseline, {best}")]
-        return [(f"{found[key]:.2f} x", f"{what}: {found['name']} against {baseline}")]
+        first = (max if largest else min)(known, key=lambda run: run[key])
+        against = f"{baseline}, the baseline, {best}" if first is runs[0] else f"{first['name']} against {baseline}"
+        return [(f"{first[key]:.2f} x", f"{label}: {against}")]
 
     shown = tile("speedup", "images per second", "is the fastest", largest=True)
     shown += tile("memory_ratio", "peak memory", "takes the least", largest=False)
@@ -150,7 +140,7 @@ def _tiles(data: Data) -> str:
     if priced:
         cheapest = min(priced, key=lambda run: run["dollars_per_million"])
         shown.append((f"$ {cheapest['dollars_per_million']:,.2f}", f"for a million images: {cheapest['name']}"))
-    return tiles(shown) if shown else ""
+    return tiles(shown)
 
 
 def _settings(data: Data) -> str:
@@ -180,11 +170,11 @@ def _left_out(data: Data, key: str) -> str:
     """Return a sentence on runs that a chart does not show."""
     have = sum(bool(run[key]) for run in data["runs"])
     lacking, more = len(data["runs"]) - have, have - len(_drawn(data, key))
-    told = f" {lacking} {'run has' if lacking == 1 else 'runs have'} no such value." if lacking else ""
-    return told + (f" {more} more runs are in the table only." if more else "")
+    text = f" {lacking} {'run has' if lacking == 1 else 'runs have'} no such value." if lacking else ""
+    return text + (f" {more} more runs are in the table only." if more else "")
 
 
-def _bars(data: Data, key: str, title: str, unit: str, note: str) -> _Chart | None:
+def _bars(data: Data, key: str, title: str, unit: str, note: str) -> Panel | None:
     """Return a chart with a bar for each run that has a value."""
     shown = _drawn(data, key)
     if not shown:
@@ -203,20 +193,20 @@ def _bars(data: Data, key: str, title: str, unit: str, note: str) -> _Chart | No
         axes.set_xlim(0, 1.14 * max(ends))  # the values stand at the right
         axes.set_xlabel(unit)
 
-    return _Chart(Panel(title, draw), note + _left_out(data, key), wide=True, height=bar_height(shown))
+    return Panel(title, draw, (), note + _left_out(data, key), wide=True, height=bar_height(shown))
 
 
-def _rate_chart(data: Data) -> _Chart | None:
+def _rate_chart(data: Data) -> Panel | None:
     note = "On all devices together. The thin line spans the quartiles of the logged values."
     return _bars(data, "images_per_second", "Throughput", "images per second", note)
 
 
-def _memory_chart(data: Data) -> _Chart | None:
+def _memory_chart(data: Data) -> Panel | None:
     note = "The most that the first rank's GPU held; on a CPU, that of its whole process."
     return _bars(data, "peak_gib", "Peak memory", "GiB", note)
 
 
-def _cost_chart(data: Data) -> _Chart | None:
+def _cost_chart(data: Data) -> Panel | None:
     note = " ".join(f"$ {price:g} per hour and device: {source}." for price, source in prices(data))
     return _bars(data, "dollars_per_million", "Cost", "dollars for a million images", note)
 
@@ -226,19 +216,19 @@ def prices(data: Data) -> list[tuple[float, str]]:
     return sorted({(run["price"], run["price_source"]) for run in data["runs"] if run["price"] is not None})
 
 
-def _rates_chart(data: Data) -> _Chart | None:
+def _rates_chart(data: Data) -> Panel | None:
     note = "As it was logged; the first value is of a machine that warms up."
     return _curves(data, "rates", "Throughput by step", note, value="images_per_second")
 
 
-def _loss_chart(data: Data) -> _Chart | None:
+def _loss_chart(data: Data) -> Panel | None:
     note = "Smoothed as in the reports of the runs; the last values are in the key."
     if 1 < sum(bool(run["losses"]) for run in data["runs"]) <= _FEW:
         note += " Where curves coincide, the wider ones lie below."
     return _curves(data, "losses", "Loss by step, smoothed", note, value="final_loss")
 
 
-def _images_chart(data: Data) -> _Chart | None:
+def _images_chart(data: Data) -> Panel | None:
     sizes = {run["batch_size"] for run in data["runs"] if run["losses"]}
     if len(sizes) < 2:  # else it is the same picture
         return None
@@ -249,7 +239,7 @@ def _images_chart(data: Data) -> _Chart | None:
     )
 
 
-def _curves(data: Data, key: str, title: str, note: str, *, value: str, by_images: bool = False) -> _Chart | None:
+def _curves(data: Data, key: str, title: str, note: str, *, value: str, by_images: bool = False) -> Panel | None:
     """Return a chart with a curve for each run that has one."""
     shown = _drawn(data, key)
     if not shown:
@@ -257,37 +247,16 @@ def _curves(data: Data, key: str, title: str, note: str, *, value: str, by_image
     series = [smoothed(run[key]) if key == "losses" else run[key] for _, run in shown]
 
     def draw(axes: Axes) -> None:
-        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
         for place, ((index, run), points) in enumerate(zip(shown, series)):
             below = len(shown) - 1 - place if key == "losses" and len(shown) <= _FEW else 0  # losses often coincide
             scale = run["batch_size"] if by_images else 1
             across, up = zip(*((step * scale, each) for step, each in points))
-            marker = "o" if len(points) == 1 else ""
-            style = _DASHES[index // len(_INKS)]
-            axes.plot(
-                across,
-                up,
-                color=AREAS[_ink(index)],
-                linewidth=1.8 + 1.4 * below,
-                marker=marker,
-                markersize=5,
-                linestyle=style,
-            )
+            style: dict[str, Any] = {"linestyle": _DASHES[index // len(_INKS)], "linewidth": 1.8 + 1.4 * below}
+            style |= {"marker": "o" if len(points) == 1 else "", "markersize": 5}
+            axes.plot(across, up, color=AREAS[_ink(index)], **style)
         values = [each for points in series for _, each in points]
-        if key == "losses" and wants_log_axis(values):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda each, _: f"{each:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        else:
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-            if key == "rates":
-                axes.set_ylim(0, 1.08 * max(values) or 1)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda each, _: f"{each:,.0f}"))
-        axes.set_xlabel("images" if by_images else "optimizer step")
-        tidy(axes)
+        counted = "images" if by_images else "optimizer step"
+        scale_curves(axes, values, across=counted, may_be_log=key == "losses", from_zero=key == "rates")
 
     keys = [
         (_ink(index), _short(run["name"]) + _styled(index), "" if run[value] is None else number(run[value]))
@@ -295,7 +264,7 @@ def _curves(data: Data, key: str, title: str, note: str, *, value: str, by_image
     ]
     if shown[-1][0] >= len(_INKS):
         note += f" Colours repeat after {len(_INKS)} runs, with other dashes."
-    return _Chart(Panel(title, draw, keys), note + _left_out(data, key), wide=len(shown) > 4)
+    return Panel(title, draw, keys, note + _left_out(data, key), wide=len(shown) > 4)
 
 
 def _styled(index: int) -> str:
@@ -303,7 +272,7 @@ def _styled(index: int) -> str:
     return "" if style == "solid" else f" ({style})"
 
 
-def _scaling_chart(data: Data) -> _Chart | None:
+def _scaling_chart(data: Data) -> Panel | None:
     groups = data["scaling"][: len(_INKS)]
     if not groups:
         return None
@@ -329,18 +298,18 @@ def _scaling_chart(data: Data) -> _Chart | None:
     keys = []
     for index, group in enumerate(groups):
         last = group["points"][-1]
-        told = f"{last['speedup']:.2f} x on {last['devices']} ({100 * last['efficiency']:.0f} %)"
-        keys.append((_ink(index), group["title"], told))
+        reached = f"{last['speedup']:.2f} x on {last['devices']} ({100 * last['efficiency']:.0f} %)"
+        keys.append((_ink(index), group["title"], reached))
     note = "The dashed line is linear scaling, of which the key tells the part that was reached."
-    return _Chart(Panel("Scaling", draw, keys), note, wide=True)
+    return Panel("Scaling", draw, keys, note, wide=True)
 
 
 def _table(data: Data) -> str:
     cells = columns(data["runs"])
     same = {name: each[0] for name, each in cells.items() if len(set(each)) == 1 and name != "run"}
     shown = {name: each for name, each in cells.items() if name not in same}
-    told = ", ".join(f"{name} {value}" for name, value in same.items() if value != "-")
-    note = f'<p class="note">The same in all: {html.escape(told)}.</p>' if told else ""
+    text = ", ".join(f"{name} {value}" for name, value in same.items() if value != "-")
+    note = f'<p class="note">The same in all: {html.escape(text)}.</p>' if text else ""
     return rows(list(shown), list(zip(*shown.values()))) + note
 
 
@@ -357,10 +326,11 @@ def _provenance(data: Data) -> str:
 def _source(run: Data) -> str:
     if not run["is_measured"]:
         return "no metrics were logged"
-    told = [run["hardware"] or "hardware not recorded"]
-    if run["devices"] is not None:
-        told.append(f"{run['devices']} device{'s' * (run['devices'] > 1)}")
-    told.append(run["date"] or "date not recorded")
-    told += [f"torch {run['torch']}"] if run["torch"] else []
-    told += [] if run["is_finished"] else ["not finished"]
-    return f"measured: {', '.join(told)}"
+    facts = [
+        run["hardware"] or "hardware not recorded",
+        run["devices"] and f"{run['devices']} device{'s' * (run['devices'] > 1)}",
+        run["date"] or "date not recorded",
+        run["torch"] and f"torch {run['torch']}",
+        None if run["is_finished"] else "not finished",
+    ]
+    return f"measured: {', '.join(filter(None, facts))}"

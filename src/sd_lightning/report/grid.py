@@ -19,20 +19,17 @@ _GAP = 4
 
 
 def image_grid(
-    images: Sequence[Image.Image],
-    columns: int | None = None,
-    captions: Sequence[str] | None = None,
-    *,
-    min_tile: int = 64,
+    images: Sequence[Image.Image], columns: int | None = None, captions: Sequence[str] | None = None
 ) -> Image.Image:
     """Put images on one sheet, row by row, each centred in a tile of the largest width and height.
+
+    Images of few pixels (the digits have 32) are enlarged by a whole factor, pixel by pixel, so that the sheet is
+    legible and keeps every original pixel value.
 
     Args:
         images: PIL images of any modes and sizes.
         columns: Images in a row; by default the smallest number that makes the sheet at least as wide as high.
         captions: One text for each image, drawn under it in at most two lines.
-        min_tile: Smallest tile edge in pixels. Smaller images (the 32-pixel digits) are enlarged by a whole factor,
-            pixel by pixel, so that the sheet is legible and keeps every original pixel value.
 
     Returns:
         An RGB image with a white background.
@@ -51,7 +48,7 @@ def image_grid(
     columns = min(columns, len(images))
     width, height = max(i.width for i in images), max(i.height for i in images)
     # Captions need room for a few words, bare tiles do not.
-    scale = max(1, math.ceil((max(min_tile, 96) if captions else min_tile) / max(width, height)))
+    scale = max(1, math.ceil((96 if captions else 64) / max(width, height)))
     width, height = width * scale, height * scale
     font = _caption_font(max(11, min(22, width // 18))) if captions else None
     lines = [_two_lines(caption, font, width) for caption in captions] if captions is not None and font else []

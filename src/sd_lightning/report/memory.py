@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning.report.charts import AREAS, card, render_svg, tidy
-from sd_lightning.report.document import section
+from sd_lightning.report.document import charts, section
+from sd_lightning.report.drawing import AREAS, INKS, Panel, tidy
 from sd_lightning.storage.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -41,28 +41,27 @@ def memory_section(path: Path) -> str:
         timeline = read_json(path)
         events = timeline["events"]
         tiers = [t for t in ("fast", "slow", "disk") if any(sum(e["bytes"].get(t, {}).values()) for e in events)]
-        figures = "".join(_figure(tier, events) for tier in tiers)
+        figures = [_panel(tier, events).figure() for tier in tiers]
         title = f"Memory of step {timeline['step']} on rank {timeline['rank']}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of another run, or damaged
-        told = html.escape(f"{path.name} cannot be read ({error}); delete it.")
-        return section("Memory of a step", f'<p class="absent">{told}</p>')
-    return section(title, f'<div class="charts">{figures}</div>')
+        text = html.escape(f"{path.name} cannot be read ({error}); delete it.")
+        return section("Memory of a step", f'<p class="absent">{text}</p>')
+    return section(title, charts(*figures))
 
 
-def _figure(tier: str, events: Sequence[Mapping[str, Any]]) -> str:
+def _panel(tier: str, events: Sequence[Mapping[str, Any]]) -> Panel:
     kinds = [kind for kind in _LABELS if any(event["bytes"].get(tier, {}).get(kind) for event in events)]
     layers = {kind: [event["bytes"].get(tier, {}).get(kind, 0) / 2**20 for event in events] for kind in kinds}
     totals = [sum(column) for column in zip(*layers.values())]
     top = max(range(len(totals)), key=totals.__getitem__)
     keys = [(ink, _LABELS[kind], f"{max(layers[kind]):.3g}") for kind, ink in zip(kinds, AREAS)]
     names = {"fast": "On the device (fast tier)", "slow": "In host memory (slow tier)", "disk": "In files (disk tier)"}
-    where = html.escape(f"{events[top]['unit'] or 'the root'}, {events[top]['phase']}")
+    where = f"{events[top]['unit'] or 'the root'}, {events[top]['phase']}"
     note = (
         f"MiB of model state, unit by unit; peaks in the key. Most, {max(totals):.3g} MiB, in {where}. "
         "Activations are not part of it."
     )
-    svg = render_svg(f"{names[tier]}, by unit", lambda axes: _draw(axes, events, list(layers.values())), wide=True)
-    return card(names[tier], note, keys=keys, picture=svg, wide=True)
+    return Panel(names[tier], lambda axes: _draw(axes, events, list(layers.values())), keys, note, wide=True)
 
 
 def _draw(axes: Axes, events: Sequence[Mapping[str, Any]], layers: Sequence[Sequence[float]]) -> None:
@@ -76,7 +75,7 @@ def _draw(axes: Axes, events: Sequence[Mapping[str, Any]], layers: Sequence[Sequ
     begins = [i for i in positions if i == 0 or events[i]["phase"] != events[i - 1]["phase"]]
     for begin in begins:
         if begin:
-            axes.axvline(begin, color="#030303", linewidth=1)
+            axes.axvline(begin, color=INKS["--rule"], linewidth=1)
         if events[begin]["phase"] not in ("forward", "backward"):
             continue  # single events at the right edge, where their names would overlap
         axes.text(begin, top * 1.1, f" {events[begin]['phase']}", va="top", fontsize=8)

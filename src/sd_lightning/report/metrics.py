@@ -107,5 +107,5 @@ def wants_log_axis(values: Sequence[float]) -> bool:
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match the first file-name pattern with any match."""
-    found = ([name for name in names if fnmatchcase(name, pattern)] for pattern in patterns)
-    return next(filter(None, found), [])
+    groups = ([name for name in names if fnmatchcase(name, pattern)] for pattern in patterns)
+    return next(filter(None, groups), [])

@@ -17,7 +17,8 @@ from typing import Any, TypeGuard
 from PIL import Image
 
 from sd_lightning.report.charts import render_charts
-from sd_lightning.report.document import section, write_document
+from sd_lightning.report.document import section, tiles, write_document
+from sd_lightning.report.drawing import number
 from sd_lightning.report.memory import TIMELINE_NAME, memory_section
 from sd_lightning.report.metrics import Series
 from sd_lightning.report.plan import plan_section
@@ -91,31 +92,23 @@ def _lead(summary: Mapping[str, Any]) -> str:
 
 
 def _tiles(summary: Mapping[str, Any]) -> str:
-    tiles = []
-    for key, label, number in (
+    shown = []
+    for key, label, form in (
         ("prompted_accuracy", "prompted accuracy", lambda v: f"{100 * v:.1f} %"),
         ("caption_gap", "caption gap", "{:.3f}".format),
         ("final_loss", "loss of the last step, not smoothed", "{:.4g}".format),
-        ("images_per_second", "images per second", lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}"),
+        ("images_per_second", "images per second", number),
         ("peak_memory_gib", "GiB peak memory", "{:.2f}".format),
     ):
-        value = summary.get(key)
+        value, count = summary.get(key), summary.get("prompted_accuracy_samples")
         if _is_number(value):
-            note = _accuracy_note(value, summary) if key == "prompted_accuracy" else ""
-            shown = html.escape(number(value))
-            tiles.append(f'<div class="card tile"><p class="value">{shown}</p><p>{label}{note}</p></div>')
+            if key == "prompted_accuracy" and isinstance(count, int) and count > 0 and 0 <= value <= 1:
+                low, high = wilson_interval(value, count)
+                label += f"\n{100 * low:.1f}–{100 * high:.1f} %, n = {count:,}"
+            shown.append((form(value), label))
         elif key == "caption_gap" and summary.get("no_caption_gap"):
-            why = html.escape(str(summary["no_caption_gap"]))
-            tiles.append(f'<div class="card tile"><p class="value">—</p><p>{label} not measured<br>{why}</p></div>')
-    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
-
-
-def _accuracy_note(accuracy: float, summary: Mapping[str, Any]) -> str:
-    count = summary.get("prompted_accuracy_samples")
-    if not isinstance(count, int) or count < 1 or not 0 <= accuracy <= 1:
-        return ""
-    low, high = wilson_interval(accuracy, count)
-    return f"<br>{100 * low:.1f}–{100 * high:.1f} %, n = {count:,}"
+            shown.append(("—", f"{label} not measured\n{summary['no_caption_gap']}"))
+    return tiles(shown)
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:

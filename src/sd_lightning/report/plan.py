@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_lightning.report.bars import bar_height, charts, number, rows, stacked, tiles
-from sd_lightning.report.charts import AREAS, INKS, LINES, card, render_svg, tidy
-from sd_lightning.report.document import section, write_document
+from sd_lightning.report.document import card, charts, rows, section, tiles, write_document
+from sd_lightning.report.drawing import AREAS, INKS, LINES, bar_height, number, render_svg, stacked, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """Files that ship with the package: the trained VAE and the tokenizer of the ``tiny`` model.
 
-``python -m sd_lightning.apps.make_tiny`` regenerates them.
+``python tests/support/make_tiny.py`` of the checkout regenerates them.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Rebuild the files of the ``tiny`` model: a tokenizer for its captions and a VAE trained on the digits.
 
-    python -m sd_lightning.apps.make_tiny FOLDER
+    python tests/support/make_tiny.py FOLDER
 
 Takes about half a minute on one CPU core.
 """

@@ -1,6 +1,5 @@
 """What pages share: bars, tables, tiles, and charts as PNG."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,10 +7,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd_lightning.report.bars import bar_height, charts, number, rows, stacked, tiles
-from sd_lightning.report.charts import AREAS, INKS, LINES, is_narrow, render_svg
 from sd_lightning.report.compare import columns
-from sd_lightning.report.pictures import Panel, light_colours, render_panels
+from sd_lightning.report.document import rows, tiles
+from sd_lightning.report.drawing import (
+    AREAS,
+    INKS,
+    LINES,
+    Panel,
+    bar_height,
+    is_narrow,
+    light_colours,
+    number,
+    render_panels,
+    render_svg,
+    stacked,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +48,7 @@ def test_bars_stand_from_the_top_with_their_sums() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().add_subplot()
-    two_bars(axes)
+    stacked(axes, ["first", "second"], [[1, 2], [3, 1500]], ["red", "blue"])
     lengths = [(bar.get_x(), bar.get_width()) for bar in axes.patches]  # type: ignore[attr-defined]
     assert lengths == [(0, 1), (0, 3), (1, 2), (3, 1500)], "the second parts begin where the first end"
     assert [text.get_text() for text in axes.texts] == ["3", "1,503"]
@@ -59,7 +69,7 @@ def test_on_a_phone_names_and_values_stand_above_their_bars_and_nothing_is_cut()
 
     svg = render_svg("bars", draw, wide=True, height=bar_height([1, 2]))
     assert found == {False: ["1", "2"], True: ["1", "a long name of a strategy", "2", "b"]}
-    assert re.findall('class="(.*?)" role', svg) == ["at-wide", "at-narrow"]
+    assert svg.count("<svg") == 2
 
 
 def test_a_folded_table_has_its_heads_beside_the_cells() -> None:
@@ -77,9 +87,9 @@ def test_numbers_have_three_digits_or_all_before_the_point(value: float, text: s
 
 def test_tables_and_tiles_escape_what_they_are_given() -> None:
     table = rows(("<a>", "b"), [("1 < 2", "&")])
-    assert "<th scope=col>&lt;a&gt;</th><th scope=col>b</th>" in table and "<td>1 &lt; 2</td><td>&amp;</td>" in table
-    assert tiles([("<b>", "c & d")]).count("&lt;b&gt;</p><p>c &amp; d") == 1
-    assert charts("<i>", "<b>") == '<div class="charts"><i><b></div>'
+    assert "&lt;a&gt;</th>" in table and "<td>1 &lt; 2</td><td>&amp;</td>" in table
+    tile = tiles([("<b>", "c & d\n<i>")])
+    assert "&lt;b&gt;" in tile and "c &amp; d<br>&lt;i&gt;" in tile
 
 
 def test_a_png_has_the_colours_of_the_light_page_and_no_placeholders(tmp_path: Path) -> None:

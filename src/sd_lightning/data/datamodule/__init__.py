@@ -7,6 +7,7 @@ from sd_lightning.data.datamodule.builders import (
     image_folder_data,
     latents_data,
     parquet_data,
+    paths_in,
     webdataset_data,
 )
 from sd_lightning.data.datamodule.module import SDDataModule
@@ -19,5 +20,6 @@ __all__ = [
     "image_folder_data",
     "latents_data",
     "parquet_data",
+    "paths_in",
     "webdataset_data",
 ]

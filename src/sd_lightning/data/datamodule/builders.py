@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_type_hints
 
 from sd_lightning._errors import UsageError
@@ -335,6 +336,16 @@ def latents_data(
         proportion_empty_prompts=proportion_empty_prompts,
     )
     return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+
+
+def paths_in(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of a builder's arguments that name files or folders, by name.
+
+    Texts that name nothing on this disk are no paths, such as columns and names on a hub, except folders of class
+    pictures to be drawn.
+    """
+    texts = {name: value for name, value in settings.items() if isinstance(value, str) and value}
+    return {name: value for name, value in texts.items() if name.endswith("_dir") or os.path.exists(value)}
 
 
 def _of_many(

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.order import Bucket, BucketOrder, EpochBatches, Locality, listed, shape_of
-from sd_lightning.data.sampler import GlobalBatchSampler, Key, bucket_validation_batches, split_keys
+from sd_lightning.data.order import Bucket, BucketOrder, EpochBatches, Key, Locality, listed, shape_of
+from sd_lightning.data.sampler import GlobalBatchSampler, bucket_validation_batches
 from sd_lightning.data.transform import ImageOptions, bucket_shapes, nearest_shapes, place
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
@@ -244,8 +244,8 @@ def test_ranks_share_each_batch_with_the_weights_of_its_mean(order: Any, world: 
         assert all(micros), "a rank without a sample would leave the others waiting in a collective"
         mean, seen = 0.0, []
         for keys in micros:
-            _, index, weight = split_keys(keys)
-            weight = torch.ones(len(keys)) if weight is None else weight
+            _, indices, *weights = zip(*keys)
+            index, weight = torch.tensor(indices), torch.tensor(weights[0] if weights else [1.0] * len(keys))
             mean += float((index * weight).mean()) / len(micros)
             seen += index[weight > 0].tolist()
         assert sorted(seen) == sorted(batch)

@@ -340,6 +340,7 @@ def test_worker_processes_end_with_the_run() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: datamodule(source=range(9)), "got a range; expected a source; make .*data.source.Source its base"),
         (lambda: datamodule(batch_size=0), "data.batch_size=0: expected 1 or more"),
         (lambda: digits_data(val_batch_size=0), "data.val_batch_size=0"),
         (lambda: datamodule(max_bad_fraction=1.5), r"data.max_bad_fraction=1.5: expected a fraction in \[0, 1\]"),

@@ -22,7 +22,7 @@ from sd_lightning.callbacks.samples import _suggested_prompts
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.datamodule import huggingface_data, image_folder_data
 from sd_lightning.data.latent_table import encode_source
-from sd_lightning.data.source import BadSample
+from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.image_files import decode, read_size
 from sd_lightning.data.sources.images import ImageFolder
@@ -270,9 +270,7 @@ def test_the_limit_of_pixels_is_a_setting(tmp_path: Path) -> None:
 
 
 def test_whatever_a_source_raises_or_returns_is_a_bad_sample_with_its_reason() -> None:
-    class Strange:
-        dropped: dict[str, str] = {}
-
+    class Strange(Source):
         def __len__(self) -> int:
             return 4
 

@@ -18,7 +18,6 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data import loading, workers
 from sd_lightning.data.datamodule import SDDataModule, digits_data
 from sd_lightning.data.loading import LoaderOptions
-from sd_lightning.data.source import as_source
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import BatchCost, choose, cores_per_process, measure, reading_threads, settle
 from square_data import NUM, Recorder, Squares, datamodule, trainer
@@ -277,5 +276,5 @@ def test_the_size_of_the_cache_is_that_of_its_latents() -> None:
         encode_moments=lambda pixels: torch.cat([torch.nn.functional.avg_pool2d(pixels, 8)[:, :1]] * 8, dim=1)
     )
     squares: Any = Squares(4)
-    table = encode_source(as_source(squares), encoder, ImageOptions(64), device=torch.device("cpu"))
+    table = encode_source(squares, encoder, ImageOptions(64), device=torch.device("cpu"))
     assert sum(file.nbytes for file in table.files) == 4 * 64 * 64 // 2

@@ -11,16 +11,14 @@ from torch import Tensor
 
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
-from sd_lightning.data.source import BadSample
+from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.transform import ImageOptions
 
 NUM, BATCH = 26, 8  # three global batches an epoch, two samples left out
 
 
-class Squares:
+class Squares(Source):
     """Images of different sizes and shapes with three captions each; some are broken."""
-
-    dropped: dict[str, str] = {}
 
     def __init__(self, num: int = NUM, broken: tuple[int, ...] = ()) -> None:
         self.num, self.broken = num, broken

@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.loading import Batch
-from sd_lightning.data.order import Bucket, Shape, shape_of
-from sd_lightning.data.sampler import Key, split_keys
-from sd_lightning.data.source import BadSample, Source, StoredLatents, as_source
+from sd_lightning.data.order import Batch, Bucket, Key, Shape, shape_of
+from sd_lightning.data.source import BadSample, Source, StoredLatents
 from sd_lightning.data.transform import ImageOptions, Placed, read_placed, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
@@ -165,7 +163,7 @@ class CaptionedImages(Dataset[Batch]):
                 ``bad``.
             buckets: Shapes of the images; squares without any. All samples of a batch are of one bucket.
         """
-        self.source = as_source(source)
+        self.source = source
         self.tokenize = tokenize
         self.options = options
         self.seed = seed
@@ -191,7 +189,9 @@ class CaptionedImages(Dataset[Batch]):
         Returns:
             The batch (see the class), or only ``bad`` if more than ``max_bad`` samples are bad.
         """
-        epoch, index, loss_weight = split_keys(keys)
+        epochs, indices, *weights = zip(*keys, strict=True)
+        epoch, index = torch.tensor(epochs), torch.tensor(indices)
+        loss_weight = torch.tensor(weights[0]) if weights else None
         shape = (self.options.resolution, self.options.resolution)
         if self.buckets:
             shape = shape_of(self.buckets, keys[0][1])

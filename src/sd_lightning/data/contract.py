@@ -29,8 +29,8 @@ class ResumableData(Protocol):
     train_sampler: GlobalBatchSampler | None
     """Sampler of the training loader; None before the loader is built."""
 
-    def resume(self, epoch: int, batches_done: int, *, order_version: int) -> None:
-        """Continue ``epoch``, in that version of its order, after its first ``batches_done`` global batches.
+    def resume(self, epoch: int, batches_done: int) -> None:
+        """Continue ``epoch`` after its first ``batches_done`` global batches.
 
         Called before the first batch.
         """

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lightning.data.source import Source, as_source
+from sd_lightning.data.source import Source
 
 Fingerprint = dict[str, Any]
 """Fingerprint of a training set; see :func:`fingerprint`."""
@@ -45,7 +45,6 @@ def fingerprint(source: Source, *, order: str = "", held_out: Source | None = No
         source's own fingerprint or None; ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples; and
         ``held_out``, the hashes (H,) int64 of the identities held out, None above ``COUNTED`` or without any.
     """
-    source = as_source(source)
     held = None if held_out is None or len(held_out) > COUNTED else _hashes(held_out)[:, 0].clone()
     if source.digests is not None and len(source) > COUNTED:
         own, num = source.fingerprint, len(source)
@@ -65,8 +64,8 @@ def fingerprint(source: Source, *, order: str = "", held_out: Source | None = No
 class Change:
     """How a training set has changed."""
 
-    told: str
-    """Description for a message."""
+    description: str
+    """What differs, for a message."""
     moves: bool
     """Whether the samples' identities or their order have changed, so that positions in an epoch differ."""
     reorders: bool
@@ -87,7 +86,7 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
     # Above THOROUGH samples, images and captions are hashed from other evidence.
     is_comparable = (saved["num_samples"] <= THOROUGH) == (ours["num_samples"] <= THOROUGH)
     others = [aspect for aspect in ("images", "captions") if is_comparable and saved[aspect] != ours[aspect]]
-    saved_order, order = saved.get("order", ""), ours["order"]
+    saved_order, order = saved["order"], ours["order"]
     mixed = _mixed(saved, ours)
     if not moves and not others and not mixed and saved["own"] == ours["own"] and saved_order == order:
         return None
@@ -119,7 +118,7 @@ def _mixed(saved: Mapping[str, Any], ours: Fingerprint) -> list[str]:
         (ours, saved, "held out now were trained on"),
         (saved, ours, "trained on now were held out"),
     ):
-        if one.get("held_out") is not None and other["samples"] is not None:
+        if one["held_out"] is not None and other["samples"] is not None:
             both = torch.isin(one["held_out"], other["samples"][:, 0])
             told += [f"{int(both.sum())} samples that are {text}"] if both.any() else []
     return told
@@ -149,8 +148,7 @@ def part_evidence(path: str, begin: int, size: int) -> str:
 
 def _hashes(source: Source) -> Tensor:
     """Return the hashes of every sample, (N, 3) int64; a file shared by several samples is read once."""
-    source = as_source(source)
-    distinct, thorough = as_source(source.distinct), len(source) <= THOROUGH
+    distinct, thorough = source.distinct, len(source) <= THOROUGH
     found = []
     seen: Counter[str] = Counter()
     for index in range(len(distinct)):

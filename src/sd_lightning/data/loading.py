@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.order import UNVERSIONED
-from sd_lightning.data.sampler import GlobalBatchSampler, Key
+from sd_lightning.data.order import ORDER_VERSION, Batch, BatchKeys, check_version
+from sd_lightning.data.sampler import GlobalBatchSampler
 from sd_lightning.data.source import Source
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,6 @@ NUM_THREADS = 4
 T = TypeVar("T")
 _SLOW_SECONDS = 120.0
 """After this, and each time it has doubled, a worker process says where it is in a batch."""
-Batch = dict[str, Any]
-"""Entries of a batch by name; see ``CaptionedImages``."""
-BatchKeys = Iterable[list[Key]]
-"""The keys of each batch."""
 
 
 def fetch_all(source: Source, index: Sequence[int]) -> None:
@@ -323,18 +319,22 @@ class EpochLoader(WholeBatchLoader):
         if self._look_ahead is None:
             return nullcontext(lambda number: None)
         sampler = self.batch_sampler
-        samples_of = sampler.order.of_epoch(sampler.epoch, version=sampler.order_version)
+        samples_of = sampler.order.of_epoch(sampler.epoch)
         return self._look_ahead.running(samples_of, sampler.batches_done, sampler.batches_per_epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, the number of its global batches already yielded, and its order's version."""
+        """Return the position: the epoch, the number of its global batches already yielded, and the order's version."""
         sampler = self.batch_sampler
         epoch, given = self._given
         done = given // sampler.accumulate if epoch == sampler.epoch else 0
         done = max(done, sampler.batches_done)
-        return {"epoch": sampler.epoch, "batches_done": done, "order_version": sampler.order_version}
+        return {"epoch": sampler.epoch, "batches_done": done, "order_version": ORDER_VERSION}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a position that ``state_dict`` returned, at any world size."""
-        version = state.get("order_version", UNVERSIONED)
-        self.batch_sampler.resume(state["epoch"], state["batches_done"], order_version=version)
+        """Continue at a position that ``state_dict`` returned, at any world size.
+
+        Raises:
+            UsageError: It is one of another order.
+        """
+        check_version(state["order_version"])
+        self.batch_sampler.resume(state["epoch"], state["batches_done"])

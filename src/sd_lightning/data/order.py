@@ -10,10 +10,10 @@ list of all batches.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,19 @@ from sd_lightning.diffusion.keyed_permutation import KeyedPermutation
 from sd_lightning.diffusion.randomness import Purpose
 
 ORDER_VERSION = 2
-"""Version of the orders of new epochs. Version 1, of checkpoints without a version, sorted as many keys as samples."""
-UNVERSIONED = 1
-"""Version of the order in checkpoints that record none."""
+"""Version of the orders of epochs, recorded in checkpoints: a position is that of one order only."""
 
 Shape = tuple[int, int]
 """(height, width) in pixels."""
+Batch = dict[str, Any]
+"""Entries of a batch by name; see ``CaptionedImages``."""
+Key = tuple[int, int] | tuple[int, int, float]
+"""``(epoch, index)`` of a sample: all its randomness is derived from these two and the seed.
+
+In global batches that are divided unevenly, the third is the weight of its loss.
+"""
+BatchKeys = Iterable[list[Key]]
+"""The keys of each batch."""
 Positions = Callable[[np.ndarray], np.ndarray]
 """(N,) int64 positions in an epoch -> (N,) int64 of what stands there."""
 _FILES, _FIRST_WINDOW = 1, 2
@@ -62,13 +69,8 @@ class BatchOrder(Protocol):
     def described(self) -> list[str]:
         """Return lines about the batches for people; none if they are what everyone expects."""
 
-    def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
-        """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64.
-
-        Args:
-            epoch: Index of the pass over the data.
-            version: ``ORDER_VERSION``, or that of the checkpoint in the middle of whose epoch a run resumes.
-        """
+    def of_epoch(self, epoch: int) -> Callable[[int], np.ndarray]:
+        """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +118,15 @@ class EpochBatches:
             return []
         return [f"the last of {self.batches_per_epoch} batches of an epoch has {rest} of {self.batch_size} samples"]
 
-    def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
-        size, end, at = self.batch_size, self.num_samples, self._positions(epoch, version)
-        return lambda number: at(np.arange(number * size, min((number + 1) * size, end)))
+    def of_epoch(self, epoch: int) -> Callable[[int], np.ndarray]:
+        num, size = self.num_samples, self.batch_size
+        order = EpochOrder(num, seed=self.seed, epoch=epoch, together=self.together, locality=self.locality)
 
-    def _positions(self, epoch: int, version: int) -> Positions:
-        if not self.shuffle:
-            return lambda positions: positions
-        return EpochOrder(
-            self.num_samples,
-            seed=self.seed,
-            epoch=epoch,
-            together=self.together,
-            locality=self.locality,
-            version=version,
-        ).at
+        def batch(number: int) -> np.ndarray:
+            positions = np.arange(number * size, min((number + 1) * size, num))
+            return order.at(positions) if self.shuffle else positions
+
+        return batch
 
 
 def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
@@ -150,7 +146,6 @@ class EpochOrder:
         together: int = 1,
         locality: Locality | None = None,
         stream: int = 0,
-        version: int = ORDER_VERSION,
     ) -> None:
         """Choose the order.
 
@@ -161,17 +156,14 @@ class EpochOrder:
             together: Consecutive samples that stay together; divides ``num_samples``.
             locality: How far samples are spread; over the whole epoch if None.
             stream: Number that tells apart the orders of one epoch, such as those of its buckets.
-            version: Version of the order; the first knew no locality, and took memory for every sample.
 
         Raises:
-            UsageError: The seed is out of range, or the version unknown.
+            UsageError: The seed is out of range.
         """
-        check_version(version)
-        num_groups, self._together = num_samples // together, together
+        self._together = together
         self._groups: Positions
-        if version == 1:
-            self._groups = randomness.permutation(seed, epoch, num_groups).numpy().__getitem__
-        elif locality is None:
+        if locality is None:
+            num_groups = num_samples // together
             self._groups = KeyedPermutation(num_groups, seed=seed, epoch=epoch, stream=stream * _STREAMS)
         else:
             assert together == 1, "stores hold no samples that stay together"
@@ -226,15 +218,15 @@ class _Windows:
 
 
 def check_version(version: int) -> None:
-    """Raise if this release does not know a version of the order.
+    """Check that a checkpoint's position is one of this release's order.
 
     Raises:
-        UsageError: It does not.
+        UsageError: It is one of another order.
     """
-    if not 1 <= version <= ORDER_VERSION:
+    if version != ORDER_VERSION:
         raise UsageError(
-            f"resume: the checkpoint is in the middle of an epoch in order version {version}; expected 1 to "
-            f"{ORDER_VERSION}; update sd-lightning, or start a new run from its weights with init_from="
+            f"resume: the checkpoint's epochs have order version {version}; expected {ORDER_VERSION}; install the "
+            "release that saved it, or start a new run from its weights with init_from="
         )
 
 
@@ -331,13 +323,7 @@ class BucketOrder:
     def samples_per_epoch(self) -> int:
         return sum(min(len(b), num * self.batch_size) for b, num in zip(self.buckets, self.batches_per_bucket))
 
-    def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
-        """Return the function from the number of a global batch to its sample indices; see ``BatchOrder``.
-
-        Args:
-            epoch: Index of the pass over the data.
-            version: Without effect: there is only one version.
-        """
+    def of_epoch(self, epoch: int) -> Callable[[int], np.ndarray]:
         interleaved = _Interleaved(self.batches_per_bucket, self._offsets(epoch))
 
         @cache

@@ -14,26 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.order import (
-    ORDER_VERSION,
-    BatchOrder,
-    Bucket,
-    BucketOrder,
-    EpochBatches,
-    Shape,
-    check_version,
-    listed,
-)
+from sd_lightning.data.order import BatchOrder, Bucket, BucketOrder, EpochBatches, Key, Shape, listed
 from sd_lightning.data.source import Bad, BadSample, Source
 from sd_lightning.data.transform import (
     BUCKET_FIELDS,
@@ -45,25 +33,11 @@ from sd_lightning.data.transform import (
 )
 from sd_lightning.state.ranks import gathered, rank_and_world_size
 
-if TYPE_CHECKING:
-    from sd_lightning.data.batch import BadSamples
-
 log = logging.getLogger(__name__)
 
-Key = tuple[int, int] | tuple[int, int, float]
-"""``(epoch, index)`` of a sample: all its randomness is derived from these two and the seed.
-
-In global batches that are divided unevenly, the third is the weight of its loss.
-"""
 _AT_ONCE = 256
 """Images whose sizes a thread reads before it takes the next ones."""
 _NAMED = 20
-
-
-def split_keys(keys: Sequence[Key]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return epochs (B,) int64, indices (B,) int64, and loss weights (B,) float32 if the keys have any."""
-    epochs, indices, *weights = zip(*keys, strict=True)
-    return torch.tensor(epochs), torch.tensor(indices), torch.tensor(weights[0]) if weights else None
 
 
 def check_division(batch_size: int, world_size: int = 1, accumulate: int = 1) -> None:
@@ -95,7 +69,6 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         order: The samples of each global batch.
         epoch: The epoch that the next iteration yields.
         batches_done: Global batches of that epoch that the next iteration skips.
-        order_version: Version of that epoch's order.
     """
 
     def __init__(self, order: BatchOrder, *, world_size: int = 1, rank: int = 0, accumulate: int = 1) -> None:
@@ -125,7 +98,6 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self.accumulate = accumulate
         self.epoch = 0
         self.batches_done = 0
-        self.order_version = ORDER_VERSION
         self._resumed = False
         self._shift = 0
 
@@ -158,7 +130,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         return self.batches_per_epoch * self.accumulate
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; a new epoch starts at batch 0, in the newest order.
+        """Set the epoch of the next iteration; a new epoch starts at batch 0.
 
         After ``resume``, Lightning's epoch count may differ from ours: if Lightning ended a run at ``max_steps`` within
         an epoch, it counted that epoch as done. The first call after ``resume`` means the resumed epoch, and later
@@ -169,19 +141,16 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         if epoch + self._shift != self.epoch:
             self.epoch = epoch + self._shift
             self.batches_done = 0
-            self.order_version = ORDER_VERSION
 
-    def resume(self, epoch: int, batches_done: int, *, order_version: int = ORDER_VERSION) -> None:
+    def resume(self, epoch: int, batches_done: int) -> None:
         """Resume ``epoch`` after its first ``batches_done`` global batches.
 
         Args:
             epoch: Epoch to continue.
             batches_done: Optimizer steps already taken in it.
-            order_version: Version of the order in which they were taken. The rest of the epoch follows it, too; an
-                epoch that has not begun gets the newest.
 
         Raises:
-            UsageError: The epoch does not have that many batches, or the version is unknown.
+            UsageError: The epoch does not have that many batches.
         """
         if not 0 <= batches_done <= self.batches_per_epoch:
             raise UsageError(
@@ -190,16 +159,14 @@ class GlobalBatchSampler(Sampler[list[Key]]):
                 f"{self.global_batch_size}); resume with the data and the batch size of the saved run, "
                 "or start a new one with init_from="
             )
-        check_version(order_version)
         self.epoch = epoch
         self.batches_done = batches_done
-        self.order_version = order_version if batches_done else ORDER_VERSION
         self._resumed = True
 
     def __iter__(self) -> Iterator[list[Key]]:
         """Yield this rank's micro-batches of the rest of the epoch."""
         epoch, parts = self.epoch, self.world_size * self.accumulate
-        samples_of = self.order.of_epoch(epoch, version=self.order_version)
+        samples_of = self.order.of_epoch(epoch)
         for number in range(self.batches_done, self.batches_per_epoch):
             indices = samples_of(number).tolist()
             size = len(indices)
@@ -307,19 +274,26 @@ class Batching:
     one bucket each.
     """
 
-    def __init__(self, batch_size: int, images: ImageOptions, *, drop_last: bool | None, bad: BadSamples) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        images: ImageOptions,
+        *,
+        drop_last: bool | None,
+        count_bad: Callable[[Mapping[str, str]], None],
+    ) -> None:
         """Keep the options.
 
         Args:
             batch_size: Samples per optimizer step, over all processes.
             images: Give the shapes of buckets.
             drop_last: Leave incomplete last batches out; None does so without buckets.
-            bad: Where images that fit no bucket are counted.
+            count_bad: Called with name -> reason of images that fit no bucket.
         """
         self._batch_size = batch_size
         self._images = images
         self._drop_last = drop_last
-        self._bad = bad
+        self._count_bad = count_bad
         self._found: dict[int, Sequence[Bucket]] = {}
 
     def buckets(self, source: Source) -> Sequence[Bucket]:
@@ -334,7 +308,7 @@ class Batching:
             return ()
         if id(source) not in self._found:
             self._found[id(source)], bad = find_buckets(source, self._images)
-            self._bad.count({source.name(index): reason for index, reason in bad})
+            self._count_bad({source.name(index): reason for index, reason in bad})
         return self._found[id(source)]
 
     def check(self, source: Source, world_size: int, accumulate: int) -> None:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sd_lightning.data.loading import Batch, BatchKeys, LoaderOptions, fetch_all
+from sd_lightning.data.loading import LoaderOptions, fetch_all
+from sd_lightning.data.order import Batch, BatchKeys
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

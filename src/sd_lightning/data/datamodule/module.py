@@ -14,10 +14,10 @@ from sd_lightning.data.batch import BadSamples, CaptionedImages, tell_of_long_ca
 from sd_lightning.data.contract import TrainedModule
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
 from sd_lightning.data.latent_table import LatentTable, encode_source
-from sd_lightning.data.loading import Batch, EpochLoader, LoaderOptions, LookAhead, WholeBatchLoader
-from sd_lightning.data.order import ORDER_VERSION
+from sd_lightning.data.loading import EpochLoader, LoaderOptions, LookAhead, WholeBatchLoader
+from sd_lightning.data.order import Batch
 from sd_lightning.data.sampler import Batching, GlobalBatchSampler, check_buckets
-from sd_lightning.data.source import Source, SourceSubset, StoredLatents, as_source
+from sd_lightning.data.source import Source, SourceSubset, StoredLatents
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import Loaders, reading_threads
 from sd_lightning.models.encoder import LatentEncoder
@@ -70,8 +70,15 @@ class SDDataModule(LightningDataModule):
             UsageError: An option is invalid, options contradict each other, or too many samples are bad already.
         """
         super().__init__()
-        self.source_train = as_source(source_train)
-        self.source_val = None if source_val is None else as_source(source_val)
+        self._sources = [source_train] if source_val is None else [source_train, source_val]
+        for source in self._sources:
+            if not isinstance(source, Source):
+                raise UsageError(
+                    f"SDDataModule got a {type(source).__name__}; expected a source; make "
+                    "sd_lightning.data.source.Source its base"
+                )
+        self.source_train = source_train
+        self.source_val = source_val
         self.batch_size = batch_size
         self.images = images or ImageOptions()
         self.loader_options = loader or LoaderOptions()
@@ -83,17 +90,16 @@ class SDDataModule(LightningDataModule):
         self._told_of_data = False
         self._tables: dict[int, tuple[LatentEncoder, LatentTable]] = {}
         """By source: each is encoded once per encoder, however often loaders are built."""
-        self._position: dict[str, int] | None = None
+        self._position: tuple[int, int] | None = None
         self._fingerprint: Fingerprint | None = None
         self._check_options(max_bad_fraction)
-        self._sources = [source for source in (self.source_train, self.source_val) if source is not None]
         dropped = {name for source in self._sources for name in source.dropped}
         self.bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped))
         self.bad_samples = self.bad.found
         for source in self._sources:
             self.bad.count(source.dropped)
         drop_last = self.loader_options.drop_last
-        self._batching = Batching(batch_size, self.images, drop_last=drop_last, bad=self.bad)
+        self._batching = Batching(batch_size, self.images, drop_last=drop_last, count_bad=self.bad.count)
 
     def _check_options(self, max_bad_fraction: float) -> None:
         if self.batch_size < 1:
@@ -149,20 +155,19 @@ class SDDataModule(LightningDataModule):
         """Return the change of the training set since the ``saved`` fingerprint; None if unchanged."""
         return change(saved, self.fingerprint(), self.source_train)
 
-    def resume(self, epoch: int, batches_done: int, *, order_version: int = ORDER_VERSION) -> None:
+    def resume(self, epoch: int, batches_done: int) -> None:
         """Continue ``epoch`` after its first ``batches_done`` global batches; call before the first batch.
 
         Args:
             epoch: Epoch to continue.
             batches_done: Optimizer steps already taken in it.
-            order_version: Version of the order in which they were taken.
 
         Raises:
-            UsageError: The epoch does not have that many batches, or the version is unknown.
+            UsageError: The epoch does not have that many batches.
         """
-        self._position = {"epoch": epoch, "batches_done": batches_done, "order_version": order_version}
+        self._position = epoch, batches_done
         if self.train_sampler is not None:
-            self.train_sampler.resume(**self._position)
+            self.train_sampler.resume(*self._position)
 
     def train_dataloader(self) -> EpochLoader:
         """Return the loader over this rank's shard of every global batch."""
@@ -174,7 +179,7 @@ class SDDataModule(LightningDataModule):
             order, world_size=world_size, rank=rank, accumulate=trainer.accumulate_grad_batches
         )
         if self._position is not None:
-            self.train_sampler.resume(**self._position)
+            self.train_sampler.resume(*self._position)
         if not self._told_of_data and trainer.is_global_zero:
             self._told_of_data = True
             for line in order.described():

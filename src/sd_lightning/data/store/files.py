@@ -38,7 +38,7 @@ BLANK = "-" * 2 * HASH_BYTES
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError)
 """What is raised when an altered file is parsed."""
 CHECKS = "checks"
-"""Column of the check sum of each row, compared whenever a row is read; older files have none."""
+"""Column of the check sum of each row, compared whenever a row is read."""
 _ABOUT = "about"
 """The one entry of a file's metadata: JSON."""
 _IDS = "input_ids."
@@ -230,9 +230,9 @@ class StoreFile:
             raise self.broken(f"it has {given} bytes instead of {header.end if given != header.end else size}")
 
     @cached_property
-    def checks(self) -> np.ndarray | None:
-        """(R,) int64: the check sum of each row; None in files of older versions."""
-        return self.read(CHECKS).numpy() if CHECKS in self.columns else None
+    def checks(self) -> np.ndarray:
+        """(R,) int64: the check sum of each row."""
+        return self.read(CHECKS).numpy()
 
     def broken(self, reason: str) -> UsageError:
         """Return the error for a file that is not what was written."""
@@ -243,11 +243,7 @@ class StoreFile:
 
     def is_whole(self, path: Path) -> bool:
         """Return whether the file, which lies at ``path``, is what was written; all bytes are read."""
-        if "seal" in self.metadata:
-            return is_sealed_file(path, self.metadata["seal"])
-        # Older versions hashed the columns, without the header.
-        columns = (bytes_of(self.read(name)) for name in sorted(self.columns))
-        return name_of(*columns) == self.metadata.get("digest")
+        return is_sealed_file(path, self.metadata.get("seal"))
 
     def close(self) -> None:
         """Close the file."""
@@ -366,11 +362,10 @@ class SampleRows:
         return len(self.names)
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], salt: str, *, shape: int) -> SampleRows:
-        """Make rows of samples; ``salt`` is ``Generation.stamps``."""
+    def of(cls, samples: Sequence[Sample], *, shape: int) -> SampleRows:
+        """Make rows of samples."""
         stamps = [
-            b"\0".join([_utf8(each.key), each.image, captions_hash([each.captions]).encode()]) + salt.encode()
-            for each in samples
+            b"\0".join([_utf8(each.key), each.image, captions_hash([each.captions]).encode()]) for each in samples
         ]
         return cls(
             indices=np.array([each.index for each in samples], np.int64),

@@ -242,7 +242,7 @@ class StoredTexts:
         if files:
             sums = torch.stack([row_sums(each[kept]) for each in found.values()]).sum(0).tolist()
             for file, row, total in zip(files, rows.tolist(), sums, strict=True):
-                if file.checks is not None and file.checks[row] != total:
+                if file.checks[row] != total:
                     raise self._altered(file)
         return nested_conditioning(found)
 
@@ -266,7 +266,7 @@ class StoredTexts:
         file = self._opened(EMPTY)
         found = {name: file.read(name) for name in file.columns if name != CHECKS}
         total = torch.stack([row_sums(each) for each in found.values()]).sum(0).item()
-        if file.checks is not None and file.checks[0] != total:
+        if file.checks[0] != total:
             raise file.broken(ALTERED)
         file.close()
         return found

@@ -26,8 +26,6 @@ from sd_lightning.data.store.layout import (
 )
 from sd_lightning.data.store.texts import EMPTY, TEXTS, text_kinds
 
-_TABLES = "tables"
-"""Folder of what older versions wrote to find images; nothing reads it any more."""
 _WORTHWHILE = 0.1
 """A latent file is written anew if a larger part of its rows is unused."""
 NO_OTHER_LIST = (
@@ -106,7 +104,6 @@ class Pruning:
                 SAMPLES: path.stem in entry_of,
                 LATENTS: path.stem in self._used,
                 TEXTS: path.stem in captions and str(path.parent) != self._drop_texts,
-                _TABLES: False,
             }
             if not is_used.get(folder, True) and (folder == GENERATIONS or path.suffix == ".safetensors"):
                 unused.files.append(entry.name)
@@ -132,7 +129,7 @@ class Pruning:
             return
         moved = self._compact()
         entries = {split: self._moved(old, moved) for split, old in self.generation.splits.items()}
-        after = replace(self.generation, number=self.generation.number + 1, splits=entries, has_seal=True)
+        after = replace(self.generation, number=self.generation.number + 1, splits=entries)
         if replace(after, number=self.generation.number) != self.generation:
             self.store.commit(after)
             self.unused.files.append(f"{GENERATIONS}/{self.generation.number:08}.json")
@@ -201,7 +198,7 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
     Files that are deleted meanwhile are skipped.
 
     Raises:
-        UsageError: A file cannot be read just now, or a later version wrote a list.
+        UsageError: A file cannot be read just now, or another version wrote a list.
     """
     altered, num_readable = [], 0
     for name in store.lists():
@@ -224,16 +221,6 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
                 yield path_of(kind, name), reason
             if path.is_relative_to(scratch):
                 path.unlink()
-
-
-def unsealed_lists(store: LatentStore) -> list[str]:
-    """Return the paths of lists that older versions wrote, without a seal; broken ones are left out."""
-    found = []
-    for path in store.lists():
-        with suppress(UsageError, FileNotFoundError):
-            if not Generation.from_json(store.folder.read(path), where=path).has_seal:
-                found.append(path)
-    return found
 
 
 def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:

@@ -429,7 +429,7 @@ def test_a_full_disk_of_temporary_files_is_told(photos: Path, tmp_path: Path, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("sd_lightning.data.store.index.HashTable._write", full)
+        patch.setattr("sd_lightning.data.store.index.rows_of", full)
         refusal(lambda: update(tmp_path / "store", ImageFolder(photos)), "disk is full", "TMPDIR")
     update(tmp_path / "store", ImageFolder(photos))
     assert same(held(reader(tmp_path / "store")), expected(photos))

@@ -267,14 +267,3 @@ def test_the_remedy_is_workers_then_the_cache_then_precomputing(monkeypatch: pyt
     assert tuned(2).faster() == precompute, "the latents do not fit the memory"
     assert tuned(0, cache_latents=True).faster() is None
     assert datamodule().faster() is None, "before the run"
-
-
-def test_the_size_of_the_cache_is_that_of_its_latents() -> None:
-    from sd_lightning.data.latent_table import encode_source
-
-    encoder: Any = SimpleNamespace(  # as Stable Diffusion
-        encode_moments=lambda pixels: torch.cat([torch.nn.functional.avg_pool2d(pixels, 8)[:, :1]] * 8, dim=1)
-    )
-    squares: Any = Squares(4)
-    table = encode_source(squares, encoder, ImageOptions(64), device=torch.device("cpu"))
-    assert sum(file.nbytes for file in table.files) == 4 * 64 * 64 // 2

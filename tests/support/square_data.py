@@ -53,7 +53,12 @@ class Recorder(pl.LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seed = seed
-        self.latent_diffusion = SimpleNamespace(tokenize=tokenize, truncated=lambda captions: [False] * len(captions))
+        self.latent_diffusion = SimpleNamespace(
+            tokenize=tokenize,
+            truncated=lambda captions: [False] * len(captions),
+            family=SimpleNamespace(latent_shape=lambda components, height, width: (4, height // 8, width // 8)),
+            components={},
+        )
         self.encoder = SimpleNamespace(encode_moments=self._encode)
         self.num_encoded = 0
         self.steps: list[list[tuple[int, int, str]]] = []

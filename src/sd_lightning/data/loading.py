@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import dropwhile
+from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 NUM_THREADS = 4
 """Threads that fetch: one alone waits for the network most of the time."""
 T = TypeVar("T")
+_END = -1
+"""In place of the number of a file: there are no more."""
+_PAUSE = 1.0
+"""Seconds without fetching after an error, which may pass."""
 _SLOW_SECONDS = 120.0
 """After this, and each time it has doubled, a worker process says where it is in a batch."""
 
@@ -74,60 +79,43 @@ class LookAhead:
         Yields:
             A function to call with the number of the batch that is read now.
         """
-        position = _Position(begin)
+        # Each thread has files of its own, so that they need not agree on who fetches what.
+        queues = [SimpleQueue[int]() for _ in range(NUM_THREADS)]
+        allowed, ended, now = threading.Semaphore(self._num_batches + 1), threading.Event(), begin
 
-        def run(own: int) -> None:
-            # Each thread has files of its own, so that they need not agree on who fetches what.
+        def feed() -> None:
             for number in range(begin, end):
-                if not position.wait_for(number - self._num_batches):
+                allowed.acquire()
+                if ended.is_set():
                     return
                 for file in self._files_of(samples_of(number)):
-                    if file % NUM_THREADS == own and not self._fetched(file, position):
-                        return
+                    queues[file % NUM_THREADS].put(file)
 
-        for own in range(NUM_THREADS):
-            # Not joined: the end of a run does not wait for a file that nobody reads.
-            threading.Thread(target=run, args=(own,), name=f"look-ahead-{own}", daemon=True).start()
+        def fetch(queue: SimpleQueue[int]) -> None:
+            while (file := queue.get()) != _END and not ended.is_set():
+                try:
+                    self._fetch(file)
+                except Exception as error:
+                    log.warning("data: a file could not be fetched ahead (%s); reading it tries again", error)
+                    ended.wait(_PAUSE)
+
+        def move(number: int) -> None:
+            nonlocal now
+            if number > now:
+                allowed.release(number - now)
+                now = number
+
+        # Not joined: the end of a run does not wait for a file that nobody reads.
+        threading.Thread(target=feed, name="look-ahead", daemon=True).start()
+        for queue in queues:
+            threading.Thread(target=fetch, args=(queue,), name="look-ahead", daemon=True).start()
         try:
-            yield position.move
+            yield move
         finally:
-            position.end()
-
-    def _fetched(self, file: int, position: _Position) -> bool:
-        """Fetch a file; return whether to go on. After an error wait until the reader has moved."""
-        if position.ended:
-            return False
-        try:
-            self._fetch(file)
-        except Exception as error:
-            log.warning("data: a file could not be fetched ahead (%s); it is tried again when it is read", error)
-            return position.wait_for(position.now + 1)
-        return True
-
-
-class _Position:
-    """The batch that is read now."""
-
-    def __init__(self, begin: int) -> None:
-        self._moved = threading.Condition()
-        self.now = begin
-        self.ended = False
-
-    def move(self, number: int) -> None:
-        with self._moved:
-            self.now = number
-            self._moved.notify_all()
-
-    def end(self) -> None:
-        with self._moved:
-            self.ended = True
-            self._moved.notify_all()
-
-    def wait_for(self, number: int) -> bool:
-        """Wait until a batch is read; return False if reading has ended."""
-        with self._moved:
-            self._moved.wait_for(lambda: self.ended or self.now >= number)
-            return not self.ended
+            ended.set()
+            allowed.release()
+            for queue in queues:
+                queue.put(_END)
 
 
 @dataclass(frozen=True)

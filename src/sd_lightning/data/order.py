@@ -1,10 +1,9 @@
 """The order of the samples in an epoch: a pure function of (seed, epoch, position), in constant memory.
 
-``GlobalBatchSampler`` asks a ``BatchOrder`` for the samples of a global batch. ``EpochBatches`` cuts them from one
-order of all samples. ``BucketOrder`` has batches of one image shape each: in an epoch, batch ``j`` of the ``n`` batches
-of a bucket has the time ``(j + offset) / n`` with a random offset in [0, 1), and batches are ordered by time. So the
-batches of every bucket are spread evenly over the epoch, and the batch of any number is found by bisection, without a
-list of all batches.
+``GlobalBatchSampler`` asks a ``BatchOrder`` for the samples of a global batch, which have one image shape: a bucket. In
+an epoch, batch ``j`` of the ``n`` batches of a bucket has the time ``(j + offset) / n`` with a random offset in [0, 1),
+and batches are ordered by time. So the batches of every bucket are spread evenly over the epoch, and the batch of any
+number is found by bisection, without a list of all batches.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,32 +46,6 @@ _TICK_BITS = 31
 """Bits of the resolution of the batches' times; batches of the same time follow in the order of their buckets."""
 
 
-class BatchOrder(Protocol):
-    """The samples of each global batch (optimizer step), equal on all ranks."""
-
-    @property
-    def num_samples(self) -> int:
-        """Length of the data set."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a global batch; the largest, if they differ."""
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Global batches in every epoch; 0 if the samples do not fill one."""
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples in the global batches of an epoch."""
-
-    def described(self) -> list[str]:
-        """Return lines about the batches for people; none if they are what everyone expects."""
-
-    def of_epoch(self, epoch: int) -> Callable[[int], np.ndarray]:
-        """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64."""
-
-
 @dataclass(frozen=True)
 class Locality:
     """Files in which samples lie, and how many of them are read at a time."""
@@ -81,57 +54,6 @@ class Locality:
     """(F,) int64: the index behind the last sample of each file."""
     window: int
     """Files among which samples are shuffled."""
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UsageError(f"Locality got window={self.window}; expected at least one file; write window=32")
-
-
-@dataclass(frozen=True)
-class EpochBatches:
-    """Global batch ``g`` is the positions ``[g * batch_size, (g + 1) * batch_size)`` of one order of all samples.
-
-    By default an incomplete last batch is dropped: other samples in each epoch.
-    """
-
-    num_samples: int
-    batch_size: int
-    seed: int
-    shuffle: bool = True
-    """Yield in index order if false."""
-    together: int = 1
-    """Consecutive samples that stay together; divides ``num_samples``."""
-    locality: Locality | None = None
-    drop_last: bool = True
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return num_batches(self.num_samples, self.batch_size, drop_last=self.drop_last)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return min(self.num_samples, self.batches_per_epoch * self.batch_size)
-
-    def described(self) -> list[str]:
-        rest = self.num_samples % self.batch_size
-        if self.drop_last or not rest:
-            return []
-        return [f"the last of {self.batches_per_epoch} batches of an epoch has {rest} of {self.batch_size} samples"]
-
-    def of_epoch(self, epoch: int) -> Callable[[int], np.ndarray]:
-        num, size = self.num_samples, self.batch_size
-        order = EpochOrder(num, seed=self.seed, epoch=epoch, together=self.together, locality=self.locality)
-
-        def batch(number: int) -> np.ndarray:
-            positions = np.arange(number * size, min((number + 1) * size, num))
-            return order.at(positions) if self.shuffle else positions
-
-        return batch
-
-
-def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Return the number of batches of samples, with or without an incomplete last one."""
-    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
 class EpochOrder:
@@ -277,59 +199,52 @@ def shape_of(buckets: Sequence[Bucket], index: int) -> Shape:
 
 
 @dataclass(frozen=True)
-class BucketOrder:
-    """The order of an epoch in which each global batch is of one bucket; a ``BatchOrder``.
-
-    Args:
-        buckets: The samples.
-        batch_size: Samples of a global batch.
-        seed: Seed of the run.
-        shuffle: Yield each bucket in index order if false.
-        drop_last: Leave the incomplete last batch of each bucket out: other samples in each epoch.
-
-    Raises:
-        UsageError: No bucket fills a batch.
-    """
+class BatchOrder:
+    """The samples of each global batch (optimizer step), equal on all ranks; each batch is of one bucket."""
 
     buckets: Sequence[Bucket]
+    """The samples; one bucket of all of them where all images have the same shape."""
     batch_size: int
+    """Samples of a global batch."""
     seed: int
+    """Seed of the run."""
     shuffle: bool = True
+    """Yield each bucket in index order if false."""
     drop_last: bool = False
-
-    def __post_init__(self) -> None:
-        if self.batches_per_epoch == 0:
-            largest = max(map(len, self.buckets), default=0)
-            raise UsageError(
-                f"data.batch_size={self.batch_size} with data.drop_last=true: none of the {len(self.buckets)} "
-                f"aspect-ratio buckets has that many images, the largest has {largest}; write data.drop_last=false, or "
-                f"data.batch_size={largest}"
-            )
+    """Leave the incomplete last batch of each bucket out: other samples in each epoch."""
+    together: int = 1
+    """Consecutive samples that stay together; divides the size of every bucket."""
 
     @property
     def num_samples(self) -> int:
+        """Samples of all buckets."""
         return sum(map(len, self.buckets))
 
     @property
     def batches_per_bucket(self) -> list[int]:
         """Global batches of each bucket in an epoch."""
-        return [num_batches(len(bucket), self.batch_size, drop_last=self.drop_last) for bucket in self.buckets]
+        rest = 0 if self.drop_last else self.batch_size - 1
+        return [(len(bucket) + rest) // self.batch_size for bucket in self.buckets]
 
     @property
     def batches_per_epoch(self) -> int:
+        """Global batches in every epoch; 0 if no bucket fills one."""
         return sum(self.batches_per_bucket)
 
     @property
     def samples_per_epoch(self) -> int:
+        """Samples in the global batches of an epoch."""
         return sum(min(len(b), num * self.batch_size) for b, num in zip(self.buckets, self.batches_per_bucket))
 
     def of_epoch(self, epoch: int) -> Callable[[int], np.ndarray]:
+        """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64."""
         interleaved = _Interleaved(self.batches_per_bucket, self._offsets(epoch))
 
         @cache
         def order(chosen: int) -> EpochOrder:
-            bucket = self.buckets[chosen]
-            return EpochOrder(len(bucket), seed=self.seed, epoch=epoch, locality=bucket.locality, stream=chosen)
+            bucket, together = self.buckets[chosen], self.together
+            keys = {"seed": self.seed, "epoch": epoch, "stream": chosen}
+            return EpochOrder(len(bucket), **keys, together=together, locality=bucket.locality)
 
         def batch(number: int) -> np.ndarray:
             chosen, place = interleaved.find(number)
@@ -346,7 +261,12 @@ class BucketOrder:
         return randomness.integers(self.seed, epoch, bucket, Purpose.BUCKETS, 2**_TICK_BITS).numpy()
 
     def described(self) -> list[str]:
-        """Return a line for each bucket, and one for all of them, for people."""
+        """Return for people a line for each of several buckets, and one of all; of one only what is unusual."""
+        if len(self.buckets) == 1:
+            rest = self.num_samples % self.batch_size
+            if self.drop_last or not rest:
+                return []
+            return [f"the last of {self.batches_per_epoch} batches of an epoch has {rest} of {self.batch_size} samples"]
         lines = []
         for bucket, num in zip(self.buckets, self.batches_per_bucket):
             rest = len(bucket) % self.batch_size

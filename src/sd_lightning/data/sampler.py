@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.order import BatchOrder, Bucket, BucketOrder, EpochBatches, Key, Shape, listed
+from sd_lightning.data.order import BatchOrder, Bucket, Key, Shape, listed
 from sd_lightning.data.source import Bad, BadSample, Source
 from sd_lightning.data.transform import (
     BUCKET_FIELDS,
@@ -81,16 +81,16 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             accumulate: Micro-batches per optimizer step.
 
         Raises:
-            UsageError: The global batch is smaller than the number of its parts, or larger than the data set.
+            UsageError: The global batch is smaller than the number of its parts, or larger than every bucket.
         """
         check_division(order.batch_size, world_size, accumulate)
         if not order.batches_per_epoch:
-            parts = world_size * accumulate
-            fits = order.num_samples >= parts
-            remedy = f"write data.batch_size={order.num_samples}" if fits else "train on one process"
+            largest, num = max(map(len, order.buckets)), len(order.buckets)
+            data = "the training set" if num == 1 else f"the largest of {num} aspect-ratio buckets"
+            smaller = f"data.batch_size={largest} or " if largest >= world_size * accumulate else ""
             raise UsageError(
                 f"data.batch_size={order.batch_size} ({world_size} process(es) x {accumulate} accumulated batch(es)) "
-                f"is larger than the training set of {order.num_samples} samples; {remedy}, or add images"
+                f"is larger than {data} of {largest} samples; write {smaller}data.drop_last=false, or add images"
             )
         self.order = order
         self.world_size = world_size
@@ -314,7 +314,7 @@ class Batching:
     def check(self, source: Source, world_size: int, accumulate: int) -> None:
         """Check before training that a source fills a global batch, and that the batch has a sample for every process.
 
-        Sizes of images are not read: whether buckets fill a batch is checked by :meth:`order`.
+        Sizes of images are not read: whether buckets fill a batch is checked by the sampler.
 
         Raises:
             UsageError: The batch is too large or too small.
@@ -334,21 +334,13 @@ class Batching:
         """Return the order of a source's samples; collective with buckets.
 
         Raises:
-            UsageError: No bucket fills a batch, or no image fits a bucket.
+            UsageError: No image fits a bucket.
         """
         buckets, size = self.buckets(source), self._batch_size
         drop_last = not buckets if self._drop_last is None else self._drop_last
-        if buckets:
-            return BucketOrder(buckets, size, seed, shuffle=shuffle, drop_last=drop_last)
-        return EpochBatches(
-            len(source),
-            size,
-            seed,
-            shuffle=shuffle,
-            together=source.together,
-            locality=source.locality,
-            drop_last=drop_last,
-        )
+        side = self._images.resolution
+        buckets = buckets or (Bucket((side, side), range(len(source)), source.locality),)
+        return BatchOrder(buckets, size, seed, shuffle=shuffle, drop_last=drop_last, together=source.together)
 
     def validation(self, source: Source, batch_size: int, world_size: int, rank: int) -> list[list[Key]]:
         """Return a rank's batches of validation keys, equally many on all ranks; collective with buckets."""

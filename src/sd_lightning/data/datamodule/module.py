@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
 from sd_lightning._errors import UsageError
@@ -216,8 +218,12 @@ class SDDataModule(LightningDataModule):
 
     def faster(self) -> str | None:
         """Return what makes the batches arrive sooner; see ``TunableData``."""
-        is_encoded = self.source_train.latents is not None
-        return self._loaders.faster(self.source_train.distinct, self.images, is_encoded=is_encoded)
+        num_bytes = None
+        if self.source_train.latents is None and self.trainer is not None:
+            model, side = self._module().latent_diffusion, self.images.resolution
+            moments = 2 * math.prod(model.family.latent_shape(model.components, side, side))
+            num_bytes = len(self.source_train.distinct) * moments * torch.float32.itemsize
+        return self._loaders.faster(self.images, num_bytes)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Remove the bad samples from a batch and count them (Lightning calls this in the main process)."""

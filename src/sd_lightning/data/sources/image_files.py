@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import stat
-import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,8 +89,10 @@ def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
     PIL's format plug-ins raise many types (OSError, SyntaxError, ValueError, struct.error, ...), so every exception but
     MemoryError counts.
     """
+    if Image.MAX_IMAGE_PIXELS is not None:  # PIL's own limit, which its plug-ins check before they allocate
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
     try:
-        with _limits.at_least(max_pixels), Image.open(file) as image:
+        with Image.open(file) as image:
             check_size(image.size, max_pixels)
             yield image
     except (BadSample, MemoryError):
@@ -105,33 +106,6 @@ def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
         # PIL's own message repeats the path, or the address of the buffer.
         reason = "not an image" if type(error).__name__ == "UnidentifiedImageError" else str(error)
         raise BadSample(f"cannot decode the image: {reason}") from error
-
-
-class _Limits:
-    """PIL's own limit, which its plug-ins check before they allocate; it has one for all threads of a process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted: list[int] = []
-        self._before: int | None = None
-
-    @contextmanager
-    def at_least(self, max_pixels: int) -> Iterator[None]:
-        """Set the limit, or a larger one that another thread needs; put PIL's back when no thread needs one."""
-        with self._lock:
-            if not self._wanted:
-                self._before = Image.MAX_IMAGE_PIXELS
-            self._wanted.append(max_pixels)
-            Image.MAX_IMAGE_PIXELS = max(self._wanted)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wanted.remove(max_pixels)
-                Image.MAX_IMAGE_PIXELS = max(self._wanted, default=self._before)
-
-
-_limits = _Limits()
 
 
 def _has_late_metadata(file: BinaryIO) -> bool:

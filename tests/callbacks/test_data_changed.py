@@ -14,7 +14,7 @@ import small_training as small
 from sd_lightning import SDDataModule, UsageError
 from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.data import fingerprint as fingerprints
-from sd_lightning.data.datamodule import dreambooth_data, image_folder_data
+from sd_lightning.data.builders import dreambooth_data, image_folder_data
 from sd_lightning.data.fingerprint import Change, change, fingerprint
 from sd_lightning.data.source import Source, SourceSubset
 from sd_lightning.data.sources.digits import Digits
@@ -314,18 +314,18 @@ def test_bad_samples_of_earlier_starts_count_until_they_are_mended(tmp_path: Pat
         (folder / f"{number}.bmp").write_bytes(b"broken")
     first = _fit(run, folder, 4, max_bad_fraction=0.3)
     names = {f"{folder}/{number}.bmp" for number in range(2)}
-    assert first.bad_samples.keys() == names
+    assert first.bad.found.keys() == names
     resume = checkpoint_path(run, 4)
-    assert small.trainer_state(resume)["bad_samples"] == first.bad_samples
+    assert small.trainer_state(resume)["bad_samples"] == first.bad.found
     again = _data(folder, max_bad_fraction=0.3)
-    assert again.still_bad(first.bad_samples) == first.bad_samples
+    assert again.bad.still_bad(first.bad.found) == first.bad.found
     with pytest.raises(UsageError, match="2 samples cannot be used, more than data.max_bad_fraction=0.2 allows"):
         _fit(run, folder, 5, resume, max_bad_fraction=0.2)
     _picture(folder / "0.bmp", 0)
     second = _data(folder, max_bad_fraction=0.2)
-    assert second.still_bad(first.bad_samples).keys() == {f"{folder}/1.bmp"}
+    assert second.bad.still_bad(first.bad.found).keys() == {f"{folder}/1.bmp"}
     (folder / "1.bmp").unlink()
-    assert _data(folder).still_bad(first.bad_samples) == {}
+    assert _data(folder).bad.still_bad(first.bad.found) == {}
 
 
 def test_the_setting_takes_two_values(tmp_path: Path) -> None:

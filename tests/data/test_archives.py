@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from archives import encoded, image_rows, picture, sample, write_parquet, write_tar
 from sd_lightning._errors import UsageError
-from sd_lightning.data.datamodule import parquet_data, webdataset_data
+from sd_lightning.data.builders import parquet_data, webdataset_data
 from sd_lightning.data.fingerprint import change, fingerprint
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.sources import parquet
@@ -177,9 +177,9 @@ REFUSED_TARS: list[tuple[Callable[[Path], Any], str, dict[str, Any], str]] = [
         lambda root: write_tar(root / "a.tar.gz", sample("0", 0), "w:gz"),
         "",
         {},
-        "a.tar.gz, compressed with gz, .*tar -cf",
+        "a.tar.gz, compressed with gzip, .*tar -cf",
     ),
-    (lambda root: write_tar(root / "a.tgz", sample("0", 0), "w:gz"), "", {}, "a.tgz, compressed with tgz.*tar -cf"),
+    (lambda root: write_tar(root / "a.tgz", sample("0", 0), "w:gz"), "", {}, "a.tgz, compressed with gzip.*tar -cf"),
     (compressed, "", {}, "b.tar, compressed with gzip, whose files cannot be read at random.*tar -cf"),
     (compressed, "/{a,c,d}.tar", {}, "no file '.*c.tar', nor 1 others of 3; expected"),
     (
@@ -206,7 +206,7 @@ REFUSED_TARS: list[tuple[Callable[[Path], Any], str, dict[str, Any], str]] = [
         *(
             "",
             {},
-            "no .txt file beside its images, but 0.json with text under caption, url; write data.caption_key=caption$",
+            "no caption file 0.txt.*, or write data.caption_key=<key> for captions in .json files$",
         ),
     ),
     (

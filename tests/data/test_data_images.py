@@ -19,7 +19,7 @@ from PIL import Image
 from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.samples import _suggested_prompts
 from sd_lightning.data.batch import CaptionedImages
-from sd_lightning.data.datamodule import huggingface_data, image_folder_data
+from sd_lightning.data.builders import huggingface_data, image_folder_data
 from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
@@ -393,7 +393,7 @@ def test_pictures_are_drawn_of_captions_that_can_be_read(tmp_path: Path) -> None
     ("prepare", "message"),
     [
         (lambda folder: None, "there is no folder .*; expected a folder of images. Write data.train_data_dir"),
-        (lambda folder: folder.mkdir(), "no usable captioned image .it is empty.; give a folder of images"),
+        (lambda folder: folder.mkdir(), "no usable captioned image .no images.; give a folder of images"),
         (lambda folder: paint(folder / "a.png"), "1 unusable, the first is .*a.png: it has no caption file a.txt"),
         (
             lambda folder: metadata(folder, {"file_name": "a.png", "caption": "x", "author": "y"}),
@@ -427,7 +427,7 @@ def test_missing_images_beyond_the_limit_stop_before_training(tmp_path: Path) ->
     metadata(tmp_path, {"file_name": "a.png", "text": "x"}, {"file_name": "b.png", "text": "x"})
     with pytest.raises(UsageError, match=r"1 samples cannot be used, .*allows \(0\): .*b.png .there is no file"):
         image_folder_data(str(tmp_path), num_workers=0)
-    assert len(image_folder_data(str(tmp_path), num_workers=0, max_bad_fraction=0.5).bad_samples) == 1
+    assert len(image_folder_data(str(tmp_path), num_workers=0, max_bad_fraction=0.5).bad.found) == 1
 
 
 @pytest.fixture(scope="module")
@@ -501,7 +501,7 @@ def test_yaml_keys_are_the_builders_arguments_with_their_defaults(name: str, rep
 
     from omegaconf import OmegaConf
 
-    import sd_lightning.data.datamodule as built
+    import sd_lightning.data.builders as built
 
     node = OmegaConf.to_container(OmegaConf.load(repo / "conf/data" / f"{name}.yaml"))
     parameters = inspect.signature(getattr(built, node.pop("_target_").rpartition(".")[2])).parameters

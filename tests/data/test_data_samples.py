@@ -13,7 +13,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.data import source as source_module
 from sd_lightning.data.batch import CaptionedImages
 from sd_lightning.data.source import BadSample, Source, SourceSubset, hold_out
-from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
+from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits
 from sd_lightning.data.transform import ImageOptions, place, to_model_range, to_rgb
 
 
@@ -139,7 +139,7 @@ def test_judge_reads_digits_it_was_not_fitted_on_at_any_size() -> None:
 
 
 def test_evaluation_prompts_ask_for_every_digit_equally() -> None:
-    prompts, labels = evaluation_prompts(25)
+    prompts, labels = DigitJudge.prompts(25)
     assert labels[:11] == [*range(10), 0] and prompts[3] == "a handwritten three" and len(prompts) == 25
 
 

@@ -14,7 +14,7 @@ from sd_lightning import UsageError
 from sd_lightning.apps import class_images
 from sd_lightning.apps.class_images import missing_pictures
 from sd_lightning.data.batch import CaptionedImages
-from sd_lightning.data.datamodule import dreambooth_data
+from sd_lightning.data.builders import dreambooth_data
 from sd_lightning.data.latent_table import encode_source
 from sd_lightning.data.order import BatchOrder, Bucket
 from sd_lightning.data.sampler import GlobalBatchSampler

@@ -16,7 +16,8 @@ from PIL import Image
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data import loading, workers
-from sd_lightning.data.datamodule import SDDataModule, digits_data
+from sd_lightning.data.builders import digits_data
+from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import BatchCost, choose, cores_per_process, measure, reading_threads, settle
@@ -182,7 +183,7 @@ def test_a_run_with_auto_sees_the_same_samples_and_counts_a_bad_one_once(caplog:
         made = trainer(4, check_val_every_n_epoch=None, val_check_interval=2)
         with caplog.at_level(logging.INFO, "sd_lightning"):
             made.fit(module, data)
-        runs.append((module.steps, data.bad_samples, made))
+        runs.append((module.steps, data.bad.found, made))
     assert runs[0][:2] == runs[1][:2]
     assert runs[1][1] == {"square-4": "torn", "square-5": "torn"}
     chosen = [message for message in caplog.messages if "num_workers" in message]

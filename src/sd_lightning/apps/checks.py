@@ -169,7 +169,7 @@ def paths_read(spec: RunSpec, *, resumed: bool) -> dict[str, str]:
 
     The model of a resumed run is left out: it may lie in the run's own folder.
     """
-    from sd_lightning.data.datamodule import paths_in
+    from sd_lightning.data.builders import paths_in
 
     reads = {
         key if key in spec.settings and key.endswith("_dir") else f"data.{key}": value

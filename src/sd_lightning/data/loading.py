@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from queue import SimpleQueue
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 """Threads that fetch: one alone waits for the network most of the time."""
-T = TypeVar("T")
 _END = -1
 """In place of the number of a file: there are no more."""
 _PAUSE = 1.0
@@ -188,7 +187,7 @@ class LoaderOptions:
         )
 
 
-def as_is(batch: T) -> T:
+def as_is(batch: Any) -> Any:
     """Return the batch unchanged (as ``collate_fn``: spawned workers could not pickle a lambda)."""
     return batch
 
@@ -288,7 +287,7 @@ class EpochLoader(WholeBatchLoader):
         self._on_start = on_start
         self._look_ahead = look_ahead
         self.batch_sampler = batch_sampler
-        self._given = (0, 0)
+        self._yielded = (0, 0)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the micro-batches of the rest of the epoch."""
@@ -297,9 +296,9 @@ class EpochLoader(WholeBatchLoader):
         epoch, start = sampler.epoch, sampler.batches_done * sampler.accumulate
         batches = iter(self._loader)  # forks the workers, before there are other threads
         with self._fetching() as move:
-            for given, batch in enumerate(batches, start + 1):
-                self._given = (epoch, given)
-                move(given // sampler.accumulate)
+            for yielded, batch in enumerate(batches, start + 1):
+                self._yielded = (epoch, yielded)
+                move(yielded // sampler.accumulate)
                 yield batch
 
     def _fetching(self) -> AbstractContextManager[Callable[[int], None]]:
@@ -308,13 +307,13 @@ class EpochLoader(WholeBatchLoader):
             return nullcontext(lambda number: None)
         sampler = self.batch_sampler
         samples_of = sampler.order.of_epoch(sampler.epoch)
-        return self._look_ahead.running(samples_of, sampler.batches_done, sampler.batches_per_epoch)
+        return self._look_ahead.running(samples_of, sampler.batches_done, sampler.order.batches_per_epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the epoch, the number of its global batches already yielded, and the order's version."""
         sampler = self.batch_sampler
-        epoch, given = self._given
-        done = given // sampler.accumulate if epoch == sampler.epoch else 0
+        epoch, yielded = self._yielded
+        done = yielded // sampler.accumulate if epoch == sampler.epoch else 0
         done = max(done, sampler.batches_done)
         return {"epoch": sampler.epoch, "batches_done": done, "order_version": ORDER_VERSION}
 

@@ -238,7 +238,11 @@ class BatchOrder:
 
     def of_epoch(self, epoch: int) -> Callable[[int], np.ndarray]:
         """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64."""
-        interleaved = _Interleaved(self.batches_per_bucket, self._offsets(epoch))
+        num_batches, offsets = np.asarray(self.batches_per_bucket, np.int64), self._offsets(epoch)
+
+        def before(tick: int) -> np.ndarray:
+            """Return for each bucket the number of its batches before a time: all j * 2**31 + offset < tick * n."""
+            return -((offsets - tick * num_batches) >> _TICK_BITS)
 
         @cache
         def order(chosen: int) -> EpochOrder:
@@ -247,8 +251,11 @@ class BatchOrder:
             return EpochOrder(len(bucket), **keys, together=together, locality=bucket.locality)
 
         def batch(number: int) -> np.ndarray:
-            chosen, place = interleaved.find(number)
-            bucket, begin = self.buckets[chosen], place * self.batch_size
+            after = bisect_right(range(2**_TICK_BITS + 1), number, key=lambda tick: int(before(tick).sum()))
+            done = before(after - 1)
+            at_that_time = np.flatnonzero(before(after) - done)
+            chosen = int(at_that_time[number - done.sum()])
+            bucket, begin = self.buckets[chosen], int(done[chosen]) * self.batch_size
             places = np.arange(begin, min(begin + self.batch_size, len(bucket)))
             return bucket.at(order(chosen).at(places) if self.shuffle else places)
 
@@ -285,23 +292,3 @@ class BatchOrder:
 def _counted(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-class _Interleaved:
-    """The batches of several buckets, ordered by time."""
-
-    def __init__(self, num_batches: Sequence[int], offsets: np.ndarray) -> None:
-        self._num_batches = np.asarray(num_batches, dtype=np.int64)
-        self._offsets = offsets
-
-    def _before(self, tick: int) -> np.ndarray:
-        """Return for each bucket the number of its batches before a time: all j * 2**31 + offset < tick * n."""
-        return -((self._offsets - tick * self._num_batches) >> _TICK_BITS)
-
-    def find(self, number: int) -> tuple[int, int]:
-        """Return the bucket of the batch of that number, and the batch's number in the bucket."""
-        after = bisect_right(range(2**_TICK_BITS + 1), number, key=lambda tick: int(self._before(tick).sum()))
-        before = self._before(after - 1)
-        at_that_time = np.flatnonzero(self._before(after) - before)
-        bucket = int(at_that_time[number - before.sum()])
-        return bucket, int(before[bucket])

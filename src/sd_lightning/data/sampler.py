@@ -106,28 +106,13 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         """Return this object: Lightning calls ``set_epoch`` on ``loader.batch_sampler.sampler``."""
         return self
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples per optimizer step, over all ranks."""
-        return self.order.batch_size
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Global batches (optimizer steps) in an epoch."""
-        return self.order.batches_per_epoch
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples that all ranks together see in an epoch."""
-        return self.order.samples_per_epoch
-
     def __len__(self) -> int:
         """Return the number of micro-batches of a *whole* epoch on one rank.
 
         ``resume`` does not reduce it: Lightning adds the batches done to its own counter, and would otherwise end
         the epoch early.
         """
-        return self.batches_per_epoch * self.accumulate
+        return self.order.batches_per_epoch * self.accumulate
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; a new epoch starts at batch 0.
@@ -152,11 +137,11 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         Raises:
             UsageError: The epoch does not have that many batches.
         """
-        if not 0 <= batches_done <= self.batches_per_epoch:
+        if not 0 <= batches_done <= self.order.batches_per_epoch:
             raise UsageError(
                 f"resume: {batches_done} batches of epoch {epoch} are done, but an epoch has "
-                f"{self.batches_per_epoch} ({self.order.num_samples} samples, data.batch_size="
-                f"{self.global_batch_size}); resume with the data and the batch size of the saved run, "
+                f"{self.order.batches_per_epoch} ({self.order.num_samples} samples, data.batch_size="
+                f"{self.order.batch_size}); resume with the data and the batch size of the saved run, "
                 "or start a new one with init_from="
             )
         self.epoch = epoch
@@ -167,7 +152,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         """Yield this rank's micro-batches of the rest of the epoch."""
         epoch, parts = self.epoch, self.world_size * self.accumulate
         samples_of = self.order.of_epoch(epoch)
-        for number in range(self.batches_done, self.batches_per_epoch):
+        for number in range(self.batches_done, self.order.batches_per_epoch):
             indices = samples_of(number).tolist()
             size = len(indices)
             for part in range(self.rank, parts, self.world_size):
@@ -359,17 +344,3 @@ class Batching:
         names = ("resolution", "max_image_pixels", *BUCKET_FIELDS[1:])
         settings = " ".join(f"data.{name}={getattr(self._images, name)}" for name in names)
         return f"aspect-ratio buckets with {settings} {drop_last}"
-
-
-def check_buckets(images: ImageOptions, source: Source) -> None:
-    """Check that the samples of a source may be in batches of different shapes.
-
-    Raises:
-        UsageError: They stay together in groups.
-    """
-    if images.enable_bucket and source.together > 1:
-        raise UsageError(
-            f"data.enable_bucket=true: samples stay together in groups of {source.together}, such as a photo and a "
-            "picture of its class, but a batch has one shape; write data.enable_bucket=false, or train without "
-            "pictures of the class"
-        )

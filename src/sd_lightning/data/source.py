@@ -59,8 +59,8 @@ class StoredLatents(Protocol):
 class Source(ABC):
     """Captioned images, addressed by index.
 
-    To train on your own data, inherit from this class, implement ``__len__``, ``image``, ``captions`` and ``name``, and
-    pass an instance to ``SDDataModule``. Everything else has a default. Instances are pickled for worker processes;
+    To train on your own data, inherit from this class, implement ``__len__``, ``image`` and ``captions``, and pass
+    an instance to ``SDDataModule``. Everything else has a default. Instances are pickled for worker processes;
     with ``cache_latents`` and in precompute, several threads read images at a time.
     """
 
@@ -91,9 +91,9 @@ class Source(ABC):
     def captions(self, index: int) -> Sequence[str]:
         """Return the captions of an image without decoding it; raise ``BadSample`` if there are none."""
 
-    @abstractmethod
     def name(self, index: int) -> str:
-        """Return a name by which a person finds the sample, e.g. its path."""
+        """Return a name by which a person finds the sample, e.g. its path; by default its number."""
+        return f"{type(self).__name__}/{index}"
 
     def key(self, index: int) -> str:
         """Return the identity of a sample, which stays the same when others are added or removed.
@@ -202,20 +202,10 @@ class Source(ABC):
             return ""
 
 
-class Indices(Protocol):
-    """Indices of some samples, such as a list or a range."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, place: int, /) -> int:
-        """Return the index of one sample."""
-
-
 class SourceSubset(Source):
     """Source of some samples of another source."""
 
-    def __init__(self, source: Source, indices: Indices) -> None:
+    def __init__(self, source: Source, indices: Sequence[int] | AllBut) -> None:
         """Choose the samples of ``source`` at ``indices``."""
         self.source = source
         self.indices = indices

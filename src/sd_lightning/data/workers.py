@@ -119,7 +119,9 @@ def choose(options: LoaderOptions, dataset: CaptionedImages, batches: BatchKeys,
     if options.num_workers != "auto":
         return options
     cost = measure(dataset, batches)
-    chosen = settle(options, cost, most=_most_workers(cost.num_bytes, processes), room=_room(processes))
+    room = _room(processes)  # each worker keeps at least one batch ready
+    most = min(cores_per_process(processes), _MAX_WORKERS, room // cost.num_bytes)
+    chosen = settle(options, cost, most=most, room=room)
     took = f"{1000 * cost.seconds:.3g} ms" if cost.seconds < 1 else f"{cost.seconds:.3g} s"
     prefetch = f" prefetch_factor={chosen.prefetch_factor}" if chosen.num_workers else ""
     log.info(
@@ -186,11 +188,6 @@ def cores_per_process(processes: int) -> int:
 def reading_threads(processes: int) -> int:
     """Return the threads with which one of ``processes`` processes reads images once, for ``cache_latents``."""
     return max(1, min(cores_per_process(processes), _MAX_WORKERS))
-
-
-def _most_workers(num_bytes: int, processes: int) -> int:
-    """Return the limit on the workers of one process, each of which keeps at least ``num_bytes`` ready."""
-    return min(cores_per_process(processes), _MAX_WORKERS, _room(processes) // num_bytes)
 
 
 def _room(processes: int) -> int:

@@ -140,7 +140,7 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
     def look() -> tuple[Change | None, dict[str, str]]:
         change = compare_data(datamodule, saved, path)
         bad = saved.get("bad_samples", {})
-        return change, datamodule.still_bad(bad) if isinstance(datamodule, CountedData) else {}
+        return change, datamodule.bad.still_bad(bad) if isinstance(datamodule, CountedData) else {}
 
     change, bad = on_rank_zero(look)
     if saved.get("data") is None:
@@ -148,7 +148,7 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
     if change is not None:
         log.warning("resume=%s: the training set has changed since: %s", path, change.description)
     if bad and isinstance(datamodule, CountedData):
-        datamodule.recall_bad(bad)
+        datamodule.bad.count(bad)
     position = RunPosition(**saved["position"])
     if change is not None and change.reorders and position.steps_in_epoch:
         return replace(position, epoch=position.epoch + 1, steps_in_epoch=0)  # the order of every epoch has changed

@@ -72,7 +72,7 @@ class RunPosition:
             epoch=epoch,
             steps_in_epoch=done // trainer.accumulate_grad_batches,
             batch_size=data.batch_size,
-            samples_per_epoch=sampler.samples_per_epoch,
+            samples_per_epoch=sampler.order.samples_per_epoch,
             seed=cast("SDLightningModule", trainer.lightning_module).seed,
             order_version=ORDER_VERSION,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 from pathlib import Path
@@ -11,7 +10,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning.data.source import BadSample
-from sd_lightning.data.sources.image_files import EncodedImages, check_column, choose, clean_captions, open_file
+from sd_lightning.data.sources.image_files import (
+    EncodedImages,
+    check_column,
+    choose,
+    clean_captions,
+    nearest,
+    open_file,
+)
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 from sd_lightning.storage.new_folder import unused
 
@@ -160,7 +166,7 @@ def _open_dataset(name: str, split: str) -> Dataset:
             "the name of a Hugging Face dataset, or a folder that Dataset.save_to_disk wrote"
         ) from error
     if isinstance(table, dict) and split not in table:
-        near = next(iter(difflib.get_close_matches(split, table, n=1)), next(iter(table), "<split>"))
+        near = nearest(split, table, next(iter(table), "<split>"))
         raise UsageError(
             f"data.split={split}: the dataset {name} has the splits {', '.join(table)}; write data.split={near}"
         )

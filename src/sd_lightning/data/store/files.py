@@ -49,11 +49,11 @@ Shard = tuple[str, int]
 
 def name_of(*parts: bytes | bytearray | memoryview) -> str:
     """Return the name of a file whose contents these bytes decide: a hash, 32 hexadecimal digits."""
-    found = blake2b(digest_size=HASH_BYTES)
+    digest = blake2b(digest_size=HASH_BYTES)
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def hashes_of(parts: Sequence[bytes]) -> np.ndarray:
@@ -108,10 +108,10 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _hash(head: bytes, seal: object, rest: Iterator[bytes]) -> str:
-    found = blake2b(head.replace(str(seal).encode(), BLANK.encode(), 1), digest_size=HASH_BYTES)
+    digest = blake2b(head.replace(str(seal).encode(), BLANK.encode(), 1), digest_size=HASH_BYTES)
     for block in rest:
-        found.update(block)
-    return found.hexdigest()
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def about(header: Header) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def write_groups(path: Path, groups: Iterable[Mapping[str, Tensor]], *, rows: in
     begins: dict[str, int] = {}
     header, done, end = b"", 0, 0
     with open(path, "wb") as file:
-        for given in groups:
-            group = {**given, CHECKS: torch.stack([row_sums(tensor) for tensor in given.values()]).sum(0)}
+        for columns in groups:
+            group = {**columns, CHECKS: torch.stack([row_sums(tensor) for tensor in columns.values()]).sum(0)}
             if not done:
                 text = json.dumps({"rows": rows, "seal": BLANK}, sort_keys=True)
                 shapes = {name: (each.dtype, (rows, *each.shape[1:])) for name, each in group.items()}
@@ -220,14 +220,14 @@ class StoreFile:
             UsageError: It is not what was written.
         """
         self.name, self._handle, self.fd = name, handle, handle.fileno()
-        given = os.fstat(self.fd).st_size
+        num_bytes = os.fstat(self.fd).st_size
         try:
             header = opened(handle).header
             self.columns, self.metadata = header.columns, about(header)
         except UNREADABLE as error:
             raise self.broken(f"its header cannot be read: {error}") from error
-        if given != header.end or (size is not None and given != size):
-            raise self.broken(f"it has {given} bytes instead of {header.end if given != header.end else size}")
+        if num_bytes != header.end or (size is not None and num_bytes != size):
+            raise self.broken(f"it has {num_bytes} bytes instead of {header.end if num_bytes != header.end else size}")
 
     @cached_property
     def checks(self) -> np.ndarray:
@@ -305,24 +305,21 @@ class SampleFile(StoreFile):
         return {name: self.read(f"{_IDS}{name}") for name in self.id_columns}
 
     @cached_property
-    def _caption_end(self) -> np.ndarray:
-        return np.concatenate([[0], self.read("captions_end").numpy()])
-
-    @cached_property
-    def _name_end(self) -> np.ndarray:
-        return np.concatenate([[0], self.read("names_end").numpy()])
+    def _ends(self) -> dict[str, np.ndarray]:
+        """Where each text of a column ends, behind a 0."""
+        return {name: np.concatenate([[0], self.read(f"{name}_end").numpy()]) for name in ("captions", "names")}
 
     def captions(self, row: int) -> list[str]:
         """Return the captions of a sample."""
-        first, last = self.first_caption[row], self.first_caption[row + 1]
-        return [self._text("captions", self._caption_end, i) for i in range(first, last)]
+        return [self._text("captions", i) for i in range(self.first_caption[row], self.first_caption[row + 1])]
 
     def sample_name(self, row: int) -> str:
         """Return the name of a sample."""
-        return self._text("names", self._name_end, row)
+        return self._text("names", row)
 
-    def _text(self, column: str, ends: np.ndarray, number: int) -> str:
-        data = self.read(column, int(ends[number]), int(ends[number + 1])).numpy().tobytes()
+    def _text(self, column: str, number: int) -> str:
+        begin, end = self._ends[column][number : number + 2].tolist()
+        data = self.read(column, begin, end).numpy().tobytes()
         return data.decode(errors="surrogatepass")
 
 

@@ -268,8 +268,8 @@ class KnownSamples:
 
 def same_key(one: str, other: str) -> UsageError:
     """Return the error for two samples, given by name, that have the same key."""
-    what = f"the samples {one} and {other} have" if one != other else f"two samples {one} have"
+    who = f"the samples {one} and {other} have" if one != other else f"two samples {one} have"
     return UsageError(
-        f"precompute: {what} the same key, and every job would write them anew; expected one for each sample; list "
+        f"precompute: {who} the same key, and every job would write them anew; expected one for each sample; list "
         "each file once, or make the source's key() tell them apart"
     )

@@ -113,8 +113,8 @@ class Recipe:
             UsageError: It is not one, or a newer version wrote it.
         """
         try:
-            given = parse_json(text)
-            return cls(**{**given, "shapes": tuple((height, width) for height, width in given["shapes"])})
+            fields = parse_json(text)
+            return cls(**{**fields, "shapes": tuple((height, width) for height, width in fields["shapes"])})
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{where} is no recipe of a latent store ({error}); expected what sd_lightning.precompute wrote; "
@@ -140,11 +140,11 @@ def network_hash(state_dict: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         config: Its configuration; entries that begin with "_" (versions, paths) do not count.
     """
     known = {key: value for key, value in config.items() if not key.startswith("_")}
-    found = blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16)
+    digest = blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16)
     for name, tensor in sorted(state_dict.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(bytes_of(tensor.detach().contiguous()))
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(bytes_of(tensor.detach().contiguous()))
+    return digest.hexdigest()
 
 
 class AlteredList(UsageError):

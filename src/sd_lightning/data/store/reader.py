@@ -152,15 +152,6 @@ class StoreReader:
         """Return the bytes of a sample file and of the latent files that it refers to."""
         return self.entries[number].size + sum(size for _, size in self._sample_file(number).shards)
 
-    def check_cache(self) -> None:
-        """Check that the cache can hold the latent files of the first sample file: all files are of about one size.
-
-        Raises:
-            UsageError: It cannot.
-        """
-        for name, size in self._sample_file(0).shards:
-            self.cache.check_fits(f"{self.store.folder.url}/{path_of(LATENTS, name)}", size)
-
     def files(self, index: np.ndarray) -> list[int]:
         """Return the numbers of the sample files of some samples."""
         return np.unique(self.ends.searchsorted(index, side="right")).tolist()
@@ -183,7 +174,7 @@ class StoreReader:
 
     def _open_samples(self, number: int) -> SampleFile:
         entry = self.entries[number]
-        handle = self._handle(SAMPLES, entry.name, entry.size)
+        handle = self.handle(SAMPLES, entry.name, entry.size)
         file = SampleFile(handle, name=f"{self.store.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
         if number not in self._checked:
             file.check()
@@ -207,12 +198,17 @@ class StoreReader:
     def _opened(self, number: int) -> OpenSamples:
         file, folder = self._open_samples(number), self.store.folder.url
         shards = [
-            StoreFile(self._handle(LATENTS, name, size), name=f"{folder}/{path_of(LATENTS, name)}", size=size)
+            StoreFile(self.handle(LATENTS, name, size), name=f"{folder}/{path_of(LATENTS, name)}", size=size)
             for name, size in file.shards
         ]
         return OpenSamples(file, shards)
 
-    def _handle(self, kind: str, name: str, size: int) -> BinaryIO:
+    def handle(self, kind: str, name: str, size: int) -> BinaryIO:
+        """Open a file of the store; of an object store, a copy in the cache.
+
+        Raises:
+            UsageError: It is not there.
+        """
         path = path_of(kind, name)
         try:
             return self.cache.open(self.store.folder, path, size)

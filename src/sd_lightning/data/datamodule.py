@@ -18,7 +18,7 @@ from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerpri
 from sd_lightning.data.latent_table import LatentTable, encode_source
 from sd_lightning.data.loading import EpochLoader, LoaderOptions, LookAhead, WholeBatchLoader
 from sd_lightning.data.order import Batch
-from sd_lightning.data.sampler import Batching, GlobalBatchSampler, check_buckets
+from sd_lightning.data.sampler import Batching, GlobalBatchSampler
 from sd_lightning.data.source import Source, SourceSubset, StoredLatents
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import Loaders, reading_threads
@@ -38,7 +38,6 @@ class SDDataModule(LightningDataModule):
     Attributes:
         batch_size: The global batch.
         bad: The bad samples found so far on this rank, with their limit.
-        bad_samples: Name -> reason of each.
         train_sampler: Sampler of the training loader; None before the loader is built.
         no_caption_gap: Why the validation measures no caption gap; None if it does.
     """
@@ -89,15 +88,14 @@ class SDDataModule(LightningDataModule):
         self.cache_latents = cache_latents
         self.train_sampler: GlobalBatchSampler | None = None
         self.no_caption_gap: str | None = "nothing was validated"
-        self._told_of_data = False
+        self._is_described = False
         self._tables: dict[int, tuple[LatentEncoder, LatentTable]] = {}
         """By source: each is encoded once per encoder, however often loaders are built."""
         self._position: tuple[int, int] | None = None
         self._fingerprint: Fingerprint | None = None
         self._check_options(max_bad_fraction)
         dropped = {name for source in self._sources for name in source.dropped}
-        self.bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped))
-        self.bad_samples = self.bad.found
+        self.bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped), self._sources)
         for source in self._sources:
             self.bad.count(source.dropped)
         drop_last = self.loader_options.drop_last
@@ -115,7 +113,12 @@ class SDDataModule(LightningDataModule):
             raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
         if self.cache_latents:
             self.images.check_cacheable()
-        check_buckets(self.images, self.source_train)
+        if self.images.enable_bucket and self.source_train.together > 1:
+            raise UsageError(
+                f"data.enable_bucket=true: samples stay together in groups of {self.source_train.together}, such as a "
+                "photo and a picture of its class, but a batch has one shape; write data.enable_bucket=false, or train "
+                "without pictures of the class"
+            )
 
     def check_batches(self, world_size: int, accumulate: int) -> None:
         """Check that the training set fills a global batch, and that the batch has a sample for every process.
@@ -182,8 +185,8 @@ class SDDataModule(LightningDataModule):
         )
         if self._position is not None:
             self.train_sampler.resume(*self._position)
-        if not self._told_of_data and trainer.is_global_zero:
-            self._told_of_data = True
+        if not self._is_described and trainer.is_global_zero:
+            self._is_described = True
             for line in order.described():
                 log.info("data: %s", line)
             if self.source_train.latents is None:  # of a store, precompute has told
@@ -238,23 +241,6 @@ class SDDataModule(LightningDataModule):
             self._position = None
             batch.pop("captions", None)  # Lightning would search every string for tensors to move
         return batch
-
-    def gather_bad_samples(self) -> dict[str, str]:
-        """Return the bad samples of all ranks with their reasons; a collective call."""
-        self.bad.gather()
-        return self.bad_samples
-
-    def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
-        """Return the bad samples of an earlier start that still exist and are still bad."""
-        return self.bad.still_bad(saved, self._sources)
-
-    def recall_bad(self, bad: Mapping[str, str]) -> None:
-        """Add bad samples of earlier starts of the run.
-
-        Raises:
-            UsageError: The total is too large.
-        """
-        self.bad.count(bad)
 
     def _dataset(self, source: Source, images: ImageOptions, *, wrong_captions: bool = False) -> CaptionedImages:
         module = self._module()

@@ -29,7 +29,7 @@ API = {
     "families": ("Families of models", ["sd_lightning.models.families"]),
     "data": (
         "Data",
-        ["sd_lightning.SDDataModule", "sd_lightning.data.datamodule.builders", "sd_lightning.data.source"]
+        ["sd_lightning.SDDataModule", "sd_lightning.data.builders", "sd_lightning.data.source"]
         + [f"sd_lightning.data.sources.{name}" for name in ("digits", "images", "webdataset", "parquet", "huggingface")]
         + ["sd_lightning.data.transform.ImageOptions", "sd_lightning.data.loading.LoaderOptions"]
         + ["sd_lightning.data.contract"],

@@ -1,6 +1,6 @@
 """A table of image hashes that need not fit into memory: writing and finding, on synthetic hashes.
 
-`--set rows=2000000000` is the table of two billion images: 48 GB, and twice as much disk while it is made.
+`--set rows=2000000000` is the table of two billion images: 48 GB.
 """
 
 import tempfile

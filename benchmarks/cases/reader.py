@@ -92,7 +92,6 @@ def write_store(folder: Path, latents: np.ndarray, ids: np.ndarray) -> StoreRead
                 Sample(i, f"{i}", f"{i}.png", i.to_bytes(16, "big"), [f"the caption of image {i}"], (1, 1))
                 for i in range(begin, end)
             ],
-            "-",
             shape=0,
         )
         tensors = {

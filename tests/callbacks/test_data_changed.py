@@ -14,7 +14,7 @@ import small_training as small
 from sd_lightning import SDDataModule, UsageError
 from sd_lightning.callbacks import PortableCheckpoint
 from sd_lightning.data import fingerprint as fingerprints
-from sd_lightning.data.datamodule import dreambooth_data, image_folder_data
+from sd_lightning.data.builders import dreambooth_data, image_folder_data
 from sd_lightning.data.fingerprint import Change, change, fingerprint
 from sd_lightning.data.source import Source, SourceSubset
 from sd_lightning.data.sources.digits import Digits
@@ -118,13 +118,8 @@ def test_samples_that_change_between_training_and_validation_are_told(tmp_path: 
 
     found = change(typed_json.loads(typed_json.dumps(of([1, 2, 3]))), of([2, 5]), source)
     assert found is not None and found.mixes
-    assert (
-        "1 samples that are held out now were trained on, 2 samples that are trained on now were held out" in found.told
-    )
-    before = of([0, 4])
-    del before["held_out"]  # of a version that held out every n-th
-    found = change(before, of([0, 5]), source)
-    assert found is not None and found.mixes and "1 samples that are held out now were trained on" in found.told
+    now = "1 samples that are held out now were trained on, 2 samples that are trained on now were held out"
+    assert now in found.description
     assert change(of([1]), of([1]), source) is None
 
 
@@ -176,13 +171,13 @@ def test_photos_of_a_subject_and_pictures_of_its_class_are_looked_at(tmp_path: P
     _touch(photos)
     assert _found(before, source()) is None
     found = _found(before, source("zwx"))
-    assert found is not None and found.told.startswith("3 with other captions") and not found.moves
+    assert found is not None and found.description.startswith("3 with other captions") and not found.moves
     _picture(pictures / "1.bmp", 77)
     found = _found(before, source())
-    assert found is not None and found.told == f"1 replaced ({pictures}/1.bmp)" and not found.moves
+    assert found is not None and found.description == f"1 replaced ({pictures}/1.bmp)" and not found.moves
     _add(photos)
     found = _found(before, source())
-    assert found is not None and f"1 added ({photos}/4b.bmp)" in found.told and found.moves
+    assert found is not None and f"1 added ({photos}/4b.bmp)" in found.description and found.moves
 
 
 def test_a_data_set_of_hugging_face_brings_its_own_fingerprint(tmp_path: Path) -> None:
@@ -200,9 +195,9 @@ def test_a_data_set_of_hugging_face_brings_its_own_fingerprint(tmp_path: Path) -
     told = "another fingerprint of the data set, whose images may be others"
     assert replaced == Change(told, False, False)
     captioned = _found(before, saved("three", range(4), "b"))
-    assert captioned is not None and captioned.told.startswith("4 with other captions (") and not captioned.moves
+    assert captioned is not None and captioned.description.startswith("4 with other captions (") and not captioned.moves
     added = _found(before, saved("four", range(5)))
-    assert added is not None and added.told.startswith("1 added (") and added.moves and added.reorders
+    assert added is not None and added.description.startswith("1 added (") and added.moves and added.reorders
 
 
 def test_digits_and_sources_of_ones_own_are_compared_by_what_they_tell() -> None:
@@ -210,9 +205,7 @@ def test_digits_and_sources_of_ones_own_are_compared_by_what_they_tell() -> None
     assert _found(fingerprint(digits), Digits("train")) is None
     assert _found(fingerprint(digits), Digits("val")) is not None
 
-    class Own:
-        dropped: dict[str, str] = {}
-
+    class Own(Source):
         def __init__(self, caption: str) -> None:
             self.caption = caption
 
@@ -321,18 +314,18 @@ def test_bad_samples_of_earlier_starts_count_until_they_are_mended(tmp_path: Pat
         (folder / f"{number}.bmp").write_bytes(b"broken")
     first = _fit(run, folder, 4, max_bad_fraction=0.3)
     names = {f"{folder}/{number}.bmp" for number in range(2)}
-    assert first.bad_samples.keys() == names
+    assert first.bad.found.keys() == names
     resume = checkpoint_path(run, 4)
-    assert small.trainer_state(resume)["bad_samples"] == first.bad_samples
+    assert small.trainer_state(resume)["bad_samples"] == first.bad.found
     again = _data(folder, max_bad_fraction=0.3)
-    assert again.still_bad(first.bad_samples) == first.bad_samples
+    assert again.bad.still_bad(first.bad.found) == first.bad.found
     with pytest.raises(UsageError, match="2 samples cannot be used, more than data.max_bad_fraction=0.2 allows"):
         _fit(run, folder, 5, resume, max_bad_fraction=0.2)
     _picture(folder / "0.bmp", 0)
     second = _data(folder, max_bad_fraction=0.2)
-    assert second.still_bad(first.bad_samples).keys() == {f"{folder}/1.bmp"}
+    assert second.bad.still_bad(first.bad.found).keys() == {f"{folder}/1.bmp"}
     (folder / "1.bmp").unlink()
-    assert _data(folder).still_bad(first.bad_samples) == {}
+    assert _data(folder).bad.still_bad(first.bad.found) == {}
 
 
 def test_the_setting_takes_two_values(tmp_path: Path) -> None:

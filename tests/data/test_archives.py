@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from archives import encoded, image_rows, picture, sample, write_parquet, write_tar
 from sd_lightning._errors import UsageError
-from sd_lightning.data.datamodule import parquet_data, webdataset_data
+from sd_lightning.data.builders import parquet_data, webdataset_data
 from sd_lightning.data.fingerprint import change, fingerprint
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.sources import parquet
@@ -177,9 +177,9 @@ REFUSED_TARS: list[tuple[Callable[[Path], Any], str, dict[str, Any], str]] = [
         lambda root: write_tar(root / "a.tar.gz", sample("0", 0), "w:gz"),
         "",
         {},
-        "a.tar.gz, compressed with gz, .*tar -cf",
+        "a.tar.gz, compressed with gzip, .*tar -cf",
     ),
-    (lambda root: write_tar(root / "a.tgz", sample("0", 0), "w:gz"), "", {}, "a.tgz, compressed with tgz.*tar -cf"),
+    (lambda root: write_tar(root / "a.tgz", sample("0", 0), "w:gz"), "", {}, "a.tgz, compressed with gzip.*tar -cf"),
     (compressed, "", {}, "b.tar, compressed with gzip, whose files cannot be read at random.*tar -cf"),
     (compressed, "/{a,c,d}.tar", {}, "no file '.*c.tar', nor 1 others of 3; expected"),
     (
@@ -206,7 +206,7 @@ REFUSED_TARS: list[tuple[Callable[[Path], Any], str, dict[str, Any], str]] = [
         *(
             "",
             {},
-            "no .txt file beside its images, but 0.json with text under caption, url; write data.caption_key=caption$",
+            "no caption file 0.txt.*, or write data.caption_key=<key> for captions in .json files$",
         ),
     ),
     (
@@ -251,12 +251,12 @@ def test_changes_of_tars_are_counted(tmp_path: Path) -> None:
     assert change(saved, fingerprint(source := write("0", "1", "2")), source) is None
     source = write("3", "0", "1", "2")
     found = change(saved, fingerprint(source), source)
-    assert found is not None and found.told == f"1 added ({tmp_path}/a.tar/3.png)"
+    assert found is not None and found.description == f"1 added ({tmp_path}/a.tar/3.png)"
     files["1"]["1.png"] = encoded(99)
     files["2"]["2.txt"] = b"another"
     found = change(saved, fingerprint(source := write("0", "1", "2")), source)
     assert found is not None
-    assert found.told == f"1 replaced ({tmp_path}/a.tar/1.png), 1 with other captions ({tmp_path}/a.tar/2.png)"
+    assert found.description == f"1 replaced ({tmp_path}/a.tar/1.png), 1 with other captions ({tmp_path}/a.tar/2.png)"
 
 
 def test_parquet_rows_are_read_at_random_across_files_and_row_groups(tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ def test_another_image_in_parquet_is_another_fingerprint(tmp_path: Path) -> None
     columns["image"][2] = encoded(77)
     write_parquet(tmp_path / "a.parquet", columns)
     found = change(saved, fingerprint(source := ParquetImages(tmp_path)), source)
-    assert found is not None and found.told == "another fingerprint of the data set, whose images may be others"
+    assert found is not None and found.description == "another fingerprint of the data set, whose images may be others"
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy"])
@@ -449,7 +449,7 @@ def test_another_file_that_parquet_names_is_a_replaced_image(tmp_path: Path) -> 
     saved = fingerprint(ParquetImages(tmp_path))
     (tmp_path / "a.png").write_bytes(encoded(2))
     found = change(saved, fingerprint(source := ParquetImages(tmp_path)), source)
-    assert found is not None and found.told == f"1 replaced ({tmp_path}/a.parquet/0)"
+    assert found is not None and found.description == f"1 replaced ({tmp_path}/a.parquet/0)"
 
 
 def test_builders_hold_out_or_open_validation_data(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ import small_training
 from places import SUPPORT
 from sd_lightning import train
 from sd_lightning._errors import UsageError
-from sd_lightning.data.datamodule import SDDataModule, digits_data
+from sd_lightning.data.builders import digits_data
+from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.sampler import validation_batches
 from sd_lightning.data.source import BadSample
@@ -171,7 +172,7 @@ def test_broken_image_is_replaced_counted_and_named_once(num_workers: int, caplo
     module = Recorder()
     with caplog.at_level(logging.WARNING, "sd_lightning"):
         trainer(6).fit(module, data)
-    assert data.bad_samples == data.gather_bad_samples() == {"square-4": "torn", "square-5": "torn"}
+    assert data.bad.found == data.bad.gather() == {"square-4": "torn", "square-5": "torn"}
     named = [record.getMessage() for record in caplog.records]
     assert sorted(named) == [f"data: square-{i} is left out: torn" for i in (4, 5)]
     whole = fit(6)
@@ -199,7 +200,7 @@ def test_dropped_entries_of_a_source_count_before_training() -> None:
     source.dropped = {"a.png": "there is no file a.png"}
     with pytest.raises(UsageError, match=r"1 samples cannot be used.*a.png \(there is no file a.png\)"):
         datamodule(source=source)
-    assert datamodule(source=source, max_bad_fraction=0.1).bad_samples == source.dropped
+    assert datamodule(source=source, max_bad_fraction=0.1).bad.found == source.dropped
 
 
 def test_cached_latents_are_the_encoded_pixels_and_are_encoded_once() -> None:
@@ -215,7 +216,7 @@ def test_cached_latents_are_the_encoded_pixels_and_are_encoded_once() -> None:
     assert equal(cached.last["input_ids"], plain.last["input_ids"])
     for key in ("original_size", "crop_top_left", "target_size", "index"):
         assert torch.equal(cached.last[key], plain.last[key])
-    assert data.bad_samples == {"square-4": "torn", "square-25": "torn"}
+    assert data.bad.found == {"square-4": "torn", "square-25": "torn"}
     trainer(1).fit(cached, data)
     assert cached.num_encoded == NUM - 2 + 5
     other = Recorder()
@@ -340,6 +341,7 @@ def test_worker_processes_end_with_the_run() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: datamodule(source=range(9)), "got a range; expected a source; make .*data.source.Source its base"),
         (lambda: datamodule(batch_size=0), "data.batch_size=0: expected 1 or more"),
         (lambda: digits_data(val_batch_size=0), "data.val_batch_size=0"),
         (lambda: datamodule(max_bad_fraction=1.5), r"data.max_bad_fraction=1.5: expected a fraction in \[0, 1\]"),
@@ -377,7 +379,7 @@ module, data = Recorder(), datamodule(images=images, cache_latents=True, val=Squ
 made = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=9, logger=False, enable_checkpointing=False,
                   enable_progress_bar=False)
 made.fit(module, data)
-bad = data.gather_bad_samples()
+bad = data.bad.gather()
 broken = tuple(range(0, 70, 5))  # a rank meets fewer than the limit of 10 in an epoch, both together 12
 try:
     made = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=20, logger=False,

@@ -12,8 +12,8 @@ from torch import Tensor
 from sd_lightning._errors import UsageError
 from sd_lightning.data import source as source_module
 from sd_lightning.data.batch import CaptionedImages
-from sd_lightning.data.source import BadSample, Source, SourceSubset, as_source, hold_out
-from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits, evaluation_prompts
+from sd_lightning.data.source import BadSample, Source, SourceSubset, hold_out
+from sd_lightning.data.sources.digits import PROMPTS, WORDS, DigitJudge, Digits
 from sd_lightning.data.transform import ImageOptions, place, to_model_range, to_rgb
 
 
@@ -139,7 +139,7 @@ def test_judge_reads_digits_it_was_not_fitted_on_at_any_size() -> None:
 
 
 def test_evaluation_prompts_ask_for_every_digit_equally() -> None:
-    prompts, labels = evaluation_prompts(25)
+    prompts, labels = DigitJudge.prompts(25)
     assert labels[:11] == [*range(10), 0] and prompts[3] == "a handwritten three" and len(prompts) == 25
 
 
@@ -151,8 +151,8 @@ def test_hold_out_splits_without_overlap(asked: int | None, held: int) -> None:
     assert len(names[1]) == held and len(set(names[0]) | set(names[1])) == len(source) == len(names[0]) + held
 
 
-class Undeclared:
-    """A source that does not inherit from Source, and has some of what it could leave out."""
+class Own(Source):
+    """A source with some of what it could leave out."""
 
     loss_weights = torch.tensor([1.0, 3.0])
 
@@ -169,13 +169,13 @@ class Undeclared:
         return f"own {index}"
 
 
-def test_what_a_source_has_goes_before_the_defaults_of_what_it_lacks() -> None:
-    own = pickle.loads(pickle.dumps(as_source(Undeclared())))
+def test_a_source_with_four_methods_has_defaults_for_the_rest() -> None:
+    own = pickle.loads(pickle.dumps(Own()))
     assert (len(own), own.name(1), own.captions(1), own.image(0).size) == (2, "own 1", ["caption 1"], (8, 8))
     assert (own.together, own.rows, own.judge, own.fingerprint, dict(own.dropped)) == (1, None, None, None, {})
-    assert own.distinct is own and as_source(own) is own
+    assert own.distinct is own
     assert own.evidence(1, thorough=True) == ("own 1", "", "caption 1") and own.evidence(1, thorough=False)[2] == ""
-    data = CaptionedImages(Undeclared(), lengths, options=ImageOptions(8), seed=0)
+    data = CaptionedImages(Own(), lengths, options=ImageOptions(8), seed=0)
     assert data.__getitems__([(0, 1), (0, 0)])["loss_weight"].tolist() == [3.0, 1.0]
 
 
@@ -253,11 +253,11 @@ def test_what_was_held_out_stays_when_data_grow(by_key: bool, monkeypatch: pytes
 
 
 def test_hold_out_of_two_billion_samples_reads_none() -> None:
-    class Many:
+    class Many(Own):
         def __len__(self) -> int:
             return 2 * 10**9
 
-    train, val = hold_out(Many(), 10**6)  # type: ignore[arg-type]
+    train, val = hold_out(Many(), 10**6)
     assert isinstance(train, SourceSubset) and isinstance(val, SourceSubset)
     assert (len(train), train.indices[0], train.indices[1999]) == (2 * 10**9 - 10**6, 1, 2001)
     assert (len(val), val.indices[10**6 - 1]) == (10**6, 2 * 10**9 - 2000)

@@ -14,9 +14,9 @@ from sd_lightning import UsageError
 from sd_lightning.apps import class_images
 from sd_lightning.apps.class_images import missing_pictures
 from sd_lightning.data.batch import CaptionedImages
-from sd_lightning.data.datamodule import dreambooth_data
+from sd_lightning.data.builders import dreambooth_data
 from sd_lightning.data.latent_table import encode_source
-from sd_lightning.data.order import EpochBatches
+from sd_lightning.data.order import BatchOrder, Bucket
 from sd_lightning.data.sampler import GlobalBatchSampler
 from sd_lightning.data.sources.dreambooth import (
     Picture,
@@ -120,7 +120,8 @@ def test_an_epoch_pairs_every_photo_equally_often_with_class_pictures() -> None:
     assert Counter(names[::2]) == {f"photo-{i}": 3 for i in range(3)}
     assert set(names[1::2]) == {f"dog-{i}" for i in range(8)}
     assert len(source.distinct) == 11
-    order = [key[1] for batch in GlobalBatchSampler(EpochBatches(18, 2, seed=3, together=2)) for key in batch]
+    batches = BatchOrder([Bucket((8, 8), range(18))], 2, seed=3, together=2)
+    order = [key[1] for batch in GlobalBatchSampler(batches) for key in batch]
     assert sorted(order) == list(range(18)) and order != list(range(18))
     assert all(first + 1 == second and first % 2 == 0 for first, second in zip(order[::2], order[1::2]))
 

@@ -19,7 +19,7 @@ from PIL import Image
 from locations import opened, refusal
 from s3_server import Fault, S3Server
 from sd_lightning._errors import UsageError
-from sd_lightning.data.datamodule import latents_data
+from sd_lightning.data.builders import latents_data
 from sd_lightning.data.loading import LookAhead
 from sd_lightning.data.sources import latents as latents_source
 from sd_lightning.data.sources.images import ImageFolder

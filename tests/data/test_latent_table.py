@@ -14,7 +14,7 @@ from PIL import Image
 from ranks import run_jobs, run_jobs_of_all
 from sd_lightning._errors import UsageError
 from sd_lightning.data.latent_table import LatentTable, encode_source
-from sd_lightning.data.source import BadSample, as_source
+from sd_lightning.data.source import BadSample
 from sd_lightning.data.transform import ImageOptions, place, to_model_range
 from square_data import Squares
 
@@ -28,7 +28,7 @@ def pooled(pixels: torch.Tensor) -> torch.Tensor:
 
 def table_of(squares: Any, encode: Any = pooled) -> LatentTable:
     encoder: Any = SimpleNamespace(encode_moments=encode)
-    return encode_source(as_source(squares), encoder, IMAGES, device=torch.device("cpu"), num_threads=3)
+    return encode_source(squares, encoder, IMAGES, device=torch.device("cpu"), num_threads=3)
 
 
 @pytest.fixture

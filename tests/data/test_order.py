@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sd_lightning._errors import UsageError
-from sd_lightning.data.order import EpochBatches, EpochOrder, Locality
-from sd_lightning.diffusion.randomness import permutation
+from sd_lightning.data.order import BatchOrder, Bucket, EpochOrder, Locality
 
 FAR = 2_000_000_000
 
@@ -66,7 +64,7 @@ def test_files_are_read_one_window_after_the_other(sizes: list[int], window: int
 
 @pytest.mark.parametrize("locality", [None, equal_files(FAR, 8192, 32)], ids=["everywhere", "files"])
 def test_a_batch_amid_two_billion_samples_takes_a_millisecond_and_no_memory(locality: Locality | None) -> None:
-    batches = EpochBatches(FAR, 1024, seed=1, locality=locality)
+    batches = BatchOrder([Bucket((8, 8), range(FAR), locality)], 1024, seed=1)
     middle, seconds = batches.batches_per_epoch // 2, []
     batch_at = batches.of_epoch(3)
     for number in range(middle, middle + 50):
@@ -120,20 +118,3 @@ def test_files_and_places_in_the_epoch_are_shuffled_evenly() -> None:
     assert np.abs(table / draws * num - 1).max() < 0.7
     by_window = table.reshape(4, 15, num).sum(axis=1)
     assert np.abs(by_window / draws * 4 - 1).max() < 0.13
-
-
-def test_the_first_version_is_the_order_of_earlier_releases() -> None:
-    assert np.array_equal(whole(1000, epoch=4, version=1), permutation(1, 4, 1000).numpy())
-    pairs = whole(1000, epoch=4, together=2, version=1)
-    assert np.array_equal(pairs[::2], permutation(1, 4, 500).numpy() * 2)
-
-
-@pytest.mark.parametrize("version", [0, 3])
-def test_an_unknown_version_is_refused(version: int) -> None:
-    with pytest.raises(UsageError, match=rf"order version {version}; expected 1 to 2; update sd-lightning, or .*init_"):
-        EpochOrder(10, seed=0, epoch=0, version=version)
-
-
-def test_a_window_without_files_is_refused() -> None:
-    with pytest.raises(UsageError, match="window=0; expected at least one file; write window=32"):
-        Locality(np.array([3]), 0)

@@ -2,19 +2,17 @@
 
 import numpy as np
 import pytest
-import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.loading import EpochLoader, LoaderOptions
-from sd_lightning.data.order import ORDER_VERSION, EpochBatches, EpochOrder
-from sd_lightning.data.sampler import GlobalBatchSampler, Key, check_division, split_keys
-from sd_lightning.diffusion.randomness import permutation
+from sd_lightning.data.order import BatchOrder, Bucket, EpochOrder, Key
+from sd_lightning.data.sampler import GlobalBatchSampler, check_division
 
 DIVISIONS = [(world, accumulate) for world in (1, 2, 3, 4, 8) for accumulate in (1, 2, 3)]
 
 
 def samplers(num_samples: int, batch_size: int, world: int, accumulate: int, seed: int = 7) -> list[GlobalBatchSampler]:
-    order = EpochBatches(num_samples, batch_size, seed=seed)
+    order = BatchOrder([Bucket((8, 8), range(num_samples))], batch_size, seed, drop_last=True)
     return [GlobalBatchSampler(order, world_size=world, rank=rank, accumulate=accumulate) for rank in range(world)]
 
 
@@ -55,45 +53,12 @@ def test_resume_yields_exactly_the_rest_at_any_division(world: int, accumulate: 
         assert global_batches(ranks) == expected[done:]
 
 
-@pytest.mark.parametrize(("world", "accumulate"), DIVISIONS)
-def test_an_epoch_of_an_earlier_release_ends_in_its_order_and_the_next_begins_in_ours(
-    world: int, accumulate: int
-) -> None:
-    ranks = samplers(100, 24, world, accumulate)
-    theirs = permutation(7, 1, 100).tolist()
-    for sampler in ranks:
-        sampler.resume(1, 2, order_version=1)
-        sampler.set_epoch(1)
-    assert global_batches(ranks) == [[(1, i) for i in theirs[g * 24 : (g + 1) * 24]] for g in (2, 3)]
-    for sampler in ranks:
-        sampler.set_epoch(2)
-    ours = samplers(100, 24, 1, 1)
-    ours[0].set_epoch(2)
-    assert global_batches(ranks) == global_batches(ours)
-    assert {sampler.order_version for sampler in ranks} == {ORDER_VERSION}
-
-
-def test_an_epoch_that_has_not_begun_gets_our_order() -> None:
-    (sampler,) = samplers(100, 24, 1, 1)
-    expected = list(sampler)
-    sampler.resume(0, 0, order_version=1)
-    assert list(sampler) == expected
-
-
-def test_a_state_of_an_earlier_release_is_one_of_the_first_order() -> None:
-    loader, sampler = loader_of(samplers(100, 24, 1, 1)[0])
-    loader.load_state_dict({"epoch": 0, "batches_done": 1})
-    saved = loader.state_dict()
-    assert saved == {"epoch": 0, "batches_done": 1, "order_version": 1}
-    assert [key[1] for key in next(iter(sampler))] == permutation(7, 0, 100)[24:48].tolist()
-    again, other = loader_of(samplers(100, 24, 2, 1)[0])
-    again.load_state_dict(saved)
-    assert next(iter(other)) == next(iter(sampler))[:12]
-
-
-def test_resume_in_an_order_of_a_later_release_is_refused() -> None:
-    with pytest.raises(UsageError, match="order version 3; expected 1 to 2; update sd-lightning, or start"):
-        samplers(100, 24, 1, 1)[0].resume(0, 1, order_version=3)
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_position_in_another_order_is_refused(version: int) -> None:
+    loader, _ = loader_of(samplers(100, 24, 1, 1)[0])
+    state = {**loader.state_dict(), "order_version": version}
+    with pytest.raises(UsageError, match=rf"order version {version}; expected 2; install the release .*init_from="):
+        loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -107,20 +72,14 @@ def test_parts_differ_by_one_sample_and_weights_make_their_mean_that_of_the_batc
     mean, sizes = 0.0, []
     for sampler in samplers(40, batch_size, world, accumulate):
         for keys in list(sampler)[:accumulate]:
-            _, indices, weights = split_keys(keys)
-            assert (weights is None) == (batch_size % parts == 0)
-            each = losses[indices.numpy()] * (1 if weights is None else weights.double().numpy())
+            _, indices, *weights = zip(*keys)
+            assert (not weights) == (batch_size % parts == 0)
+            each = losses[list(indices)] * (np.array(weights[0]) if weights else 1)
             mean += each.mean() / parts
             sizes.append(len(keys))
     whole = [key[1] for key in list(samplers(40, batch_size, 1, 1)[0])[0]]
     assert mean == pytest.approx(losses[whole].mean(), rel=1e-6)
     assert sum(sizes) == batch_size and max(sizes) - min(sizes) <= 1
-
-
-def test_keys_are_split_into_tensors_and_weights_only_if_they_have_any() -> None:
-    epochs, indices, weights = split_keys([(1, 2**40), (1, 3)])
-    assert (epochs.tolist(), indices.tolist(), weights) == ([1, 1], [2**40, 3], None)
-    assert split_keys([(1, 5, 0.5)])[2].dtype == torch.float32  # type: ignore[union-attr]
 
 
 def test_length_is_that_of_a_whole_epoch_even_after_resume() -> None:
@@ -161,9 +120,9 @@ def test_epochs_and_seeds_permute_differently_and_no_sample_comes_twice() -> Non
 
 
 def test_without_shuffle_the_order_is_that_of_the_data() -> None:
-    sampler = GlobalBatchSampler(EpochBatches(7, 3, seed=0, shuffle=False))
+    sampler = GlobalBatchSampler(BatchOrder([Bucket((8, 8), range(7))], 3, seed=0, shuffle=False, drop_last=True))
     assert list(sampler) == [[(0, 0), (0, 1), (0, 2)], [(0, 3), (0, 4), (0, 5)]]
-    assert (sampler.samples_per_epoch, sampler.batches_per_epoch) == (6, 2)
+    assert (sampler.order.samples_per_epoch, sampler.order.batches_per_epoch) == (6, 2)
 
 
 def test_lightning_finds_set_epoch() -> None:
@@ -190,7 +149,7 @@ def test_a_batch_without_a_sample_for_every_part_is_refused_with_the_sizes_that_
 
 
 def test_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"data.batch_size=24 .* of 10 samples; write data.batch_size=10, or"):
+    with pytest.raises(UsageError, match=r"data.batch_size=24 .* of 10 samples; write .*=10 or data.drop_last"):
         samplers(10, 24, 4, 1)
 
 

@@ -16,9 +16,9 @@ from PIL import Image
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data import loading, workers
-from sd_lightning.data.datamodule import SDDataModule, digits_data
+from sd_lightning.data.builders import digits_data
+from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
-from sd_lightning.data.source import as_source
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import BatchCost, choose, cores_per_process, measure, reading_threads, settle
 from square_data import NUM, Recorder, Squares, datamodule, trainer
@@ -183,7 +183,7 @@ def test_a_run_with_auto_sees_the_same_samples_and_counts_a_bad_one_once(caplog:
         made = trainer(4, check_val_every_n_epoch=None, val_check_interval=2)
         with caplog.at_level(logging.INFO, "sd_lightning"):
             made.fit(module, data)
-        runs.append((module.steps, data.bad_samples, made))
+        runs.append((module.steps, data.bad.found, made))
     assert runs[0][:2] == runs[1][:2]
     assert runs[1][1] == {"square-4": "torn", "square-5": "torn"}
     chosen = [message for message in caplog.messages if "num_workers" in message]
@@ -268,14 +268,3 @@ def test_the_remedy_is_workers_then_the_cache_then_precomputing(monkeypatch: pyt
     assert tuned(2).faster() == precompute, "the latents do not fit the memory"
     assert tuned(0, cache_latents=True).faster() is None
     assert datamodule().faster() is None, "before the run"
-
-
-def test_the_size_of_the_cache_is_that_of_its_latents() -> None:
-    from sd_lightning.data.latent_table import encode_source
-
-    encoder: Any = SimpleNamespace(  # as Stable Diffusion
-        encode_moments=lambda pixels: torch.cat([torch.nn.functional.avg_pool2d(pixels, 8)[:, :1]] * 8, dim=1)
-    )
-    squares: Any = Squares(4)
-    table = encode_source(as_source(squares), encoder, ImageOptions(64), device=torch.device("cpu"))
-    assert sum(file.nbytes for file in table.files) == 4 * 64 * 64 // 2

@@ -182,7 +182,7 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
 
 def test_datamodule_is_the_only_part_of_data_that_knows_lightning() -> None:
     for path in (PACKAGE / "data").rglob("*.py"):
-        if path.parent.name == "datamodule":
+        if path.name == "datamodule.py":
             continue
         assert not [name for name, _ in imports(path) if name.split(".")[0] in LIGHTNING], name_of(path)
 

@@ -10,7 +10,7 @@ import pytest
 from places import REPO
 
 PUBLIC = ("sd_lightning", "sd_lightning.callbacks", "sd_lightning.strategies", "sd_lightning.planner")
-PUBLIC += ("sd_lightning.quantization", "sd_lightning.data.datamodule", "sd_lightning.models.families")
+PUBLIC += ("sd_lightning.quantization", "sd_lightning.models.families")
 
 
 @pytest.fixture

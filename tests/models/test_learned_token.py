@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import small_training
 from glyph import write_photos
 from sd_lightning import LatentDiffusion, SDLightningModule, UsageError
-from sd_lightning.data.datamodule import dreambooth_data
+from sd_lightning.data.builders import dreambooth_data
 from sd_lightning.models.adapters.learned_token import WEIGHTS_NAME, LearnedEmbedding, LearnedToken
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.families import Architecture

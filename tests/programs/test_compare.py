@@ -87,7 +87,7 @@ def test_the_title_says_what_is_the_same_and_what_is_not(tmp_path: Path) -> None
     assert "; different batch sizes: 32, 64; " in title("batch", batch_size=32)
     assert title("model", model={"architecture": "sd21"}).startswith("2 runs: different models: tiny, sd21; digits;")
     assert "; different resolutions: 32 x 32 pixels, 16 x 16 pixels; " in title("small", data={"resolution": 16})
-    images = {"_target_": "sd_lightning.data.datamodule.image_folder_data", "train_data_dir": "photos"}
+    images = {"_target_": "sd_lightning.data.builders.image_folder_data", "train_data_dir": "photos"}
     assert "; different data: digits, images photos; " in title("photos", data=images)
     other = make_run(tmp_path / "gpu", config=config(), summary=facts("Tesla T4"))
     assert compared(tmp_path / "base", other)["title"].endswith("; different hardware: NVIDIA L4, Tesla T4")

@@ -23,7 +23,7 @@ import transformers.models.clip.modeling_clip  # noqa: E402, F401
 
 import sd_lightning.apps.train  # noqa: E402, F401
 import sd_lightning.callbacks  # noqa: E402, F401
-import sd_lightning.data.datamodule  # noqa: E402, F401
+import sd_lightning.data.builders  # noqa: E402, F401
 import sd_lightning.report  # noqa: E402, F401
 import sd_lightning.training.module  # noqa: E402, F401
 from sd_lightning import train  # noqa: E402

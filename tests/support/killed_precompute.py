@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import sd_lightning.apps.precompute  # noqa: E402, F401
-import sd_lightning.data.datamodule  # noqa: E402, F401
+import sd_lightning.data.builders  # noqa: E402, F401
 from sd_lightning import precompute  # noqa: E402
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder  # noqa: E402
 

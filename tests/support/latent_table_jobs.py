@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.latent_table import encode_source
-from sd_lightning.data.source import as_source
 from sd_lightning.data.transform import ImageOptions
 from square_data import Squares
 
@@ -35,7 +34,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with mock.patch("socket.gethostname", return_value=host), mock.patch("tempfile.tempdir", job["folder"]):
         images = ImageOptions(16, center_crop=True)
         try:
-            table = encode_source(as_source(squares), encoder, images, device=torch.device("cpu"))
+            table = encode_source(squares, encoder, images, device=torch.device("cpu"))
         except (UsageError, RuntimeError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
     used = table.usable(torch.arange(job["num"]))

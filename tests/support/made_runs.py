@@ -22,7 +22,7 @@ def config(strategy: str = "single", *, devices: int = 1, batch_size: int = 64, 
         "seed": 0,
         "model": {"_target_": "sd_lightning.loading.load_model", "architecture": "tiny", "pretrained": None, "seed": 0},
         "data": {
-            "_target_": "sd_lightning.data.datamodule.digits_data",
+            "_target_": "sd_lightning.data.builders.digits_data",
             "resolution": 32,
             "batch_size": batch_size,
         },

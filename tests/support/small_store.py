@@ -15,7 +15,7 @@ from torch import Tensor
 from sd_lightning.data.batch import BadSamples
 from sd_lightning.data.source import Source
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.latents import StoredImages
+from sd_lightning.data.sources.latents import StoredLatentsSource
 from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder
 from sd_lightning.data.store.job import Counts, StoreJob
 from sd_lightning.data.store.layout import Generation, LatentStore, Recipe
@@ -138,9 +138,9 @@ def reader(
     return StoreReader(latents, latents.generation(), split, cache)
 
 
-def source_of(store: StoreReader) -> StoredImages:
+def source_of(store: StoreReader) -> StoredLatentsSource:
     """Return what training reads of a split."""
-    return StoredImages(store.store, store.generation, store.split, store.cache)
+    return StoredLatentsSource(store.store, store.generation, store.split, store.cache)
 
 
 def expected(folder: Path) -> dict[str, tuple[np.ndarray, list[str]]]:

@@ -11,16 +11,14 @@ from torch import Tensor
 
 from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
-from sd_lightning.data.source import BadSample
+from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.transform import ImageOptions
 
 NUM, BATCH = 26, 8  # three global batches an epoch, two samples left out
 
 
-class Squares:
+class Squares(Source):
     """Images of different sizes and shapes with three captions each; some are broken."""
-
-    dropped: dict[str, str] = {}
 
     def __init__(self, num: int = NUM, broken: tuple[int, ...] = ()) -> None:
         self.num, self.broken = num, broken
@@ -55,7 +53,12 @@ class Recorder(pl.LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seed = seed
-        self.latent_diffusion = SimpleNamespace(tokenize=tokenize, truncated=lambda captions: [False] * len(captions))
+        self.latent_diffusion = SimpleNamespace(
+            tokenize=tokenize,
+            truncated=lambda captions: [False] * len(captions),
+            family=SimpleNamespace(latent_shape=lambda components, height, width: (4, height // 8, width // 8)),
+            components={},
+        )
         self.encoder = SimpleNamespace(encode_moments=self._encode)
         self.num_encoded = 0
         self.steps: list[list[tuple[int, int, str]]] = []

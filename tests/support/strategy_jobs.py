@@ -21,7 +21,7 @@ import lightning_jobs
 from sd_lightning import SDLightningModule
 from sd_lightning.callbacks import EMA, NonFiniteLossGuard, PortableCheckpoint, SampleGrid, StopOnSignal
 from sd_lightning.callbacks.checkpoint.trainer_state import read_trainer_state
-from sd_lightning.data.datamodule import dreambooth_data, image_folder_data
+from sd_lightning.data.builders import dreambooth_data, image_folder_data
 from sd_lightning.models.adapters.learned_token import LearnedToken
 from sd_lightning.models.adapters.lora import Lora
 from sd_lightning.models.generation import SamplingOptions, generate

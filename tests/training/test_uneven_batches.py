@@ -13,7 +13,7 @@ import small_training
 from ranks import run_jobs
 from sd_lightning import SDLightningModule
 from sd_lightning.data.batch import CaptionedImages
-from sd_lightning.data.order import EpochBatches
+from sd_lightning.data.order import BatchOrder, Bucket
 from sd_lightning.data.sampler import GlobalBatchSampler
 
 BATCH_SIZE = 8
@@ -21,7 +21,7 @@ BATCH_SIZE = 8
 
 def gradient(module: SDLightningModule, samples: CaptionedImages, world: int, accumulate: int) -> tuple[Tensor, float]:
     """Return the mean gradient, and the mean loss, of a global batch over ranks and accumulated batches."""
-    order = EpochBatches(len(samples), BATCH_SIZE, seed=1)
+    order = BatchOrder([Bucket((8, 8), range(len(samples)))], BATCH_SIZE, seed=1, drop_last=True)
     loss, parts = 0.0, world * accumulate
     module.zero_grad()
     for rank in range(world):

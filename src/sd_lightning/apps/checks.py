@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_lightning._conf.instantiate import leave_out
 from sd_lightning._errors import UsageError
 from sd_lightning._launchers import check_started_processes
 from sd_lightning.apps.run_spec import AUTO, RunSpec, refuse, target_of
-from sd_lightning.storage.new_folder import unused
 
 if TYPE_CHECKING:
     import torch
@@ -159,16 +157,11 @@ def _check_step(spec: RunSpec, optimizer: torch.optim.Optimizer) -> None:
 
 def check_not_scanned(spec: RunSpec) -> None:
     """Raise if the run is inside a folder that ``datasets`` scans: its pictures would become data."""
-    from sd_lightning.data.sources.huggingface import is_saved_dataset
+    from sd_lightning.data.sources.huggingface import check_not_scanned
 
-    name, run_dir = spec.get("data.dataset_name"), spec.output_dir
-    if not name or not Path(name).is_dir() or is_saved_dataset(name):
-        return
-    if run_dir.resolve().is_relative_to(Path(name).resolve()):
-        raise UsageError(
-            f"data.dataset_name={name}: output_dir={run_dir} lies in it, and the run's pictures would become data; "
-            f"expected two folders apart; write output_dir={unused(f'{Path(name)}-runs/{run_dir.name}')}"
-        )
+    name = spec.get("data.dataset_name")
+    if name:
+        check_not_scanned(name, spec.output_dir)
 
 
 def paths_read(spec: RunSpec, *, resumed: bool) -> dict[str, str]:
@@ -176,12 +169,14 @@ def paths_read(spec: RunSpec, *, resumed: bool) -> dict[str, str]:
 
     The model of a resumed run is left out: it may lie in the run's own folder.
     """
-    of_data = {key: value for key, value in spec["data"].items() if isinstance(value, str)}
+    from sd_lightning.data.builders import paths_in
+
     reads = {
-        key if key in spec.settings and key.endswith("_dir") else f"data.{key}": value for key, value in of_data.items()
+        key if key in spec.settings and key.endswith("_dir") else f"data.{key}": value
+        for key, value in paths_in(spec["data"]).items()
     }
     if not resumed:
-        reads |= {"init_from": spec["init_from"]}
-        reads |= {f"model.{key}": spec.model.get(key) for key in ("pretrained", "vae")}
-    # Values that do not exist are no paths (column names, hub ids), except folders of class images to be drawn.
-    return {k: v for k, v in reads.items() if v and (k.endswith("_dir") or os.path.exists(v))}
+        base = {"init_from": spec["init_from"]}
+        base |= {f"model.{key}": spec.model.get(key) for key in ("pretrained", "vae")}
+        reads |= {key: value for key, value in base.items() if value and os.path.exists(value)}
+    return reads

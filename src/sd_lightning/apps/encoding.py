@@ -131,7 +131,7 @@ def _start(encoders: Encoders, numbers: Any, parent: int) -> None:
     number = numbers.get()
     images, texts = encoders
     device = torch.device("cuda", number) if images.device.type == "cuda" else images.device
-    images.encoder.to(device)  # type: ignore[attr-defined]
+    images.encoder.to(device)
     _encoders = replace(images, device=device), None if texts is None else replace(texts, device=device)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 

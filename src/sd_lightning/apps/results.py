@@ -76,7 +76,7 @@ def finish(trainer: pl.Trainer, datamodule: SDDataModule, run_dir: Path) -> int:
     from sd_lightning.callbacks.guards import EXIT_INTERRUPTED, stopped_by_signal
     from sd_lightning.report import read_metrics, write_report
 
-    bad_samples = datamodule.gather_bad_samples()
+    bad_samples = datamodule.bad.gather()
     checkpoints, is_stopped = checkpoints_of(trainer), stopped_by_signal(trainer)
     if not trainer.is_global_zero:
         return EXIT_INTERRUPTED if is_stopped else 0

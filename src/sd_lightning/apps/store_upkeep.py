@@ -10,7 +10,7 @@ from pathlib import Path
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.layout import LatentStore, recipes
 from sd_lightning.data.store.texts import TEXTS, missing_texts, text_kinds
-from sd_lightning.data.store.upkeep import NO_OTHER_LIST, Pruning, broken_files, missing_files, unsealed_lists
+from sd_lightning.data.store.upkeep import NO_OTHER_LIST, Pruning, broken_files, missing_files
 from sd_lightning.storage.locations import open_location
 
 
@@ -62,12 +62,6 @@ def verify(store: str, *, dry_run: bool) -> int:
                     print(f"{each.folder.url}/{path}: it is not there, although samples need it")
                     num_missing += 1
                 _print_incomplete(each)
-            if old := unsealed_lists(each):
-                print(
-                    f"{each.folder.url}: {len(old)} lists of an older version have no seal, so that of their bytes "
-                    f"only the form is verified ({', '.join(old[:3])}{', …' if old[3:] else ''}); a list gets one when "
-                    "precompute runs again"
-                )
             for path, reason in broken_files(each, Path(scratch)):
                 print(f"{each.folder.url}/{path}: {reason}")
                 num_broken += 1

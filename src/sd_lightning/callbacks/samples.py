@@ -18,7 +18,7 @@ from sd_lightning._errors import UsageError
 from sd_lightning.callbacks.ema import inference_weights
 from sd_lightning.callbacks.guards import stopped_by_signal
 from sd_lightning.callbacks.steps import StepCallback, paused
-from sd_lightning.data.source import BadSample, Judge, Source, as_source
+from sd_lightning.data.source import BadSample, ImageClassifier, Source
 from sd_lightning.models.generation import SamplingOptions
 from sd_lightning.planner.run import TakesMemory, TrainingRun
 from sd_lightning.report import image_grid
@@ -149,10 +149,10 @@ def sample_collectively(
     return [Image.fromarray(array) for array in gathered[: len(prompts)]]
 
 
-def _judge(trainer: pl.Trainer) -> Judge | None:
+def _judge(trainer: pl.Trainer) -> ImageClassifier | None:
     """Return the data's judge, which tells whether a picture shows its prompt, if there is one."""
     data: SDDataModule = trainer.datamodule  # type: ignore[attr-defined]
-    return as_source(data.source_train).judge
+    return data.source_train.judge
 
 
 def _suggested_prompts(trainer: pl.Trainer, count: int) -> list[str]:

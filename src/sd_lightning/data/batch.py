@@ -8,7 +8,7 @@ numbers stay the same, and so do all other samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.loading import Batch
-from sd_lightning.data.order import Bucket, Shape, shape_of
-from sd_lightning.data.sampler import Key, split_keys
-from sd_lightning.data.source import BadSample, Source, StoredLatents, as_source
-from sd_lightning.data.transform import ImageOptions, Placed, read_placed, to_model_range
+from sd_lightning.data.order import Batch, Bucket, Key, Shape, shape_of
+from sd_lightning.data.source import BadSample, Source, StoredLatents
+from sd_lightning.data.transform import ImageOptions, Placed, any_error_is_a_bad_sample, place, to_model_range
 from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 from sd_lightning.state.ranks import gathered
@@ -46,13 +44,15 @@ class BadSamples:
         limit: Number of bad samples tolerated.
     """
 
-    def __init__(self, max_fraction: float, num_samples: int) -> None:
+    def __init__(self, max_fraction: float, num_samples: int, sources: Sequence[Source] = ()) -> None:
         """Start with no bad samples.
 
         Args:
             max_fraction: Fraction of the samples that may be bad.
             num_samples: Number of all samples, usable or not.
+            sources: Where :meth:`still_bad` looks.
         """
+        self._sources = sources
         self.found: dict[str, str] = {}
         self.max_fraction = max_fraction
         self.limit = int(max_fraction * num_samples)
@@ -73,11 +73,11 @@ class BadSamples:
                 log.warning("data: more than %d samples are left out; further ones are only counted", _NAMED)
         self.check()
 
-    def still_bad(self, saved: Mapping[str, str], sources: Iterable[Source]) -> dict[str, str]:
+    def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
         """Return the bad samples of an earlier start that are still there and bad, without those found by this one."""
         unknown = saved.keys() - self.found.keys()
         found: dict[str, str] = {}
-        for source in sources if unknown else ():
+        for source in self._sources if unknown else ():
             distinct = source.distinct
             for index in range(len(distinct)):
                 if distinct.name(index) in unknown:
@@ -88,10 +88,11 @@ class BadSamples:
                         found[distinct.name(index)] = str(reason)
         return found
 
-    def gather(self) -> None:
-        """All-gather the bad samples of all ranks; a collective call."""
+    def gather(self) -> dict[str, str]:
+        """Return the bad samples of all ranks, which each now knows; a collective call."""
         for part in gathered(self.found):
             self.found |= part
+        return self.found
 
     def check_all_ranks(self) -> None:
         """Gather the bad samples of all ranks, then :meth:`check` their total; a collective call.
@@ -165,7 +166,7 @@ class CaptionedImages(Dataset[Batch]):
                 ``bad``.
             buckets: Shapes of the images; squares without any. All samples of a batch are of one bucket.
         """
-        self.source = as_source(source)
+        self.source = source
         self.tokenize = tokenize
         self.options = options
         self.seed = seed
@@ -191,7 +192,9 @@ class CaptionedImages(Dataset[Batch]):
         Returns:
             The batch (see the class), or only ``bad`` if more than ``max_bad`` samples are bad.
         """
-        epoch, index, loss_weight = split_keys(keys)
+        epochs, indices, *uneven = zip(*keys, strict=True)
+        epoch, index = torch.tensor(epochs), torch.tensor(indices)
+        loss_weight = torch.tensor(uneven[0]) if uneven else None
         shape = (self.options.resolution, self.options.resolution)
         if self.buckets:
             shape = shape_of(self.buckets, keys[0][1])
@@ -279,7 +282,10 @@ class CaptionedImages(Dataset[Batch]):
         max_pixels = self.options.max_image_pixels
         for i in chain(range(index, len(self)), range(index)):
             try:
-                return read_placed(self.source, i, shape, max_pixels=max_pixels, crop=crop, flip=flip), i
+                with any_error_is_a_bad_sample():
+                    self.source.captions(i)
+                    image = self.source.image(i)
+                    return place(image, shape, max_pixels=max_pixels, crop=crop, flip=flip), i
             except BadSample as reason:
                 bad[i] = str(reason)
             if len(bad) > self.max_bad:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from sd_lightning.data.batch import BadSamples
     from sd_lightning.data.fingerprint import Change, Fingerprint
     from sd_lightning.data.sampler import GlobalBatchSampler
     from sd_lightning.models.encoder import LatentEncoder
@@ -29,8 +30,8 @@ class ResumableData(Protocol):
     train_sampler: GlobalBatchSampler | None
     """Sampler of the training loader; None before the loader is built."""
 
-    def resume(self, epoch: int, batches_done: int, *, order_version: int) -> None:
-        """Continue ``epoch``, in that version of its order, after its first ``batches_done`` global batches.
+    def resume(self, epoch: int, batches_done: int) -> None:
+        """Continue ``epoch`` after its first ``batches_done`` global batches.
 
         Called before the first batch.
         """
@@ -63,14 +64,8 @@ class ComparableData(Protocol):
 class CountedData(Protocol):
     """Data that count their bad samples."""
 
-    def gather_bad_samples(self) -> dict[str, str]:
-        """Return the bad samples of all ranks with their reasons; a collective call."""
-
-    def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
-        """Return the bad samples of an earlier start that still exist and are still bad."""
-
-    def recall_bad(self, bad: Mapping[str, str]) -> None:
-        """Add bad samples of earlier starts; raise ``UsageError`` if the total is too large."""
+    bad: BadSamples
+    """Those that are known, with a limit on their number."""
 
 
 @runtime_checkable

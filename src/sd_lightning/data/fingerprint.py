@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lightning.data.source import Source, as_source
+from sd_lightning.data.source import Source
 
 Fingerprint = dict[str, Any]
 """Fingerprint of a training set; see :func:`fingerprint`."""
@@ -45,28 +45,24 @@ def fingerprint(source: Source, *, order: str = "", held_out: Source | None = No
         source's own fingerprint or None; ``samples``, the hashes (N, 3) int64, None above ``COUNTED`` samples; and
         ``held_out``, the hashes (H,) int64 of the identities held out, None above ``COUNTED`` or without any.
     """
-    source = as_source(source)
     held = None if held_out is None or len(held_out) > COUNTED else _hashes(held_out)[:, 0].clone()
+    known = {"order": order, "num_samples": len(source), "own": source.fingerprint, "held_out": held}
     if source.digests is not None and len(source) > COUNTED:
-        own, num = source.fingerprint, len(source)
-        return {"order": order, "num_samples": num, **source.digests, "own": own, "samples": None, "held_out": held}
+        return {**known, **source.digests, "samples": None}
     samples = _hashes(source)
     digests = {
         aspect: blake2b(samples[:, i].contiguous().numpy().tobytes(), digest_size=16).hexdigest()
         for i, aspect in enumerate(_ASPECTS)
     }
-    few = len(samples) <= COUNTED
-    own, num = source.fingerprint, len(samples)
-    kept = samples if few else None
-    return {"order": order, "num_samples": num, **digests, "own": own, "samples": kept, "held_out": held}
+    return {**known, **digests, "samples": samples if len(samples) <= COUNTED else None}
 
 
 @dataclass(frozen=True)
 class Change:
     """How a training set has changed."""
 
-    told: str
-    """Description for a message."""
+    description: str
+    """What differs, for a message."""
     moves: bool
     """Whether the samples' identities or their order have changed, so that positions in an epoch differ."""
     reorders: bool
@@ -87,42 +83,42 @@ def change(saved: Mapping[str, Any], ours: Fingerprint, source: Source) -> Chang
     # Above THOROUGH samples, images and captions are hashed from other evidence.
     is_comparable = (saved["num_samples"] <= THOROUGH) == (ours["num_samples"] <= THOROUGH)
     others = [aspect for aspect in ("images", "captions") if is_comparable and saved[aspect] != ours[aspect]]
-    saved_order, order = saved.get("order", ""), ours["order"]
+    saved_order, order = saved["order"], ours["order"]
     mixed = _mixed(saved, ours)
     if not moves and not others and not mixed and saved["own"] == ours["own"] and saved_order == order:
         return None
-    told = []
+    differences = []
     if saved["samples"] is not None and ours["samples"] is not None:
-        told = _counted(saved["samples"], ours["samples"], source, is_comparable)
-    if not told and moves:
-        told = [
+        differences = _counted(saved["samples"], ours["samples"], source, is_comparable)
+    if not differences and moves:
+        differences = [
             "other samples, or another order"
             if saved["num_samples"] == ours["num_samples"]
             else f"{ours['num_samples']} samples instead of {saved['num_samples']}"
         ]
-    if not told:
-        told = [f"other {aspect}" for aspect in others]
+    if not differences:
+        differences = [f"other {aspect}" for aspect in others]
     if saved["own"] != ours["own"]:
-        told.append("another fingerprint of the data set, whose images may be others")
+        differences.append("another fingerprint of the data set, whose images may be others")
     if saved_order != order:
-        told.append(f"{order or 'no aspect-ratio buckets'} instead of {saved_order or 'none'}")
+        differences.append(f"{order or 'no aspect-ratio buckets'} instead of {saved_order or 'none'}")
     # Another image may be in another bucket, which changes the order of all batches.
     is_sorted_anew = saved_order != order or (order != "" and (moves or "images" in others))
     reorders = is_sorted_anew or saved["num_samples"] != ours["num_samples"]
-    return Change(", ".join([*told, *mixed]), moves or is_sorted_anew, reorders, bool(mixed))
+    return Change(", ".join([*differences, *mixed]), moves or is_sorted_anew, reorders, bool(mixed))
 
 
 def _mixed(saved: Mapping[str, Any], ours: Fingerprint) -> list[str]:
     """Return what to tell of samples that have changed between training and validation; nothing if none has."""
-    told = []
+    differences = []
     for one, other, text in (
         (ours, saved, "held out now were trained on"),
         (saved, ours, "trained on now were held out"),
     ):
-        if one.get("held_out") is not None and other["samples"] is not None:
+        if one["held_out"] is not None and other["samples"] is not None:
             both = torch.isin(one["held_out"], other["samples"][:, 0])
-            told += [f"{int(both.sum())} samples that are {text}"] if both.any() else []
-    return told
+            differences += [f"{int(both.sum())} samples that are {text}"] if both.any() else []
+    return differences
 
 
 def file_evidence(path: str, *, thorough: bool) -> str:
@@ -138,19 +134,18 @@ def part_evidence(path: str, begin: int, size: int) -> str:
     """Return a hash of the size and three pieces of a part of a file, which begins at ``begin``; "" if unreadable."""
     try:
         with open(path, "rb", buffering=0) as file:
-            found = blake2b(f"{size} ".encode())
+            digest = blake2b(f"{size} ".encode())
             for offset in (0, size // 2, max(size - _PIECE, 0)):
                 file.seek(begin + offset)
-                found.update(file.read(min(_PIECE, size - offset)))
-            return found.hexdigest()
+                digest.update(file.read(min(_PIECE, size - offset)))
+            return digest.hexdigest()
     except OSError:
         return ""
 
 
 def _hashes(source: Source) -> Tensor:
     """Return the hashes of every sample, (N, 3) int64; a file shared by several samples is read once."""
-    source = as_source(source)
-    distinct, thorough = as_source(source.distinct), len(source) <= THOROUGH
+    distinct, thorough = source.distinct, len(source) <= THOROUGH
     found = []
     seen: Counter[str] = Counter()
     for index in range(len(distinct)):
@@ -177,11 +172,11 @@ def _counted(saved: Tensor, ours: Tensor, source: Source, is_comparable: bool) -
         [index for index, rest, old in known if is_comparable and rest[i] != old[i]] for i in range(2)
     )
     removed = len(before.keys() - now.keys())
-    told = [f"{removed} removed"] if removed else []
-    for what, indices in (("added", added), ("replaced", replaced), ("with other captions", captions)):
+    differences = [f"{removed} removed"] if removed else []
+    for kind, indices in (("added", added), ("replaced", replaced), ("with other captions", captions)):
         if indices:
-            told.append(f"{len(indices)} {what} ({_names(source, indices)})")
-    return told
+            differences.append(f"{len(indices)} {kind} ({_names(source, indices)})")
+    return differences
 
 
 def _names(source: Source, indices: Iterable[int]) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.source import Bad, Source, SourceSubset
-from sd_lightning.data.store.encoding import Encoded, Encoder, EncodeTask, ShardEncoder
+from sd_lightning.data.store.encoding import Encoded, EncodeTask, ShardEncoder
 from sd_lightning.data.store.files import StoreFile, hashes_of
 from sd_lightning.data.store.layout import LATENTS, Recipe, path_of
 from sd_lightning.data.transform import ImageOptions
@@ -32,6 +32,8 @@ from sd_lightning.storage.local_folder import LocalFolder
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from sd_lightning.models.encoder import LatentEncoder
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class _ByIndex(SourceSubset):
 
 
 def encode_source(
-    source: Source, encoder: Encoder, images: ImageOptions, *, device: torch.device, num_threads: int = 2
+    source: Source, encoder: LatentEncoder, images: ImageOptions, *, device: torch.device, num_threads: int = 2
 ) -> LatentTable:
     """Encode all images of a source; a collective call when torch.distributed is initialised.
 

@@ -8,32 +8,32 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import dropwhile
-from typing import Any, Literal, TypeVar
+from queue import SimpleQueue
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.order import UNVERSIONED
-from sd_lightning.data.sampler import GlobalBatchSampler, Key
+from sd_lightning.data.order import ORDER_VERSION, Batch, BatchKeys, check_version
+from sd_lightning.data.sampler import GlobalBatchSampler
 from sd_lightning.data.source import Source
 
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 """Threads that fetch: one alone waits for the network most of the time."""
-T = TypeVar("T")
+_END = -1
+"""In place of the number of a file: there are no more."""
+_PAUSE = 1.0
+"""Seconds without fetching after an error, which may pass."""
 _SLOW_SECONDS = 120.0
 """After this, and each time it has doubled, a worker process says where it is in a batch."""
-Batch = dict[str, Any]
-"""Entries of a batch by name; see ``CaptionedImages``."""
-BatchKeys = Iterable[list[Key]]
-"""The keys of each batch."""
 
 
 def fetch_all(source: Source, index: Sequence[int]) -> None:
@@ -78,60 +78,43 @@ class LookAhead:
         Yields:
             A function to call with the number of the batch that is read now.
         """
-        position = _Position(begin)
+        # Each thread has files of its own, so that they need not agree on who fetches what.
+        queues = [SimpleQueue[int]() for _ in range(NUM_THREADS)]
+        allowed, ended, now = threading.Semaphore(self._num_batches + 1), threading.Event(), begin
 
-        def run(own: int) -> None:
-            # Each thread has files of its own, so that they need not agree on who fetches what.
+        def feed() -> None:
             for number in range(begin, end):
-                if not position.wait_for(number - self._num_batches):
+                allowed.acquire()
+                if ended.is_set():
                     return
                 for file in self._files_of(samples_of(number)):
-                    if file % NUM_THREADS == own and not self._fetched(file, position):
-                        return
+                    queues[file % NUM_THREADS].put(file)
 
-        for own in range(NUM_THREADS):
-            # Not joined: the end of a run does not wait for a file that nobody reads.
-            threading.Thread(target=run, args=(own,), name=f"look-ahead-{own}", daemon=True).start()
+        def fetch(queue: SimpleQueue[int]) -> None:
+            while (file := queue.get()) != _END and not ended.is_set():
+                try:
+                    self._fetch(file)
+                except Exception as error:
+                    log.warning("data: a file could not be fetched ahead (%s); reading it tries again", error)
+                    ended.wait(_PAUSE)
+
+        def move(number: int) -> None:
+            nonlocal now
+            if number > now:
+                allowed.release(number - now)
+                now = number
+
+        # Not joined: the end of a run does not wait for a file that nobody reads.
+        threading.Thread(target=feed, name="look-ahead", daemon=True).start()
+        for queue in queues:
+            threading.Thread(target=fetch, args=(queue,), name="look-ahead", daemon=True).start()
         try:
-            yield position.move
+            yield move
         finally:
-            position.end()
-
-    def _fetched(self, file: int, position: _Position) -> bool:
-        """Fetch a file; return whether to go on. After an error wait until the reader has moved."""
-        if position.ended:
-            return False
-        try:
-            self._fetch(file)
-        except Exception as error:
-            log.warning("data: a file could not be fetched ahead (%s); it is tried again when it is read", error)
-            return position.wait_for(position.now + 1)
-        return True
-
-
-class _Position:
-    """The batch that is read now."""
-
-    def __init__(self, begin: int) -> None:
-        self._moved = threading.Condition()
-        self.now = begin
-        self.ended = False
-
-    def move(self, number: int) -> None:
-        with self._moved:
-            self.now = number
-            self._moved.notify_all()
-
-    def end(self) -> None:
-        with self._moved:
-            self.ended = True
-            self._moved.notify_all()
-
-    def wait_for(self, number: int) -> bool:
-        """Wait until a batch is read; return False if reading has ended."""
-        with self._moved:
-            self._moved.wait_for(lambda: self.ended or self.now >= number)
-            return not self.ended
+            ended.set()
+            allowed.release()
+            for queue in queues:
+                queue.put(_END)
 
 
 @dataclass(frozen=True)
@@ -204,7 +187,7 @@ class LoaderOptions:
         )
 
 
-def as_is(batch: T) -> T:
+def as_is(batch: Any) -> Any:
     """Return the batch unchanged (as ``collate_fn``: spawned workers could not pickle a lambda)."""
     return batch
 
@@ -304,7 +287,7 @@ class EpochLoader(WholeBatchLoader):
         self._on_start = on_start
         self._look_ahead = look_ahead
         self.batch_sampler = batch_sampler
-        self._given = (0, 0)
+        self._yielded = (0, 0)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the micro-batches of the rest of the epoch."""
@@ -313,9 +296,9 @@ class EpochLoader(WholeBatchLoader):
         epoch, start = sampler.epoch, sampler.batches_done * sampler.accumulate
         batches = iter(self._loader)  # forks the workers, before there are other threads
         with self._fetching() as move:
-            for given, batch in enumerate(batches, start + 1):
-                self._given = (epoch, given)
-                move(given // sampler.accumulate)
+            for yielded, batch in enumerate(batches, start + 1):
+                self._yielded = (epoch, yielded)
+                move(yielded // sampler.accumulate)
                 yield batch
 
     def _fetching(self) -> AbstractContextManager[Callable[[int], None]]:
@@ -323,18 +306,22 @@ class EpochLoader(WholeBatchLoader):
         if self._look_ahead is None:
             return nullcontext(lambda number: None)
         sampler = self.batch_sampler
-        samples_of = sampler.order.of_epoch(sampler.epoch, version=sampler.order_version)
-        return self._look_ahead.running(samples_of, sampler.batches_done, sampler.batches_per_epoch)
+        samples_of = sampler.order.of_epoch(sampler.epoch)
+        return self._look_ahead.running(samples_of, sampler.batches_done, sampler.order.batches_per_epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, the number of its global batches already yielded, and its order's version."""
+        """Return the position: the epoch, the number of its global batches already yielded, and the order's version."""
         sampler = self.batch_sampler
-        epoch, given = self._given
-        done = given // sampler.accumulate if epoch == sampler.epoch else 0
+        epoch, yielded = self._yielded
+        done = yielded // sampler.accumulate if epoch == sampler.epoch else 0
         done = max(done, sampler.batches_done)
-        return {"epoch": sampler.epoch, "batches_done": done, "order_version": sampler.order_version}
+        return {"epoch": sampler.epoch, "batches_done": done, "order_version": ORDER_VERSION}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a position that ``state_dict`` returned, at any world size."""
-        version = state.get("order_version", UNVERSIONED)
-        self.batch_sampler.resume(state["epoch"], state["batches_done"], order_version=version)
+        """Continue at a position that ``state_dict`` returned, at any world size.
+
+        Raises:
+            UsageError: It is one of another order.
+        """
+        check_version(state["order_version"])
+        self.batch_sampler.resume(state["epoch"], state["batches_done"])

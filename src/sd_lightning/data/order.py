@@ -1,19 +1,18 @@
 """The order of the samples in an epoch: a pure function of (seed, epoch, position), in constant memory.
 
-``GlobalBatchSampler`` asks a ``BatchOrder`` for the samples of a global batch. ``EpochBatches`` cuts them from one
-order of all samples. ``BucketOrder`` has batches of one image shape each: in an epoch, batch ``j`` of the ``n`` batches
-of a bucket has the time ``(j + offset) / n`` with a random offset in [0, 1), and batches are ordered by time. So the
-batches of every bucket are spread evenly over the epoch, and the batch of any number is found by bisection, without a
-list of all batches.
+``GlobalBatchSampler`` asks a ``BatchOrder`` for the samples of a global batch, which have one image shape: a bucket. In
+an epoch, batch ``j`` of the ``n`` batches of a bucket has the time ``(j + offset) / n`` with a random offset in [0, 1),
+and batches are ordered by time. So the batches of every bucket are spread evenly over the epoch, and the batch of any
+number is found by bisection, without a list of all batches.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +23,19 @@ from sd_lightning.diffusion.keyed_permutation import KeyedPermutation
 from sd_lightning.diffusion.randomness import Purpose
 
 ORDER_VERSION = 2
-"""Version of the orders of new epochs. Version 1, of checkpoints without a version, sorted as many keys as samples."""
-UNVERSIONED = 1
-"""Version of the order in checkpoints that record none."""
+"""Version of the orders of epochs, recorded in checkpoints: a position is that of one order only."""
 
 Shape = tuple[int, int]
 """(height, width) in pixels."""
+Batch = dict[str, Any]
+"""Entries of a batch by name; see ``CaptionedImages``."""
+Key = tuple[int, int] | tuple[int, int, float]
+"""``(epoch, index)`` of a sample: all its randomness is derived from these two and the seed.
+
+In global batches that are divided unevenly, the third is the weight of its loss.
+"""
+BatchKeys = Iterable[list[Key]]
+"""The keys of each batch."""
 Positions = Callable[[np.ndarray], np.ndarray]
 """(N,) int64 positions in an epoch -> (N,) int64 of what stands there."""
 _FILES, _FIRST_WINDOW = 1, 2
@@ -40,37 +46,6 @@ _TICK_BITS = 31
 """Bits of the resolution of the batches' times; batches of the same time follow in the order of their buckets."""
 
 
-class BatchOrder(Protocol):
-    """The samples of each global batch (optimizer step), equal on all ranks."""
-
-    @property
-    def num_samples(self) -> int:
-        """Length of the data set."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a global batch; the largest, if they differ."""
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Global batches in every epoch; 0 if the samples do not fill one."""
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples in the global batches of an epoch."""
-
-    def described(self) -> list[str]:
-        """Return lines about the batches for people; none if they are what everyone expects."""
-
-    def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
-        """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64.
-
-        Args:
-            epoch: Index of the pass over the data.
-            version: ``ORDER_VERSION``, or that of the checkpoint in the middle of whose epoch a run resumes.
-        """
-
-
 @dataclass(frozen=True)
 class Locality:
     """Files in which samples lie, and how many of them are read at a time."""
@@ -79,63 +54,6 @@ class Locality:
     """(F,) int64: the index behind the last sample of each file."""
     window: int
     """Files among which samples are shuffled."""
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UsageError(f"Locality got window={self.window}; expected at least one file; write window=32")
-
-
-@dataclass(frozen=True)
-class EpochBatches:
-    """Global batch ``g`` is the positions ``[g * batch_size, (g + 1) * batch_size)`` of one order of all samples.
-
-    By default an incomplete last batch is dropped: other samples in each epoch.
-    """
-
-    num_samples: int
-    batch_size: int
-    seed: int
-    shuffle: bool = True
-    """Yield in index order if false."""
-    together: int = 1
-    """Consecutive samples that stay together; divides ``num_samples``."""
-    locality: Locality | None = None
-    drop_last: bool = True
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return num_batches(self.num_samples, self.batch_size, drop_last=self.drop_last)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return min(self.num_samples, self.batches_per_epoch * self.batch_size)
-
-    def described(self) -> list[str]:
-        rest = self.num_samples % self.batch_size
-        if self.drop_last or not rest:
-            return []
-        return [f"the last of {self.batches_per_epoch} batches of an epoch has {rest} of {self.batch_size} samples"]
-
-    def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
-        size, end, at = self.batch_size, self.num_samples, self._positions(epoch, version)
-        return lambda number: at(np.arange(number * size, min((number + 1) * size, end)))
-
-    def _positions(self, epoch: int, version: int) -> Positions:
-        if not self.shuffle:
-            return lambda positions: positions
-        return EpochOrder(
-            self.num_samples,
-            seed=self.seed,
-            epoch=epoch,
-            together=self.together,
-            locality=self.locality,
-            version=version,
-        ).at
-
-
-def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Return the number of batches of samples, with or without an incomplete last one."""
-    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
 class EpochOrder:
@@ -150,7 +68,6 @@ class EpochOrder:
         together: int = 1,
         locality: Locality | None = None,
         stream: int = 0,
-        version: int = ORDER_VERSION,
     ) -> None:
         """Choose the order.
 
@@ -161,17 +78,14 @@ class EpochOrder:
             together: Consecutive samples that stay together; divides ``num_samples``.
             locality: How far samples are spread; over the whole epoch if None.
             stream: Number that tells apart the orders of one epoch, such as those of its buckets.
-            version: Version of the order; the first knew no locality, and took memory for every sample.
 
         Raises:
-            UsageError: The seed is out of range, or the version unknown.
+            UsageError: The seed is out of range.
         """
-        check_version(version)
-        num_groups, self._together = num_samples // together, together
+        self._together = together
         self._groups: Positions
-        if version == 1:
-            self._groups = randomness.permutation(seed, epoch, num_groups).numpy().__getitem__
-        elif locality is None:
+        if locality is None:
+            num_groups = num_samples // together
             self._groups = KeyedPermutation(num_groups, seed=seed, epoch=epoch, stream=stream * _STREAMS)
         else:
             assert together == 1, "stores hold no samples that stay together"
@@ -226,15 +140,15 @@ class _Windows:
 
 
 def check_version(version: int) -> None:
-    """Raise if this release does not know a version of the order.
+    """Check that a checkpoint's position is one of this release's order.
 
     Raises:
-        UsageError: It does not.
+        UsageError: It is one of another order.
     """
-    if not 1 <= version <= ORDER_VERSION:
+    if version != ORDER_VERSION:
         raise UsageError(
-            f"resume: the checkpoint is in the middle of an epoch in order version {version}; expected 1 to "
-            f"{ORDER_VERSION}; update sd-lightning, or start a new run from its weights with init_from="
+            f"resume: the checkpoint's epochs have order version {version}; expected {ORDER_VERSION}; install the "
+            "release that saved it, or start a new run from its weights with init_from="
         )
 
 
@@ -285,69 +199,63 @@ def shape_of(buckets: Sequence[Bucket], index: int) -> Shape:
 
 
 @dataclass(frozen=True)
-class BucketOrder:
-    """The order of an epoch in which each global batch is of one bucket; a ``BatchOrder``.
-
-    Args:
-        buckets: The samples.
-        batch_size: Samples of a global batch.
-        seed: Seed of the run.
-        shuffle: Yield each bucket in index order if false.
-        drop_last: Leave the incomplete last batch of each bucket out: other samples in each epoch.
-
-    Raises:
-        UsageError: No bucket fills a batch.
-    """
+class BatchOrder:
+    """The samples of each global batch (optimizer step), equal on all ranks; each batch is of one bucket."""
 
     buckets: Sequence[Bucket]
+    """The samples; one bucket of all of them where all images have the same shape."""
     batch_size: int
+    """Samples of a global batch."""
     seed: int
+    """Seed of the run."""
     shuffle: bool = True
+    """Yield each bucket in index order if false."""
     drop_last: bool = False
-
-    def __post_init__(self) -> None:
-        if self.batches_per_epoch == 0:
-            largest = max(map(len, self.buckets), default=0)
-            raise UsageError(
-                f"data.batch_size={self.batch_size} with data.drop_last=true: none of the {len(self.buckets)} "
-                f"aspect-ratio buckets has that many images, the largest has {largest}; write data.drop_last=false, or "
-                f"data.batch_size={largest}"
-            )
+    """Leave the incomplete last batch of each bucket out: other samples in each epoch."""
+    together: int = 1
+    """Consecutive samples that stay together; divides the size of every bucket."""
 
     @property
     def num_samples(self) -> int:
+        """Samples of all buckets."""
         return sum(map(len, self.buckets))
 
     @property
     def batches_per_bucket(self) -> list[int]:
         """Global batches of each bucket in an epoch."""
-        return [num_batches(len(bucket), self.batch_size, drop_last=self.drop_last) for bucket in self.buckets]
+        rest = 0 if self.drop_last else self.batch_size - 1
+        return [(len(bucket) + rest) // self.batch_size for bucket in self.buckets]
 
     @property
     def batches_per_epoch(self) -> int:
+        """Global batches in every epoch; 0 if no bucket fills one."""
         return sum(self.batches_per_bucket)
 
     @property
     def samples_per_epoch(self) -> int:
+        """Samples in the global batches of an epoch."""
         return sum(min(len(b), num * self.batch_size) for b, num in zip(self.buckets, self.batches_per_bucket))
 
-    def of_epoch(self, epoch: int, *, version: int = ORDER_VERSION) -> Callable[[int], np.ndarray]:
-        """Return the function from the number of a global batch to its sample indices; see ``BatchOrder``.
+    def of_epoch(self, epoch: int) -> Callable[[int], np.ndarray]:
+        """Return the function from the number of a global batch in ``epoch`` to its sample indices (B,) int64."""
+        num_batches, offsets = np.asarray(self.batches_per_bucket, np.int64), self._offsets(epoch)
 
-        Args:
-            epoch: Index of the pass over the data.
-            version: Without effect: there is only one version.
-        """
-        interleaved = _Interleaved(self.batches_per_bucket, self._offsets(epoch))
+        def before(tick: int) -> np.ndarray:
+            """Return for each bucket the number of its batches before a time: all j * 2**31 + offset < tick * n."""
+            return -((offsets - tick * num_batches) >> _TICK_BITS)
 
         @cache
         def order(chosen: int) -> EpochOrder:
-            bucket = self.buckets[chosen]
-            return EpochOrder(len(bucket), seed=self.seed, epoch=epoch, locality=bucket.locality, stream=chosen)
+            bucket, together = self.buckets[chosen], self.together
+            keys = {"seed": self.seed, "epoch": epoch, "stream": chosen}
+            return EpochOrder(len(bucket), **keys, together=together, locality=bucket.locality)
 
         def batch(number: int) -> np.ndarray:
-            chosen, place = interleaved.find(number)
-            bucket, begin = self.buckets[chosen], place * self.batch_size
+            after = bisect_right(range(2**_TICK_BITS + 1), number, key=lambda tick: int(before(tick).sum()))
+            done = before(after - 1)
+            at_that_time = np.flatnonzero(before(after) - done)
+            chosen = int(at_that_time[number - done.sum()])
+            bucket, begin = self.buckets[chosen], int(done[chosen]) * self.batch_size
             places = np.arange(begin, min(begin + self.batch_size, len(bucket)))
             return bucket.at(order(chosen).at(places) if self.shuffle else places)
 
@@ -360,7 +268,12 @@ class BucketOrder:
         return randomness.integers(self.seed, epoch, bucket, Purpose.BUCKETS, 2**_TICK_BITS).numpy()
 
     def described(self) -> list[str]:
-        """Return a line for each bucket, and one for all of them, for people."""
+        """Return for people a line for each of several buckets, and one of all; of one only what is unusual."""
+        if len(self.buckets) == 1:
+            rest = self.num_samples % self.batch_size
+            if self.drop_last or not rest:
+                return []
+            return [f"the last of {self.batches_per_epoch} batches of an epoch has {rest} of {self.batch_size} samples"]
         lines = []
         for bucket, num in zip(self.buckets, self.batches_per_bucket):
             rest = len(bucket) % self.batch_size
@@ -379,23 +292,3 @@ class BucketOrder:
 def _counted(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-class _Interleaved:
-    """The batches of several buckets, ordered by time."""
-
-    def __init__(self, num_batches: Sequence[int], offsets: np.ndarray) -> None:
-        self._num_batches = np.asarray(num_batches, dtype=np.int64)
-        self._offsets = offsets
-
-    def _before(self, tick: int) -> np.ndarray:
-        """Return for each bucket the number of its batches before a time: all j * 2**31 + offset < tick * n."""
-        return -((self._offsets - tick * self._num_batches) >> _TICK_BITS)
-
-    def find(self, number: int) -> tuple[int, int]:
-        """Return the bucket of the batch of that number, and the batch's number in the bucket."""
-        after = bisect_right(range(2**_TICK_BITS + 1), number, key=lambda tick: int(self._before(tick).sum()))
-        before = self._before(after - 1)
-        at_that_time = np.flatnonzero(self._before(after) - before)
-        bucket = int(at_that_time[number - before.sum()])
-        return bucket, int(before[bucket])

@@ -14,26 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.order import (
-    ORDER_VERSION,
-    BatchOrder,
-    Bucket,
-    BucketOrder,
-    EpochBatches,
-    Shape,
-    check_version,
-    listed,
-)
+from sd_lightning.data.order import BatchOrder, Bucket, Key, Shape, listed
 from sd_lightning.data.source import Bad, BadSample, Source
 from sd_lightning.data.transform import (
     BUCKET_FIELDS,
@@ -45,25 +33,11 @@ from sd_lightning.data.transform import (
 )
 from sd_lightning.state.ranks import gathered, rank_and_world_size
 
-if TYPE_CHECKING:
-    from sd_lightning.data.batch import BadSamples
-
 log = logging.getLogger(__name__)
 
-Key = tuple[int, int] | tuple[int, int, float]
-"""``(epoch, index)`` of a sample: all its randomness is derived from these two and the seed.
-
-In global batches that are divided unevenly, the third is the weight of its loss.
-"""
 _AT_ONCE = 256
 """Images whose sizes a thread reads before it takes the next ones."""
 _NAMED = 20
-
-
-def split_keys(keys: Sequence[Key]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return epochs (B,) int64, indices (B,) int64, and loss weights (B,) float32 if the keys have any."""
-    epochs, indices, *weights = zip(*keys, strict=True)
-    return torch.tensor(epochs), torch.tensor(indices), torch.tensor(weights[0]) if weights else None
 
 
 def check_division(batch_size: int, world_size: int = 1, accumulate: int = 1) -> None:
@@ -95,7 +69,6 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         order: The samples of each global batch.
         epoch: The epoch that the next iteration yields.
         batches_done: Global batches of that epoch that the next iteration skips.
-        order_version: Version of that epoch's order.
     """
 
     def __init__(self, order: BatchOrder, *, world_size: int = 1, rank: int = 0, accumulate: int = 1) -> None:
@@ -108,16 +81,16 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             accumulate: Micro-batches per optimizer step.
 
         Raises:
-            UsageError: The global batch is smaller than the number of its parts, or larger than the data set.
+            UsageError: The global batch is smaller than the number of its parts, or larger than every bucket.
         """
         check_division(order.batch_size, world_size, accumulate)
         if not order.batches_per_epoch:
-            parts = world_size * accumulate
-            fits = order.num_samples >= parts
-            remedy = f"write data.batch_size={order.num_samples}" if fits else "train on one process"
+            largest, num = max(map(len, order.buckets)), len(order.buckets)
+            data = "the training set" if num == 1 else f"the largest of {num} aspect-ratio buckets"
+            smaller = f"data.batch_size={largest} or " if largest >= world_size * accumulate else ""
             raise UsageError(
                 f"data.batch_size={order.batch_size} ({world_size} process(es) x {accumulate} accumulated batch(es)) "
-                f"is larger than the training set of {order.num_samples} samples; {remedy}, or add images"
+                f"is larger than {data} of {largest} samples; write {smaller}data.drop_last=false, or add images"
             )
         self.order = order
         self.world_size = world_size
@@ -125,7 +98,6 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self.accumulate = accumulate
         self.epoch = 0
         self.batches_done = 0
-        self.order_version = ORDER_VERSION
         self._resumed = False
         self._shift = 0
 
@@ -134,31 +106,16 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         """Return this object: Lightning calls ``set_epoch`` on ``loader.batch_sampler.sampler``."""
         return self
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples per optimizer step, over all ranks."""
-        return self.order.batch_size
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Global batches (optimizer steps) in an epoch."""
-        return self.order.batches_per_epoch
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples that all ranks together see in an epoch."""
-        return self.order.samples_per_epoch
-
     def __len__(self) -> int:
         """Return the number of micro-batches of a *whole* epoch on one rank.
 
         ``resume`` does not reduce it: Lightning adds the batches done to its own counter, and would otherwise end
         the epoch early.
         """
-        return self.batches_per_epoch * self.accumulate
+        return self.order.batches_per_epoch * self.accumulate
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; a new epoch starts at batch 0, in the newest order.
+        """Set the epoch of the next iteration; a new epoch starts at batch 0.
 
         After ``resume``, Lightning's epoch count may differ from ours: if Lightning ended a run at ``max_steps`` within
         an epoch, it counted that epoch as done. The first call after ``resume`` means the resumed epoch, and later
@@ -169,38 +126,33 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         if epoch + self._shift != self.epoch:
             self.epoch = epoch + self._shift
             self.batches_done = 0
-            self.order_version = ORDER_VERSION
 
-    def resume(self, epoch: int, batches_done: int, *, order_version: int = ORDER_VERSION) -> None:
+    def resume(self, epoch: int, batches_done: int) -> None:
         """Resume ``epoch`` after its first ``batches_done`` global batches.
 
         Args:
             epoch: Epoch to continue.
             batches_done: Optimizer steps already taken in it.
-            order_version: Version of the order in which they were taken. The rest of the epoch follows it, too; an
-                epoch that has not begun gets the newest.
 
         Raises:
-            UsageError: The epoch does not have that many batches, or the version is unknown.
+            UsageError: The epoch does not have that many batches.
         """
-        if not 0 <= batches_done <= self.batches_per_epoch:
+        if not 0 <= batches_done <= self.order.batches_per_epoch:
             raise UsageError(
                 f"resume: {batches_done} batches of epoch {epoch} are done, but an epoch has "
-                f"{self.batches_per_epoch} ({self.order.num_samples} samples, data.batch_size="
-                f"{self.global_batch_size}); resume with the data and the batch size of the saved run, "
+                f"{self.order.batches_per_epoch} ({self.order.num_samples} samples, data.batch_size="
+                f"{self.order.batch_size}); resume with the data and the batch size of the saved run, "
                 "or start a new one with init_from="
             )
-        check_version(order_version)
         self.epoch = epoch
         self.batches_done = batches_done
-        self.order_version = order_version if batches_done else ORDER_VERSION
         self._resumed = True
 
     def __iter__(self) -> Iterator[list[Key]]:
         """Yield this rank's micro-batches of the rest of the epoch."""
         epoch, parts = self.epoch, self.world_size * self.accumulate
-        samples_of = self.order.of_epoch(epoch, version=self.order_version)
-        for number in range(self.batches_done, self.batches_per_epoch):
+        samples_of = self.order.of_epoch(epoch)
+        for number in range(self.batches_done, self.order.batches_per_epoch):
             indices = samples_of(number).tolist()
             size = len(indices)
             for part in range(self.rank, parts, self.world_size):
@@ -307,19 +259,26 @@ class Batching:
     one bucket each.
     """
 
-    def __init__(self, batch_size: int, images: ImageOptions, *, drop_last: bool | None, bad: BadSamples) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        images: ImageOptions,
+        *,
+        drop_last: bool | None,
+        count_bad: Callable[[Mapping[str, str]], None],
+    ) -> None:
         """Keep the options.
 
         Args:
             batch_size: Samples per optimizer step, over all processes.
             images: Give the shapes of buckets.
             drop_last: Leave incomplete last batches out; None does so without buckets.
-            bad: Where images that fit no bucket are counted.
+            count_bad: Called with name -> reason of images that fit no bucket.
         """
         self._batch_size = batch_size
         self._images = images
         self._drop_last = drop_last
-        self._bad = bad
+        self._count_bad = count_bad
         self._found: dict[int, Sequence[Bucket]] = {}
 
     def buckets(self, source: Source) -> Sequence[Bucket]:
@@ -334,13 +293,13 @@ class Batching:
             return ()
         if id(source) not in self._found:
             self._found[id(source)], bad = find_buckets(source, self._images)
-            self._bad.count({source.name(index): reason for index, reason in bad})
+            self._count_bad({source.name(index): reason for index, reason in bad})
         return self._found[id(source)]
 
     def check(self, source: Source, world_size: int, accumulate: int) -> None:
         """Check before training that a source fills a global batch, and that the batch has a sample for every process.
 
-        Sizes of images are not read: whether buckets fill a batch is checked by :meth:`order`.
+        Sizes of images are not read: whether buckets fill a batch is checked by the sampler.
 
         Raises:
             UsageError: The batch is too large or too small.
@@ -360,21 +319,13 @@ class Batching:
         """Return the order of a source's samples; collective with buckets.
 
         Raises:
-            UsageError: No bucket fills a batch, or no image fits a bucket.
+            UsageError: No image fits a bucket.
         """
         buckets, size = self.buckets(source), self._batch_size
         drop_last = not buckets if self._drop_last is None else self._drop_last
-        if buckets:
-            return BucketOrder(buckets, size, seed, shuffle=shuffle, drop_last=drop_last)
-        return EpochBatches(
-            len(source),
-            size,
-            seed,
-            shuffle=shuffle,
-            together=source.together,
-            locality=source.locality,
-            drop_last=drop_last,
-        )
+        side = self._images.resolution
+        buckets = buckets or (Bucket((side, side), range(len(source)), source.locality),)
+        return BatchOrder(buckets, size, seed, shuffle=shuffle, drop_last=drop_last, together=source.together)
 
     def validation(self, source: Source, batch_size: int, world_size: int, rank: int) -> list[list[Key]]:
         """Return a rank's batches of validation keys, equally many on all ranks; collective with buckets."""
@@ -393,17 +344,3 @@ class Batching:
         names = ("resolution", "max_image_pixels", *BUCKET_FIELDS[1:])
         settings = " ".join(f"data.{name}={getattr(self._images, name)}" for name in names)
         return f"aspect-ratio buckets with {settings} {drop_last}"
-
-
-def check_buckets(images: ImageOptions, source: Source) -> None:
-    """Check that the samples of a source may be in batches of different shapes.
-
-    Raises:
-        UsageError: They stay together in groups.
-    """
-    if images.enable_bucket and source.together > 1:
-        raise UsageError(
-            f"data.enable_bucket=true: samples stay together in groups of {source.together}, such as a photo and a "
-            "picture of its class, but a batch has one shape; write data.enable_bucket=false, or train without "
-            "pictures of the class"
-        )

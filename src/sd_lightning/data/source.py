@@ -32,7 +32,7 @@ class BadSample(Exception):
     """One sample is unusable (broken image, empty caption); the message is the reason."""
 
 
-class Judge(Protocol):
+class ImageClassifier(Protocol):
     """Classifier of generated pictures, which measures the prompted accuracy."""
 
     def prompts(self, num_samples: int, /) -> tuple[list[str], list[int]]:
@@ -59,8 +59,8 @@ class StoredLatents(Protocol):
 class Source(ABC):
     """Captioned images, addressed by index.
 
-    To train on your own data, inherit from this class, implement ``__len__``, ``image``, ``captions`` and ``name``, and
-    pass an instance to ``SDDataModule``. Everything else has a default. Instances are pickled for worker processes;
+    To train on your own data, inherit from this class, implement ``__len__``, ``image`` and ``captions``, and pass
+    an instance to ``SDDataModule``. Everything else has a default. Instances are pickled for worker processes;
     with ``cache_latents`` and in precompute, several threads read images at a time.
     """
 
@@ -91,9 +91,9 @@ class Source(ABC):
     def captions(self, index: int) -> Sequence[str]:
         """Return the captions of an image without decoding it; raise ``BadSample`` if there are none."""
 
-    @abstractmethod
     def name(self, index: int) -> str:
-        """Return a name by which a person finds the sample, e.g. its path."""
+        """Return a name by which a person finds the sample, e.g. its path; by default its number."""
+        return f"{type(self).__name__}/{index}"
 
     def key(self, index: int) -> str:
         """Return the identity of a sample, which stays the same when others are added or removed.
@@ -178,7 +178,7 @@ class Source(ABC):
         return self
 
     @property
-    def judge(self) -> Judge | None:
+    def judge(self) -> ImageClassifier | None:
         """Classifier of pictures generated from these captions; None if there is none."""
         return None
 
@@ -202,54 +202,12 @@ class Source(ABC):
             return ""
 
 
-_WITH_DEFAULT = frozenset(name for name in vars(Source) if name[0] != "_") - Source.__abstractmethods__
-
-
-class _Undeclared(Source):
-    """Adapter of an object with a source's four methods only; its own attributes override the defaults."""
-
-    def __init__(self, own: Any) -> None:
-        self._own = own
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _WITH_DEFAULT and hasattr(self._own, name):
-            return getattr(self._own, name)
-        return super().__getattribute__(name)
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def image(self, index: int) -> Image.Image:
-        return self._own.image(index)
-
-    def captions(self, index: int) -> Sequence[str]:
-        return self._own.captions(index)
-
-    def name(self, index: int) -> str:
-        return self._own.name(index)
-
-
-def as_source(source: Source) -> Source:
-    """Return a source with every member of ``Source``; wrap an object that does not inherit from it."""
-    return source if isinstance(source, Source) else _Undeclared(source)
-
-
-class Indices(Protocol):
-    """Indices of some samples, such as a list or a range."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, place: int, /) -> int:
-        """Return the index of one sample."""
-
-
 class SourceSubset(Source):
     """Source of some samples of another source."""
 
-    def __init__(self, source: Source, indices: Indices) -> None:
+    def __init__(self, source: Source, indices: Sequence[int] | AllBut) -> None:
         """Choose the samples of ``source`` at ``indices``."""
-        self.source = as_source(source)
+        self.source = source
         self.indices = indices
         self.dropped = self.source.dropped
         self.fingerprint = self.source.fingerprint
@@ -335,7 +293,7 @@ def hold_out(
     if total > _BY_KEY and was_held is None:
         held = np.arange(num) * total // num
     else:
-        held = _chosen(as_source(source), num, was_held)
+        held = _chosen(source, num, was_held)
     return SourceSubset(source, AllBut(total, held)), SourceSubset(source, held.tolist())
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Shape
-from sd_lightning.data.source import BadSample, Source
+from sd_lightning.data.source import BadSample
 
 MAX_IMAGE_PIXELS = 128_000_000
 """Default limit on an image's pixels, before and after resizing: half a gigabyte, and more than cameras have."""
@@ -160,25 +160,6 @@ def any_error_is_a_bad_sample() -> Iterator[None]:
         raise BadSample(f"{type(error).__name__}: {error}") from error
 
 
-def read_placed(
-    source: Source,
-    index: int,
-    shape: Shape,
-    *,
-    max_pixels: int = MAX_IMAGE_PIXELS,
-    crop: tuple[float, float] | None = None,
-    flip: bool = False,
-) -> Placed:
-    """Read a sample and :func:`place` its image.
-
-    Raises:
-        BadSample: It cannot be read or placed, whatever the error, except ``UsageError`` and ``MemoryError``.
-    """
-    with any_error_is_a_bad_sample():
-        source.captions(index)
-        return place(source.image(index), shape, max_pixels=max_pixels, crop=crop, flip=flip)
-
-
 def place(
     image: Image.Image,
     shape: Shape,
@@ -302,19 +283,14 @@ class ImageOptions:
                 f"the square bucket; write data.max_bucket_reso={2 * side}"
             )
         if len(self.shapes) == 1:
+            step = step if step < side else 8
+            wider = f"data.bucket_reso_steps={step} data.min_bucket_reso={step} data.max_bucket_reso={2 * side}"
+            remedy = wider if side > 8 else "data.enable_bucket=false"
             raise UsageError(
                 f"data.enable_bucket=true: the square of data.resolution={side} is the only bucket with sides from "
                 f"data.min_bucket_reso={self.min_bucket_reso} to data.max_bucket_reso={self.max_bucket_reso} in steps "
-                f"of data.bucket_reso_steps={step}; write {self._wider()}"
+                f"of data.bucket_reso_steps={self.bucket_reso_steps}; write {remedy}"
             )
-
-    def _wider(self) -> str:
-        """Return settings with which there is more than the square, or no buckets."""
-        step = self.bucket_reso_steps if self.resolution > self.bucket_reso_steps else 8
-        if self.resolution == step:
-            return "data.enable_bucket=false"
-        changed = "" if step == self.bucket_reso_steps else f" data.bucket_reso_steps={step}"
-        return f"data.min_bucket_reso={step} data.max_bucket_reso={2 * self.resolution}{changed}"
 
     @property
     def shapes(self) -> list[Shape]:

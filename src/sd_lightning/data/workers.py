@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sd_lightning.data.loading import Batch, BatchKeys, LoaderOptions, fetch_all
+from sd_lightning.data.loading import LoaderOptions, fetch_all
+from sd_lightning.data.order import Batch, BatchKeys
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,7 +45,7 @@ _MAX_PREFETCH = 8
 _READY_BYTES = 2**30
 """Limit on the batches that a process keeps ready, unless one for each worker takes more."""
 _CACHE_BYTES = 8 * 2**30
-"""Limit on the latents on one machine for which the cache is named as the remedy."""
+"""Limit on the latents of all images for which the cache is named as the remedy."""
 _SHARED_MEMORY = Path("/dev/shm")
 """Where workers put batches under Linux; in containers it often has 64 MB."""
 
@@ -86,22 +87,20 @@ class Loaders:
             self._used = choose(self._options, dataset, batches, processes=self._processes)
         return self._used.build(dataset, batches, on_cuda=trainer.strategy.root_device.type == "cuda")
 
-    def faster(self, source: Sized, images: ImageOptions, *, is_encoded: bool = False) -> str | None:
-        """Return what makes the batches of a source arrive sooner; see ``TunableData``.
+    def faster(self, images: ImageOptions, latents_bytes: int | None) -> str | None:
+        """Return what makes batches arrive sooner; see ``TunableData``.
 
         Args:
-            source: The training set.
-            images: Its options.
-            is_encoded: Whether it holds latents.
+            images: Options of the training set.
+            latents_bytes: Size of the latents of all its images; None if it holds latents.
         """
         if self._used is None or self._used.num_workers == "auto" or self._in_memory:
             return None
         cores, now = cores_per_process(self._processes), self._used.num_workers
         if now < cores:
             return f"data.num_workers={min(cores, max(_MAX_WORKERS, 2 * now))}"
-        if is_encoded:
+        if latents_bytes is None:
             return None
-        latents_bytes = len(source) * images.resolution**2 // 2  # 8 float32 for each 8 x 8 pixels
         is_fixed = images.center_crop and not images.random_flip
         return "data.cache_latents=true" if is_fixed and latents_bytes <= _CACHE_BYTES else PRECOMPUTE
 
@@ -120,7 +119,9 @@ def choose(options: LoaderOptions, dataset: CaptionedImages, batches: BatchKeys,
     if options.num_workers != "auto":
         return options
     cost = measure(dataset, batches)
-    chosen = settle(options, cost, most=_most_workers(cost.num_bytes, processes), room=_room(processes))
+    room = _room(processes)  # each worker keeps at least one batch ready
+    most = min(cores_per_process(processes), _MAX_WORKERS, room // cost.num_bytes)
+    chosen = settle(options, cost, most=most, room=room)
     took = f"{1000 * cost.seconds:.3g} ms" if cost.seconds < 1 else f"{cost.seconds:.3g} s"
     prefetch = f" prefetch_factor={chosen.prefetch_factor}" if chosen.num_workers else ""
     log.info(
@@ -187,11 +188,6 @@ def cores_per_process(processes: int) -> int:
 def reading_threads(processes: int) -> int:
     """Return the threads with which one of ``processes`` processes reads images once, for ``cache_latents``."""
     return max(1, min(cores_per_process(processes), _MAX_WORKERS))
-
-
-def _most_workers(num_bytes: int, processes: int) -> int:
-    """Return the limit on the workers of one process, each of which keeps at least ``num_bytes`` ready."""
-    return min(cores_per_process(processes), _MAX_WORKERS, _room(processes) // num_bytes)
 
 
 def _room(processes: int) -> int:

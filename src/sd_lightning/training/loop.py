@@ -14,7 +14,7 @@ def check_accumulation(trainer: pl.Trainer) -> None:
     if sampler is not None and sampler.accumulate != trainer.accumulate_grad_batches:
         raise UsageError(
             f"trainer.accumulate_grad_batches became {trainer.accumulate_grad_batches} during the fit, which began "
-            f"with {sampler.accumulate}: data.batch_size={sampler.global_batch_size} is the global batch, and the "
+            f"with {sampler.accumulate}: data.batch_size={sampler.order.batch_size} is the global batch, and the "
             "data are divided for the first; leave GradientAccumulationScheduler out and write "
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
         )

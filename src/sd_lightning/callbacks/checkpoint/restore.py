@@ -74,7 +74,7 @@ def check_same_run(saved: dict[str, Any], module: SDLightningModule, batch_size:
                 f"resume: {name}={ours}, but the checkpoint's run used {name}={theirs}; resume with that value, "
                 "or start a new run from its weights with init_from="
             )
-    check_version(RunPosition(**saved["position"]).order_version)
+    check_version(saved["position"]["order_version"])
     trainer_state.check_same_parts(saved, trainer_state.trained_parts(module.lora, module.learned_token), path)
     shapes = {name: whole_shape(p) for name, p in module.named_parameters() if p.requires_grad}
     trainer_state.check_same_model(saved["parameters"], shapes, path)
@@ -113,16 +113,15 @@ def compare_data(datamodule: object, saved: dict[str, Any], path: Path) -> Chang
     if change is not None and change.mixes and datamodule.changed != "accept":
         raise UsageError(
             f"resume={path}: other samples are held out than in this checkpoint, so that validation would be on "
-            f"samples that the model has seen: {change.told}; bring the data back as they were; start again, with "
-            "data.val_data_dir for a validation that stays; or write data.changed=accept (older versions held out "
-            "every n-th sample)"
+            f"samples that the model has seen: {change.description}; bring the data back as they were; start again, "
+            "with data.val_data_dir for a validation that stays; or write data.changed=accept"
         )
     position = RunPosition(**saved["position"])
     if change is not None and change.moves and position.steps_in_epoch and datamodule.changed != "accept":
         then = f"a new epoch begins, without the rest of epoch {position.epoch}"
         raise UsageError(
             f"resume={path}: the training set has changed in the middle of epoch {position.epoch}, whose rest it is to "
-            f"give: {change.told}; bring it back as it was, or write data.changed=accept: "
+            f"give: {change.description}; bring it back as it was, or write data.changed=accept: "
             f"{then if change.reorders else 'the epoch goes on with the samples that are there'}"
         )
     return change
@@ -141,15 +140,15 @@ def go_on_with_data(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> R
     def look() -> tuple[Change | None, dict[str, str]]:
         change = compare_data(datamodule, saved, path)
         bad = saved.get("bad_samples", {})
-        return change, datamodule.still_bad(bad) if isinstance(datamodule, CountedData) else {}
+        return change, datamodule.bad.still_bad(bad) if isinstance(datamodule, CountedData) else {}
 
     change, bad = on_rank_zero(look)
     if saved.get("data") is None:
         log.warning("resume=%s: it does not say what data it was trained on; they are taken as they are", path)
     if change is not None:
-        log.warning("resume=%s: the training set has changed since: %s", path, change.told)
+        log.warning("resume=%s: the training set has changed since: %s", path, change.description)
     if bad and isinstance(datamodule, CountedData):
-        datamodule.recall_bad(bad)
+        datamodule.bad.count(bad)
     position = RunPosition(**saved["position"])
     if change is not None and change.reorders and position.steps_in_epoch:
         return replace(position, epoch=position.epoch + 1, steps_in_epoch=0)  # the order of every epoch has changed
@@ -263,7 +262,7 @@ def _load_callbacks(trainer: pl.Trainer, saved: dict[str, Any], path: Path) -> N
 def restore_position(trainer: pl.Trainer, position: RunPosition) -> None:
     """Set Lightning's loop counters and the sampler, for this run's world size and accumulation."""
     data: ResumableData = trainer.datamodule  # type: ignore[attr-defined]
-    data.resume(position.epoch, position.steps_in_epoch, order_version=position.order_version)
+    data.resume(position.epoch, position.steps_in_epoch)
     batches = position.steps_in_epoch * trainer.accumulate_grad_batches
     total = position.optimizer_steps * trainer.accumulate_grad_batches
     # Lightning counts an epoch as started in its middle, but not at its beginning.

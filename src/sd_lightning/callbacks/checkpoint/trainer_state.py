@@ -20,7 +20,7 @@ from sd_lightning.callbacks.checkpoint.scheduler_state import (
     scheduler_state,
 )
 from sd_lightning.data.contract import ResumableData
-from sd_lightning.data.order import ORDER_VERSION, UNVERSIONED
+from sd_lightning.data.order import ORDER_VERSION
 from sd_lightning.state.shards import OptimizerGroups
 from sd_lightning.storage import checkpoint, typed_json
 from sd_lightning.strategies import training_state
@@ -52,8 +52,8 @@ class RunPosition:
     """Global batch size."""
     samples_per_epoch: int
     seed: int
-    order_version: int = UNVERSIONED
-    """Version of the order of ``epoch``."""
+    order_version: int
+    """Version of the order of the epochs."""
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> RunPosition:
@@ -72,9 +72,9 @@ class RunPosition:
             epoch=epoch,
             steps_in_epoch=done // trainer.accumulate_grad_batches,
             batch_size=data.batch_size,
-            samples_per_epoch=sampler.samples_per_epoch,
+            samples_per_epoch=sampler.order.samples_per_epoch,
             seed=cast("SDLightningModule", trainer.lightning_module).seed,
-            order_version=sampler.order_version if done else ORDER_VERSION,
+            order_version=ORDER_VERSION,
         )
 
 

@@ -43,7 +43,7 @@ def write_checkpoint(trainer: pl.Trainer, module: SDLightningModule, run_dir: Pa
         check_finite(trainer, run_dir, not_finite)
         parameters = of_all_ranks({shard.name: vars(shard.saved()) for shard in shards if shard.begin < shard.end})
         datamodule: object = trainer.datamodule  # type: ignore[attr-defined]
-        bad_samples = datamodule.gather_bad_samples() if isinstance(datamodule, CountedData) else {}
+        bad_samples = datamodule.bad.gather() if isinstance(datamodule, CountedData) else {}
         with _saving_step(trainer, run_dir):
             if trainer.is_global_zero:
                 known |= {f"state/{k}": v for k, v in merge_index(tmp / "state", trainer.world_size).items()}

@@ -35,12 +35,6 @@ def captions_of(label: int) -> list[str]:
     return [*named, *named, GENERIC_CAPTION]
 
 
-def evaluation_prompts(num_samples: int) -> tuple[list[str], list[int]]:
-    """Return prompts and their digits, cycling through 0 to 9."""
-    labels = [i % len(PROMPTS) for i in range(num_samples)]
-    return [PROMPTS[label] for label in labels], labels
-
-
 class Digits(Source):
     """Source of RGB digits with nine captions each (see ``captions_of``).
 
@@ -107,8 +101,6 @@ class DigitJudge:
         real_accuracy: Its own accuracy on the real digits of the training split.
     """
 
-    prompts = staticmethod(evaluation_prompts)
-
     def __init__(self) -> None:
         """Fit the classifier (a fraction of a second)."""
         from sklearn.svm import SVC
@@ -116,6 +108,12 @@ class DigitJudge:
         held_out, train = Digits("val"), Digits("train")
         self._svc = SVC(gamma=0.001).fit(self._features(held_out), held_out.labels)
         self.real_accuracy = float(self._svc.score(self._features(train), train.labels))
+
+    @staticmethod
+    def prompts(num_samples: int) -> tuple[list[str], list[int]]:
+        """Return prompts and their digits, cycling through 0 to 9."""
+        labels = [i % len(PROMPTS) for i in range(num_samples)]
+        return [PROMPTS[label] for label in labels], labels
 
     def __call__(self, images: Sequence[Image.Image]) -> list[int]:
         """Classify the digit in each image.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 from pathlib import Path
@@ -11,8 +10,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from sd_lightning._errors import UsageError
 from sd_lightning._imports import require
 from sd_lightning.data.source import BadSample
-from sd_lightning.data.sources.image_files import EncodedImages, check_column, choose, clean_captions, open_file
+from sd_lightning.data.sources.image_files import (
+    EncodedImages,
+    check_column,
+    choose,
+    clean_captions,
+    nearest,
+    open_file,
+)
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
+from sd_lightning.storage.new_folder import unused
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -125,7 +132,25 @@ def _is_text(feature: Any) -> bool:
     return getattr(inner, "dtype", None) in ("string", "large_string", "string_view")  # some features have no dtype
 
 
-def is_saved_dataset(name: str) -> bool:
+def check_not_scanned(name: str, run_dir: Path) -> None:
+    """Check that a run is not inside a folder that ``datasets`` scans.
+
+    Args:
+        name: The dataset.
+        run_dir: Folder of the run.
+
+    Raises:
+        UsageError: Its pictures would become data.
+    """
+    is_scanned = Path(name).is_dir() and not _is_saved_dataset(name)
+    if is_scanned and run_dir.resolve().is_relative_to(Path(name).resolve()):
+        raise UsageError(
+            f"data.dataset_name={name}: output_dir={run_dir} lies in it, and the run's pictures would become data; "
+            f"expected two folders apart; write output_dir={unused(f'{Path(name)}-runs/{run_dir.name}')}"
+        )
+
+
+def _is_saved_dataset(name: str) -> bool:
     """Return whether ``Dataset.save_to_disk`` wrote a folder: it lists its files, other folders are scanned."""
     return any(Path(name, marker).is_file() for marker in ("state.json", "dataset_dict.json"))
 
@@ -134,14 +159,14 @@ def _open_dataset(name: str, split: str) -> Dataset:
     """Load one split from a saved folder or by name."""
     datasets = require("datasets", extra="datasets", who="data=huggingface")
     try:
-        table = datasets.load_from_disk(name) if is_saved_dataset(name) else datasets.load_dataset(name, split=split)
+        table = datasets.load_from_disk(name) if _is_saved_dataset(name) else datasets.load_dataset(name, split=split)
     except Exception as error:
         raise UsageError(
             f"data.dataset_name={name}: cannot load its split {split!r} ({type(error).__name__}: {error}); give "
             "the name of a Hugging Face dataset, or a folder that Dataset.save_to_disk wrote"
         ) from error
     if isinstance(table, dict) and split not in table:
-        near = next(iter(difflib.get_close_matches(split, table, n=1)), next(iter(table), "<split>"))
+        near = nearest(split, table, next(iter(table), "<split>"))
         raise UsageError(
             f"data.split={split}: the dataset {name} has the splits {', '.join(table)}; write data.split={near}"
         )

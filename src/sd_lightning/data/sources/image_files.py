@@ -12,16 +12,14 @@ import logging
 import os
 import re
 import stat
-import threading
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from PIL import ExifTags, Image
-from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from sd_lightning._errors import UsageError
@@ -32,7 +30,6 @@ log = logging.getLogger(__name__)
 
 _SIDEWAYS = frozenset({5, 6, 7, 8})
 """EXIF orientations that exchange width and height."""
-_PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"})
 OTHER_SUFFIXES = frozenset(
     {".heic", ".heif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".rw2", ".orf", ".psd"}
@@ -73,9 +70,8 @@ def read_size(file: BinaryIO, *, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[in
         BadSample: It is too large, or has no header that can be read.
     """
     with _opened(file, max_pixels) as image:
-        if isinstance(image, PngImageFile) and _has_late_metadata(file):
-            image.load()
-        # Not `image.getexif()`, which decodes every PNG without an orientation to look behind its pixels.
+        # Not `image.getexif()`, which decodes every PNG without an orientation to look behind its pixels: hardly any
+        # program writes one there.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
         # PIL has already turned the size of a TIFF whose own tag says so.
         is_turned = isinstance(image, TiffImageFile) and ExifTags.Base.Orientation in image.tag_v2
@@ -90,8 +86,10 @@ def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
     PIL's format plug-ins raise many types (OSError, SyntaxError, ValueError, struct.error, ...), so every exception but
     MemoryError counts.
     """
+    if Image.MAX_IMAGE_PIXELS is not None:  # PIL's own limit, which its plug-ins check before they allocate
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
     try:
-        with _limits.at_least(max_pixels), Image.open(file) as image:
+        with Image.open(file) as image:
             check_size(image.size, max_pixels)
             yield image
     except (BadSample, MemoryError):
@@ -105,53 +103,6 @@ def _opened(file: str | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
         # PIL's own message repeats the path, or the address of the buffer.
         reason = "not an image" if type(error).__name__ == "UnidentifiedImageError" else str(error)
         raise BadSample(f"cannot decode the image: {reason}") from error
-
-
-class _Limits:
-    """PIL's own limit, which its plug-ins check before they allocate; it has one for all threads of a process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted: list[int] = []
-        self._before: int | None = None
-
-    @contextmanager
-    def at_least(self, max_pixels: int) -> Iterator[None]:
-        """Set the limit, or a larger one that another thread needs; put PIL's back when no thread needs one."""
-        with self._lock:
-            if not self._wanted:
-                self._before = Image.MAX_IMAGE_PIXELS
-            self._wanted.append(max_pixels)
-            Image.MAX_IMAGE_PIXELS = max(self._wanted)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wanted.remove(max_pixels)
-                Image.MAX_IMAGE_PIXELS = max(self._wanted, default=self._before)
-
-
-_limits = _Limits()
-
-
-def _has_late_metadata(file: BinaryIO) -> bool:
-    """Return whether a PNG has metadata behind its pixels, where an orientation may be."""
-    position, file_position, behind_pixels = 8, file.tell(), False
-    try:
-        while len(header := _read_at(file, position, 8)) == 8 and header[4:] != b"IEND":
-            length, kind = int.from_bytes(header[:4], "big"), header[4:]
-            if behind_pixels and kind in _PNG_METADATA:
-                return True
-            behind_pixels |= kind == b"IDAT"
-            position += length + 12
-        return False
-    finally:
-        file.seek(file_position)
-
-
-def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
-    file.seek(position)
-    return file.read(count)
 
 
 def walk(root: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -169,6 +120,16 @@ def walk(root: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
         seen.add((status.st_dev, status.st_ino))
         subfolders.sort(key=lambda name: (os.path.islink(os.path.join(folder, name)), name))
         yield folder, subfolders, sorted(names)
+
+
+def files_below(root: str | Path, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the paths of all files below a folder with one of some endings, sorted, without hidden ones."""
+    return sorted(
+        os.path.join(folder, name)
+        for folder, _, names in walk(root)
+        for name in names
+        if name.lower().endswith(suffixes) and not name.startswith(".")
+    )
 
 
 def is_outside(path: str, root: str | Path) -> bool:
@@ -225,14 +186,22 @@ def clean_captions(value: object) -> list[str]:
     return [v.strip() for v in _values(value) if isinstance(v, str) and v.strip()]
 
 
+def captions_in(value: object) -> list[str]:
+    """Return the captions in a string or list of strings, stripped; raise ``BadSample`` if there are none."""
+    captions = clean_captions(value)
+    if not captions:
+        raise BadSample(caption_problem(value))
+    return captions
+
+
 def caption_problem(value: object) -> str:
     """Return what is wrong with a value that holds no captions."""
     other = next((v for v in _values(value) if v is not None and not isinstance(v, str)), None)
     if other is None:
         return "its caption is empty"
-    given = json.dumps(other, default=str)[:60]
-    remedy = f'"{given}", in quotes' if isinstance(other, int | float) else "one string, or a list of strings"
-    return f"its caption {given} is no text; write {remedy}"
+    shown = json.dumps(other, default=str)[:60]
+    remedy = f'"{shown}", in quotes' if isinstance(other, int | float) else "one string, or a list of strings"
+    return f"its caption {shown} is no text; write {remedy}"
 
 
 def file_problem(path: str, *, max_bytes: float = float("inf")) -> str | None:
@@ -310,10 +279,22 @@ def check_column(option: str, column: str, columns: Sequence[str], where: str) -
         where: The table, for the message.
     """
     if column not in columns:
-        near = next(iter(difflib.get_close_matches(column, columns, n=1)), "<one of them>")
         raise UsageError(
-            f"data.{option}={column}: {where} has the columns {', '.join(columns)}; write data.{option}={near}"
+            f"data.{option}={column}: {where} has the columns {', '.join(columns)}; write "
+            f"data.{option}={nearest(column, columns, '<one of them>')}"
         )
+
+
+def nearest(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Return which of some names is the most similar one to a name, ``otherwise`` if none is."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), otherwise)
+
+
+def nothing_usable(source: str, root: object, dropped: Mapping[str, str], remedy: str) -> UsageError:
+    """Return the error for data of which nothing can be used."""
+    name, reason = next(iter(dropped.items()), ("", ""))
+    why = f"{len(dropped)} unusable, the first is {name}: {reason}" if dropped else "no images"
+    return UsageError(f"{source}: {str(root)!r} holds no usable captioned image ({why}); give {remedy}")
 
 
 def choose(option: str, columns: Sequence[str]) -> str:

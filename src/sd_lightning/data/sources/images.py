@@ -28,6 +28,7 @@ from sd_lightning.data.sources.image_files import (
     clean_captions,
     file_problem,
     is_outside,
+    nothing_usable,
     open_file,
     read_captions,
     repeats,
@@ -103,13 +104,9 @@ class ImageFolder(EncodedImages):
             self._find_sidecars()
         self._repeats = {} if self._captions is None and not folder_repeats else repeats(self._paths)
         if not self._paths:
-            name, reason = next(iter(self.dropped.items()), ("", ""))
-            why = f"{len(self.dropped)} unusable, the first is {name}: {reason}" if self.dropped else "it is empty"
-            raise UsageError(
-                f"ImageFolder: {str(self.root)!r} holds no usable captioned image ({why}); give a "
-                f"folder of images ({', '.join(sorted(SUFFIXES))}) with {METADATA[0]} or a {self._extension} caption "
-                "beside each"
-            )
+            kinds = ", ".join(sorted(SUFFIXES))
+            remedy = f"a folder of images ({kinds}) with {METADATA[0]} or a {self._extension} caption beside each"
+            raise nothing_usable("ImageFolder", root, self.dropped, remedy)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -170,17 +167,14 @@ class ImageFolder(EncodedImages):
             else:
                 self._paths.append(path)
                 found.append(captions)
-        self._tell_unnamed()
+        self._warn_of_unnamed()
         return found
 
-    def _tell_unnamed(self) -> None:
+    def _warn_of_unnamed(self) -> None:
         """Log how many images of the folder the metadata file does not name."""
         named = {os.path.normpath(path) for path in (*self._paths, *self.dropped)}
         unnamed = []
-        for folder, subfolders, names in walk(self.root):
-            if Path(folder) != self.root and is_run(Path(folder)):  # its pictures are generated ones
-                subfolders.clear()
-                continue
+        for folder, names in self._folders():
             paths = (os.path.join(folder, name) for name in names if _is_image(name))
             unnamed += [path for path in paths if os.path.normpath(path) not in named]
         if unnamed:
@@ -188,6 +182,15 @@ class ImageFolder(EncodedImages):
                 "data: %d images in %s are left out, because %s does not name them (the first: %s)",
                 *(len(unnamed), self.root, os.path.basename(str(self._metadata)), unnamed[0]),
             )
+
+    def _folders(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield path and files of the root and of all folders below it but runs, whose pictures are generated ones."""
+        for folder, subfolders, names in walk(self.root):
+            if Path(folder) != self.root and is_run(Path(folder)):
+                log.info("data: %s is the folder of a run, and left out", folder)
+                subfolders.clear()
+            else:
+                yield folder, names
 
     def _check_column(self, number: int, row: dict[str, object]) -> None:
         """Raise if a line has no caption column, or if that column names the image."""
@@ -235,15 +238,8 @@ class ImageFolder(EncodedImages):
             raise UsageError(f"ImageFolder got data.train_data_dir={self.root}: {reason}") from reason
 
     def _find_sidecars(self) -> None:
-        """Collect the images with captions below the root, in a stable order and in one scan.
-
-        Run folders are skipped: a run would train on pictures that it generated itself.
-        """
-        for folder, subfolders, names in walk(self.root):
-            if Path(folder) != self.root and is_run(Path(folder)):
-                log.info("data: %s is the folder of a run, and left out", folder)
-                subfolders.clear()
-                continue
+        """Collect the images with captions below the root, in a stable order and in one scan."""
+        for folder, names in self._folders():
             kohya = KOHYA_FOLDER.fullmatch(os.path.basename(folder)) if self._folder_repeats else None
             present, count = set(names), int(kohya[1]) if kohya else 1
             for name in names:

@@ -15,7 +15,7 @@ from sd_lightning._launchers import is_first_process
 from sd_lightning.data.order import Bucket, Locality, Shape
 from sd_lightning.data.source import BadSample, Source
 from sd_lightning.data.store.files import name_of
-from sd_lightning.data.store.layout import Generation, LatentStore, Recipe, network_hash, recipes
+from sd_lightning.data.store.layout import LATENTS, Generation, LatentStore, Recipe, network_hash, path_of, recipes
 from sd_lightning.data.store.reader import StoreReader
 from sd_lightning.data.store.texts import StoredTexts, Tokenizing, text_kind
 from sd_lightning.storage.file_cache import FileCache
@@ -34,14 +34,14 @@ _AHEAD = 0.75
 """Windows for which files are fetched ahead: less than 1, so that files read now were used later than those before."""
 
 
-class StoredImages(StoreReader, Source):
+class StoredLatentsSource(StoreReader, Source):
     """One split of a latent store."""
 
     def __init__(self, store: LatentStore, generation: Generation, split: str, cache: FileCache) -> None:
         """Open a split; see :class:`StoreReader`.
 
         Raises:
-            UsageError: It has no samples.
+            UsageError: It has no samples, or the cache cannot hold its files.
         """
         super().__init__(store, generation, split, cache)
         self.recipe = store.recipe
@@ -61,7 +61,8 @@ class StoredImages(StoreReader, Source):
         else:
             self.locality = buckets[0].locality
         if not self.is_local:
-            self.check_cache()
+            for name, size in self._sample_file(0).shards:  # all files are of about one size
+                self.cache.check_fits(f"{store.folder.url}/{path_of(LATENTS, name)}", size)
         self.digests = {
             name: name_of(*(getattr(entry, name).encode() for entry in self.entries))
             for name in ("identities", "images", "captions")
@@ -147,18 +148,18 @@ class StoredImages(StoreReader, Source):
                 f"its latents mean other pictures; {again}"
             )
         self._has_token_ids = Tokenizing.of(model).fingerprint == self.generation.tokenizers
-        self._texts, told = None, "the text encoders are trained: captions are encoded in every step"
+        self._texts, note = None, "the text encoders are trained: captions are encoded in every step"
         if not train_text_encoder:
             texts = StoredTexts(self, text_kind(model))
             self._texts = None if texts.num_missing else texts
-            told = (
+            note = (
                 f"captions are encoded in every step: {texts.num_missing} files with text embeddings of these text "
                 "encoders are missing (precompute text=true writes them)"
                 if texts.num_missing
                 else "stored text embeddings are used, and no caption is encoded"
             )
         if self.split == "train" and is_first_process():
-            log.info("data: %s", told)
+            log.info("data: %s", note)
 
 
 def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None) -> Recipe:
@@ -183,13 +184,14 @@ def choose_recipe(root: Location, *, recipe: str | None, resolution: int | None)
     ]
     if len(fits) == 1:
         return fits[0]
-    told = "; ".join(f"{each.fingerprint[:8]}: {each.description()} vae {each.vae[:8]}" for each in fits or found)
+    choices = "; ".join(f"{each.fingerprint[:8]}: {each.description()} vae {each.vae[:8]}" for each in fits or found)
     wanted = " ".join(
         f"data.{name}={value}" for name, value in (("recipe", recipe), ("resolution", resolution)) if value is not None
     )
     raise UsageError(
         f"data.store={root.url} has {len(fits) or 'no'} recipe{'s' if len(fits) != 1 else ''} for "
-        f"{wanted or 'data=latents'}; expected one of ({told}); write data.recipe={(fits or found)[0].fingerprint[:8]}"
+        f"{wanted or 'data=latents'}; expected one of ({choices}); write "
+        f"data.recipe={(fits or found)[0].fingerprint[:8]}"
     )
 
 

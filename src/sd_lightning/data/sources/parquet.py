@@ -22,20 +22,19 @@ from sd_lightning.data.fingerprint import THOROUGH, file_evidence
 from sd_lightning.data.source import BadSample
 from sd_lightning.data.sources.image_files import (
     EncodedImages,
-    caption_problem,
+    captions_in,
     check_column,
     choose,
-    clean_captions,
+    files_below,
     is_outside,
     open_file,
     read_size,
-    walk,
 )
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS, check_size
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray, DataType
-    from pyarrow.parquet import FileMetaData
+    from pyarrow.parquet import ColumnChunkMetaData, FileMetaData
 
 CACHE_BYTES = 2**29
 """Decoded row groups that a process keeps; the one read last is kept even if it is larger."""
@@ -105,15 +104,10 @@ def read_footer(path: str) -> tuple[FileMetaData, bytes]:
         raise UsageError(f"ParquetImages cannot read {path} ({error}); mend or remove it") from error
 
 
-def image_chunks(metadata: FileMetaData, column: str) -> list[tuple[int, int]]:
-    """Return where a column lies in a file: first byte and bytes, compressed, of each part."""
-    found = []
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if f"{chunk.path_in_schema}.".startswith(f"{column}."):
-                begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
-                found.append((begin, chunk.total_compressed_size))
-    return found
+def column_chunks(metadata: FileMetaData, group: int, column: str) -> list[ColumnChunkMetaData]:
+    """Return the parts of a column in a row group: the fields of a structure are parts (image.bytes, image.path)."""
+    chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
+    return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}.")]
 
 
 def sampled_hash(chunks: Sequence[tuple[str, int, int]], num_pieces: int) -> str:
@@ -127,17 +121,17 @@ def sampled_hash(chunks: Sequence[tuple[str, int, int]], num_pieces: int) -> str
         UsageError: A file cannot be read.
     """
     step = max(sum(size for *_, size in chunks) // max(num_pieces, 1), 1)
-    found, at = blake2b(digest_size=16), 0  # `at`: distance of the next piece from the begin of a part
+    digest, at = blake2b(digest_size=16), 0  # `at`: distance of the next piece from the begin of a part
     for path, parts in groupby(chunks, key=itemgetter(0)):
         try:
             with open(path, "rb", buffering=0) as file:
                 for _, begin, size in parts:
                     for offset in range(at, size, step):
-                        found.update(os.pread(file.fileno(), min(_PIECE, size - offset), begin + offset))
+                        digest.update(os.pread(file.fileno(), min(_PIECE, size - offset), begin + offset))
                     at = (at - size) % step if at < size else at - size
         except OSError as error:
             raise UsageError(f"ParquetImages cannot read {path} ({error}); mend or remove it") from error
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def first_rows(path: str, columns: list[str], count: int) -> list[list[Any]]:
@@ -152,13 +146,6 @@ def first_rows(path: str, columns: list[str], count: int) -> list[list[Any]]:
             return [[row[column] for column in columns] for row in batch.to_pylist()]
     except _UNREADABLE as error:
         raise UsageError(f"ParquetImages cannot read {path} ({error}); mend or remove it") from error
-
-
-def num_bytes(metadata: FileMetaData, group: int, column: str) -> int:
-    """Return the bytes of a column in a row group, decompressed."""
-    chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
-    # The fields of a structure are columns of their own: image.bytes, image.path.
-    return sum(chunk.total_uncompressed_size for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
 
 
 def holds_images(kind: DataType) -> bool:
@@ -277,11 +264,7 @@ class ParquetImages(EncodedImages):
         return height, width
 
     def captions(self, index: int) -> list[str]:
-        value = self._value(index, self._caption)
-        captions = clean_captions(value)
-        if not captions:
-            raise BadSample(caption_problem(value))
-        return captions
+        return captions_in(self._value(index, self._caption))
 
     def name(self, index: int) -> str:
         file, _, begin, row = self._place(index)
@@ -308,21 +291,23 @@ class ParquetImages(EncodedImages):
         """
         chunks: list[tuple[str, int, int]] = []
         table: list[tuple[int, int, int, int]] = []
-        found = blake2b(digest_size=16)
+        digest = blake2b(digest_size=16)
         for file, path in enumerate(self._paths):
             metadata, footer = read_footer(path)
             if metadata.num_rows:  # the columns of an empty file may have no type
                 self._check_file(path, metadata)
-            found.update(blake2b(self._keys[file].encode(errors="surrogatepass")).digest() + blake2b(footer).digest())
+            digest.update(blake2b(self._keys[file].encode(errors="surrogatepass")).digest() + blake2b(footer).digest())
             row = 0
             for group in range(metadata.num_row_groups):
                 count = metadata.row_group(group).num_rows
                 table.append((file, group, row, count))
                 row += count
-            chunks += [(path, begin, size) for begin, size in image_chunks(metadata, self._image)]
+                for chunk in column_chunks(metadata, group, self._image):
+                    begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+                    chunks.append((path, begin, chunk.total_compressed_size))
         if not self._names_files:  # files are looked at one by one
-            found.update(sampled_hash(chunks, _PIECES * min(sum(count for *_, count in table), THOROUGH)).encode())
-        return np.array(table, dtype=np.int64).reshape(-1, 4), found.hexdigest()
+            digest.update(sampled_hash(chunks, _PIECES * min(sum(count for *_, count in table), THOROUGH)).encode())
+        return np.array(table, dtype=np.int64).reshape(-1, 4), digest.hexdigest()
 
     def _place(self, index: int) -> tuple[int, int, int, int]:
         """Return file, row group in it, its first row, and the sample's row in the row group."""
@@ -370,7 +355,8 @@ class ParquetImages(EncodedImages):
                 )
         self._names_files = holds_strings(schema.field(self._image).type)
         for group in range(metadata.num_row_groups):
-            gib = num_bytes(metadata, group, self._image) / 2**30
+            chunks = column_chunks(metadata, group, self._image)
+            gib = sum(chunk.total_uncompressed_size for chunk in chunks) / 2**30
             if gib > MAX_GROUP_GIB:
                 raise UsageError(
                     f"ParquetImages got {path}, whose row group {group} has {metadata.row_group(group).num_rows} "
@@ -408,16 +394,11 @@ def _find_files(root: Path) -> list[str]:
     """Return the Parquet files of a folder in order, or the one file."""
     if root.is_file():
         return [str(root)]
-    found = [
-        os.path.join(folder, name)
-        for folder, _, names in walk(root)
-        for name in names
-        if name.endswith(".parquet") and not name.startswith(".")
-    ]
+    found = files_below(root, (".parquet",))
     if not found:
-        given = "holds no .parquet file" if root.is_dir() else "does not exist"
+        problem = "holds no .parquet file" if root.is_dir() else "does not exist"
         raise UsageError(
-            f"ParquetImages: {str(root)!r} {given}; expected a folder of .parquet files, or one file; write "
+            f"ParquetImages: {str(root)!r} {problem}; expected a folder of .parquet files, or one file; write "
             "data.train_data_dir=<folder>"
         )
-    return sorted(found)
+    return found

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import json
 import os
 import re
 import tarfile
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.fingerprint import part_evidence
@@ -22,17 +21,20 @@ from sd_lightning.data.sources.image_files import (
     MAX_CAPTION_BYTES,
     SUFFIXES,
     EncodedImages,
-    caption_problem,
+    captions_in,
     clean_captions,
+    files_below,
+    nearest,
+    nothing_usable,
     open_file,
     too_long,
     utf8,
-    walk,
 )
 from sd_lightning.data.transform import MAX_IMAGE_PIXELS
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """First bytes of compressed files."""
+_PACKED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _LOOKED_AT = 20
@@ -72,13 +74,6 @@ class TarMember(io.RawIOBase):
         self._position += count
         return count
 
-    def readall(self) -> bytes:
-        data = bytearray(max(0, self._size - self._position))
-        view = memoryview(data)
-        while count := self.readinto(view):  # one call reads at most 2 GiB
-            view = view[count:]
-        return bytes(data)
-
     def close(self) -> None:
         self._tar.close()
         super().close()
@@ -100,36 +95,25 @@ def read_headers(path: str) -> tuple[list[tarfile.TarInfo], str | None]:
                 return [], "the tar is empty"
             kind = next((kind for first, kind in _COMPRESSED.items() if start.startswith(first)), None)
             if kind is not None:
-                refuse_compressed(path, kind)
+                raise UsageError(
+                    f"WebDatasetTars got {path}, compressed with {kind}, whose files cannot be read at random; "
+                    "expected plain tars; decompress it, or pack its files again with tar -cf"
+                )
             file.seek(0)
-            return _read_headers(file, path)
-    except OSError as error:
-        raise UsageError(f"WebDatasetTars cannot read {path} ({error.strerror}); mend or remove it") from error
-
-
-def _read_headers(file: BinaryIO, path: str) -> tuple[list[tarfile.TarInfo], str | None]:
-    try:
-        tar = tarfile.open(fileobj=file, mode="r:")
+            tar, files = tarfile.open(fileobj=file, mode="r:"), []
+            with suppress(tarfile.ReadError):
+                for member in tar:
+                    if member.isreg() and not member.issparse():
+                        files.append(member)
+            # tarfile is silent about a damaged header, and about an end without the block of zeros that marks it.
+            file.seek(tar.offset)
+            is_whole = file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
+            problem = f"the tar is cut off or damaged at byte {min(tar.offset, file.tell())}; make or copy it again"
+            return files, None if is_whole else problem
     except tarfile.ReadError as error:
         raise UsageError(f"WebDatasetTars got {path}, which is no tar ({error}); mend or remove it") from error
-    files = []
-    with suppress(tarfile.ReadError):
-        for member in tar:
-            if member.isreg() and not member.issparse():
-                files.append(member)
-    # tarfile is silent about a damaged header, and about an end without the block of zeros that marks it.
-    file.seek(tar.offset)
-    is_whole = file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
-    problem = f"the tar is cut off or damaged at byte {min(tar.offset, file.tell())}; make or copy it again"
-    return files, None if is_whole else problem
-
-
-def refuse_compressed(path: str, kind: str) -> NoReturn:
-    """Raise a ``UsageError`` about a compressed tar."""
-    raise UsageError(
-        f"WebDatasetTars got {path}, compressed with {kind}, whose files cannot be read at random; expected plain "
-        "tars; decompress it, or pack its files again with tar -cf"
-    )
+    except OSError as error:
+        raise UsageError(f"WebDatasetTars cannot read {path} ({error.strerror}); mend or remove it") from error
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -156,8 +140,6 @@ class _Files:
     caption: tarfile.TarInfo | None = None
     dotted: list[str] = field(default_factory=list)
     """Images with another dot in their names, such as ``00017.mask.png``, which are not read."""
-    other: tarfile.TarInfo | None = None
-    """A ``.json`` file that is not read."""
     problem: str | None = None
 
 
@@ -201,12 +183,11 @@ class WebDatasetTars(EncodedImages):
         for number, path in enumerate(self._tars):
             self._add(number, path)
         if not len(self):
-            name, reason = next(iter(self.dropped.items()), ("", ""))
-            why = f"{len(self.dropped)} unusable, the first is {name}: {reason}" if self.dropped else "no images"
-            raise UsageError(
-                f"WebDatasetTars: {str(root)!r} holds no usable captioned image ({why}); give tars with images "
-                f"({', '.join(sorted(SUFFIXES))}), each with a .{self._caption_suffix} file of the same name"
-            )
+            kinds = ", ".join(sorted(SUFFIXES))
+            remedy = f"tars with images ({kinds}), each with a .{self._caption_suffix} file of the same name"
+            if caption_key is None:
+                remedy += ", or write data.caption_key=<key> for captions in .json files"
+            raise nothing_usable("WebDatasetTars", root, self.dropped, remedy)
         if caption_key is not None:
             self._check_key(caption_key)
 
@@ -225,11 +206,7 @@ class WebDatasetTars(EncodedImages):
             if not captions:
                 raise BadSample(f"the caption file {name} is empty")
             return captions
-        value = _parsed(data).get(self.caption_key)
-        captions = clean_captions(value)
-        if not captions:
-            raise BadSample(caption_problem(value))
-        return captions
+        return captions_in(_parsed(data).get(self.caption_key))
 
     def name(self, index: int) -> str:
         return f"{self._row(index)[0]}/{self._member(index)}"
@@ -264,8 +241,7 @@ class WebDatasetTars(EncodedImages):
         if problem:
             self.dropped[path] = problem
         num_bytes = os.path.getsize(path)
-        before, samples = len(self), _grouped(members, self._caption_suffix)
-        for stem, files in samples.items():
+        for stem, files in _grouped(members, self._caption_suffix).items():
             image, caption = files.image, files.caption
             if files.image is None and files.dotted:
                 why = "its name has two dots, and the first one ends a sample's name; rename it"
@@ -279,8 +255,6 @@ class WebDatasetTars(EncodedImages):
             self._table.extend((caption.offset_data, caption.size))
             self._names += _clean(image.name).encode(errors="surrogateescape")
             self._ends.append(len(self._names))
-        if not before and len(self) == before:
-            self._refuse_other_captions(path, samples.values())
 
     def _problem(self, files: _Files, stem: str, num_bytes: int) -> str | None:
         """Return what is wrong with a sample of a tar that is ``num_bytes`` long; None if nothing is."""
@@ -298,31 +272,18 @@ class WebDatasetTars(EncodedImages):
                 return f"its file {file.name} is empty"
         return too_long(caption) if files.caption.size > MAX_CAPTION_BYTES else None
 
-    def _refuse_other_captions(self, path: str, samples: Iterable[_Files]) -> None:
-        """Raise if the first tar with images has no ``.txt`` files, but ``.json`` files: before reading all others."""
-        files = next((each for each in samples if each.image and each.other and not each.caption), None)
-        if files is None or files.other is None:
-            return
-        with suppress(BadSample), TarMember(path, files.other.offset_data, files.other.size) as file:
-            keys = [key for key, value in _parsed(file.readall()).items() if clean_captions(value)]
-            key = next(iter(difflib.get_close_matches("caption", keys, n=1)), next(iter(keys), "<key of the caption>"))
-            raise UsageError(
-                f"WebDatasetTars: {path} has no .txt file beside its images, but {files.other.name} with text under "
-                f"{', '.join(keys) or 'no key'}; write data.caption_key={key}"
-            )
-
     def _check_key(self, key: str) -> None:
         """Raise if none of the first samples has a text under ``caption_key``."""
-        texts: dict[str, None] = {}
+        keys: dict[str, None] = {}
         for index in range(min(_LOOKED_AT, len(self))):
             with suppress(BadSample):
-                found = _parsed(self._caption_file(index))
-                texts |= dict.fromkeys(name for name, value in found.items() if clean_captions(value))
-        if key not in texts:
-            near = next(iter(difflib.get_close_matches(key, texts, n=1)), next(iter(texts), "<key of the caption>"))
+                values = _parsed(self._caption_file(index))
+                keys |= dict.fromkeys(name for name, value in values.items() if clean_captions(value))
+        if key not in keys:
+            near = nearest(key, keys, next(iter(keys), "<key of the caption>"))
             raise UsageError(
                 f"WebDatasetTars got data.caption_key={key}; the .json files have text under "
-                f"{', '.join(texts) or 'no key'}; write data.caption_key={near}"
+                f"{', '.join(keys) or 'no key'}; write data.caption_key={near}"
             )
 
 
@@ -332,7 +293,7 @@ def _grouped(members: Iterable[tarfile.TarInfo], caption_suffix: str) -> dict[st
     for member in members:
         stem = _stem(_clean(member.name))
         suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
-        role = "image" if f".{suffix}" in SUFFIXES else {"json": "other", caption_suffix: "caption"}.get(suffix)
+        role = "image" if f".{suffix}" in SUFFIXES else "caption" if suffix == caption_suffix else None
         is_dotted = role is None and f".{suffix.rpartition('.')[2]}" in SUFFIXES
         if (role is None and not is_dotted) or not stem or stem.endswith("/"):  # a hidden file
             continue
@@ -377,10 +338,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 def _find_tars(root: str) -> tuple[str, list[str]]:
     """Return the folder that keys are relative to, and the paths of the tars in order."""
     if os.path.isdir(root):
-        found = sorted(_below(root))
-        packed = next((path for path in found if not path.endswith(".tar")), None)
-        if packed is not None:
-            refuse_compressed(packed, packed.rpartition(".")[2])
+        found = files_below(root, (".tar", *_PACKED))  # packed ones are refused when they are opened
         if not found:
             raise UsageError(
                 f"WebDatasetTars: {root!r} holds no .tar file; expected tars of images; write "
@@ -396,14 +354,3 @@ def _find_tars(root: str) -> tuple[str, list[str]]:
             "such as tars/{000..099}.tar; write data.train_data_dir=<folder>"
         )
     return os.path.dirname(root.partition("{")[0]) or ".", paths
-
-
-def _below(root: str) -> Iterator[str]:
-    """Yield all tars below a folder, also compressed ones."""
-    for folder, _, names in walk(root):
-        for name in names:
-            is_packed = any(
-                name.lower().endswith(end) for end in (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
-            )
-            if not name.startswith(".") and (name.endswith(".tar") or is_packed):
-                yield os.path.join(folder, name)

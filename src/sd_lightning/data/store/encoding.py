@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,20 +22,13 @@ from sd_lightning.diffusion import randomness
 from sd_lightning.diffusion.randomness import Purpose
 from sd_lightning.storage.location import Location
 
+if TYPE_CHECKING:
+    from sd_lightning.models.encoder import LatentEncoder
+
 _GROUP = 64
 _GROUP_PIXELS = 4 * 512 * 512
 """Pixels that are encoded at a time."""
 STAGES = ("read", "decode", "encode", "write")
-
-
-class Encoder(Protocol):
-    """What encodes: ``LatentEncoder``."""
-
-    def encode_moments(self, pixel_values: Tensor) -> Tensor:
-        """Encode images (B, 3, H, W) in [-1, 1] to the moments of the VAE's posterior."""
-
-    def latents(self, encoded: Tensor, *, seed: int, epoch: Tensor, index: Tensor) -> Tensor:
-        """Draw latents from moments; the noise depends on seed, epoch and index."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class ShardEncoder:
 
     sources: Mapping[str, Source]
     """By split."""
-    encoder: Encoder
+    encoder: LatentEncoder
     recipe: Recipe
     folder: Location
     """The folder of the recipe."""

@@ -38,7 +38,7 @@ BLANK = "-" * 2 * HASH_BYTES
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError)
 """What is raised when an altered file is parsed."""
 CHECKS = "checks"
-"""Column of the check sum of each row, compared whenever a row is read; older files have none."""
+"""Column of the check sum of each row, compared whenever a row is read."""
 _ABOUT = "about"
 """The one entry of a file's metadata: JSON."""
 _IDS = "input_ids."
@@ -49,11 +49,11 @@ Shard = tuple[str, int]
 
 def name_of(*parts: bytes | bytearray | memoryview) -> str:
     """Return the name of a file whose contents these bytes decide: a hash, 32 hexadecimal digits."""
-    found = blake2b(digest_size=HASH_BYTES)
+    digest = blake2b(digest_size=HASH_BYTES)
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def hashes_of(parts: Sequence[bytes]) -> np.ndarray:
@@ -108,10 +108,10 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _hash(head: bytes, seal: object, rest: Iterator[bytes]) -> str:
-    found = blake2b(head.replace(str(seal).encode(), BLANK.encode(), 1), digest_size=HASH_BYTES)
+    digest = blake2b(head.replace(str(seal).encode(), BLANK.encode(), 1), digest_size=HASH_BYTES)
     for block in rest:
-        found.update(block)
-    return found.hexdigest()
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def about(header: Header) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def write_groups(path: Path, groups: Iterable[Mapping[str, Tensor]], *, rows: in
     begins: dict[str, int] = {}
     header, done, end = b"", 0, 0
     with open(path, "wb") as file:
-        for given in groups:
-            group = {**given, CHECKS: torch.stack([row_sums(tensor) for tensor in given.values()]).sum(0)}
+        for columns in groups:
+            group = {**columns, CHECKS: torch.stack([row_sums(tensor) for tensor in columns.values()]).sum(0)}
             if not done:
                 text = json.dumps({"rows": rows, "seal": BLANK}, sort_keys=True)
                 shapes = {name: (each.dtype, (rows, *each.shape[1:])) for name, each in group.items()}
@@ -220,19 +220,19 @@ class StoreFile:
             UsageError: It is not what was written.
         """
         self.name, self._handle, self.fd = name, handle, handle.fileno()
-        given = os.fstat(self.fd).st_size
+        num_bytes = os.fstat(self.fd).st_size
         try:
             header = opened(handle).header
             self.columns, self.metadata = header.columns, about(header)
         except UNREADABLE as error:
             raise self.broken(f"its header cannot be read: {error}") from error
-        if given != header.end or (size is not None and given != size):
-            raise self.broken(f"it has {given} bytes instead of {header.end if given != header.end else size}")
+        if num_bytes != header.end or (size is not None and num_bytes != size):
+            raise self.broken(f"it has {num_bytes} bytes instead of {header.end if num_bytes != header.end else size}")
 
     @cached_property
-    def checks(self) -> np.ndarray | None:
-        """(R,) int64: the check sum of each row; None in files of older versions."""
-        return self.read(CHECKS).numpy() if CHECKS in self.columns else None
+    def checks(self) -> np.ndarray:
+        """(R,) int64: the check sum of each row."""
+        return self.read(CHECKS).numpy()
 
     def broken(self, reason: str) -> UsageError:
         """Return the error for a file that is not what was written."""
@@ -243,11 +243,7 @@ class StoreFile:
 
     def is_whole(self, path: Path) -> bool:
         """Return whether the file, which lies at ``path``, is what was written; all bytes are read."""
-        if "seal" in self.metadata:
-            return is_sealed_file(path, self.metadata["seal"])
-        # Older versions hashed the columns, without the header.
-        columns = (bytes_of(self.read(name)) for name in sorted(self.columns))
-        return name_of(*columns) == self.metadata.get("digest")
+        return is_sealed_file(path, self.metadata.get("seal"))
 
     def close(self) -> None:
         """Close the file."""
@@ -309,24 +305,21 @@ class SampleFile(StoreFile):
         return {name: self.read(f"{_IDS}{name}") for name in self.id_columns}
 
     @cached_property
-    def _caption_end(self) -> np.ndarray:
-        return np.concatenate([[0], self.read("captions_end").numpy()])
-
-    @cached_property
-    def _name_end(self) -> np.ndarray:
-        return np.concatenate([[0], self.read("names_end").numpy()])
+    def _ends(self) -> dict[str, np.ndarray]:
+        """Where each text of a column ends, behind a 0."""
+        return {name: np.concatenate([[0], self.read(f"{name}_end").numpy()]) for name in ("captions", "names")}
 
     def captions(self, row: int) -> list[str]:
         """Return the captions of a sample."""
-        first, last = self.first_caption[row], self.first_caption[row + 1]
-        return [self._text("captions", self._caption_end, i) for i in range(first, last)]
+        return [self._text("captions", i) for i in range(self.first_caption[row], self.first_caption[row + 1])]
 
     def sample_name(self, row: int) -> str:
         """Return the name of a sample."""
-        return self._text("names", self._name_end, row)
+        return self._text("names", row)
 
-    def _text(self, column: str, ends: np.ndarray, number: int) -> str:
-        data = self.read(column, int(ends[number]), int(ends[number + 1])).numpy().tobytes()
+    def _text(self, column: str, number: int) -> str:
+        begin, end = self._ends[column][number : number + 2].tolist()
+        data = self.read(column, begin, end).numpy().tobytes()
         return data.decode(errors="surrogatepass")
 
 
@@ -366,11 +359,10 @@ class SampleRows:
         return len(self.names)
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], salt: str, *, shape: int) -> SampleRows:
-        """Make rows of samples; ``salt`` is ``Generation.stamps``."""
+    def of(cls, samples: Sequence[Sample], *, shape: int) -> SampleRows:
+        """Make rows of samples."""
         stamps = [
-            b"\0".join([_utf8(each.key), each.image, captions_hash([each.captions]).encode()]) + salt.encode()
-            for each in samples
+            b"\0".join([_utf8(each.key), each.image, captions_hash([each.captions]).encode()]) for each in samples
         ]
         return cls(
             indices=np.array([each.index for each in samples], np.int64),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from sd_lightning.data.store.files import HASH_BYTES, SampleFile, SampleRows, Sh
 from sd_lightning.data.store.layout import LATENTS, SAMPLES, LatentStore, SampleEntry, path_of
 from sd_lightning.storage.atomic import no_space
 
-ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("row", "<u4")])
-"""A row of a table: the two halves of a hash, and where it is."""
-_SORTED_AT_ONCE = 2**22
-"""Rows (100 MB) that are sorted in memory."""
-_PARTITION_BITS = 8
-"""256 partitions: 190 MB each for two billion rows."""
+ROW = np.dtype("V24")
+"""A row of a table: a hash of 16 bytes, and two big-endian numbers of 4 bytes, the file where it is and the row there.
+
+Rows are compared byte by byte, so that they are sorted by hash, and those of equal hashes by file and row.
+"""
 _FILES_AT_ONCE = 256
 _READERS = 16
 """Threads that read the hashes of latent files: one alone waits for an object store most of the time."""
@@ -32,159 +30,61 @@ Write = Callable[[SampleRows, Sequence[Shard], np.ndarray], list[SampleEntry]]
 """Writes samples with the places of their latents, in one file or more."""
 
 
-def rows_of(hashes: np.ndarray, file: np.ndarray | int, row: np.ndarray) -> np.ndarray:
+def rows_of(hashes: np.ndarray, file: np.ndarray | int, row: np.ndarray | int) -> np.ndarray:
     """Return table rows (N,) for hashes (N, 16) uint8."""
-    rows = np.empty(len(hashes), ROW)
-    rows["high"], rows["low"] = _halves(hashes)
-    rows["file"], rows["row"] = file, row
-    return rows
-
-
-def _halves(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    words = np.ascontiguousarray(hashes).view(">u8")
-    return words[:, 0].astype(np.uint64), words[:, 1].astype(np.uint64)
+    words = np.empty((len(hashes), 6), ">u4")
+    words[:, :4] = np.ascontiguousarray(hashes).view(">u4")
+    words[:, 4], words[:, 5] = file, row
+    return words.view(ROW).reshape(-1)
 
 
 class HashTable:
-    """A table of hashes, sorted in a file; of equal ones the first that was given is found."""
+    """A table of hashes, sorted in a file; of equal ones the first by file and row is found.
 
-    def __init__(self, path: Path, blocks: Iterable[np.ndarray], *, sorted_at_once: int = _SORTED_AT_ONCE) -> None:
+    The file is mapped into memory and sorted there, so that the system decides how much of it is in memory.
+    """
+
+    def __init__(self, path: Path, blocks: Iterable[np.ndarray]) -> None:
         """Write the table.
-
-        More than ``sorted_at_once`` rows are first partitioned on disk, beside ``path``, by the first bits of their
-        hashes. Partitions are deleted as they are written, so the disk holds each row once.
 
         Args:
             path: The file.
-            blocks: Arrays of ``ROW``; hashes are uniformly distributed.
-            sorted_at_once: Rows to sort in memory.
+            blocks: Arrays of ``ROW``.
 
         Raises:
             UsageError: The disk is full.
         """
-        self.path = path
-        partitions = _Partitions(path, sorted_at_once)
+        self.path, num_rows = path, 0
         try:
-            with _full_disk_named(path):
+            with open(path, "wb") as file:
                 for block in blocks:
-                    partitions.add(block)
-                self._count = partitions.count
-                self._write(partitions.sorted())
-        finally:
-            partitions.delete()
-        self._column = dict(self._mapped())
+                    file.write(block.view(np.uint8).data)
+                    num_rows += len(block)
+        except OSError as error:
+            if reason := no_space(error):
+                raise UsageError(
+                    f"precompute: cannot write {path}: {reason}; free space there, or set TMPDIR to a folder on "
+                    "another disk, then run the same command again"
+                ) from error
+            raise
+        self.rows = np.memmap(path, ROW, "r+", shape=(num_rows,)) if num_rows else np.empty(0, ROW)
+        """(N,), sorted."""
+        self.rows.sort()
 
     def __len__(self) -> int:
-        return self._count
-
-    def _begins(self) -> Iterator[tuple[str, np.dtype, int]]:
-        """Yield name, type and offset in the file of each column; they lie one after the other."""
-        begin = 0
-        for name in ROW.names or ():
-            yield name, ROW[name], begin
-            begin += self._count * ROW[name].itemsize
-
-    def _write(self, blocks: Iterable[np.ndarray]) -> None:
-        with open(self.path, "wb") as file:
-            done = 0
-            for rows in blocks:
-                for name, kind, begin in self._begins():
-                    file.seek(begin + done * kind.itemsize)
-                    file.write(rows[name].tobytes())
-                done += len(rows)
-
-    def _mapped(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name, kind, begin in self._begins():
-            yield name, np.memmap(self.path, kind, "r", begin, (self._count,)) if self._count else np.empty(0, kind)
+        return len(self.rows)
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return file and row of each hash (N, 16) uint8, (N,) int64 each; -1 where it is not there."""
-        order = np.lexsort(hashes.T[::-1])  # neighbouring pages of the table
-        high, low = _halves(hashes[order])
-        # A searched value of another type would make numpy convert the whole column.
-        at = np.searchsorted(self._column["high"], high)
-        found = np.full(len(hashes), -1, np.int64)
-        waiting = np.flatnonzero(at < self._count)
-        while len(waiting):  # more than once only where two hashes have the same first half
-            position = at[waiting]
-            is_same = self._column["high"][position] == high[waiting]
-            is_found = is_same & (self._column["low"][position] == low[waiting])
-            found[order[waiting[is_found]]] = position[is_found]
-            waiting = waiting[is_same & ~is_found]
-            at[waiting] += 1
-            waiting = waiting[at[waiting] < self._count]
         places = np.full((2, len(hashes)), -1, np.int64)
-        hit = np.flatnonzero(found >= 0)
-        places[:, hit] = self._column["file"][found[hit]], self._column["row"][found[hit]]
+        if len(self):
+            first = rows_of(hashes, 0, 0)  # no row of the same hash comes before it
+            order = first.argsort()  # neighbouring pages of the table
+            at = self.rows.searchsorted(first[order])
+            there = self.rows[at.clip(max=len(self) - 1)].view(">u4").reshape(-1, 6)
+            is_there = (there[:, :4] == first[order].view(">u4").reshape(-1, 6)[:, :4]).all(axis=1)
+            places[:, order[is_there]] = there[is_there, 4:].T
         return places[0], places[1]
-
-    def blocks(self, length: int = _SORTED_AT_ONCE) -> Iterator[np.ndarray]:
-        """Yield all rows in order, ``length`` at a time."""
-        for begin in range(0, self._count, length):
-            rows = np.empty(min(length, self._count - begin), ROW)
-            for name, column in self._column.items():
-                rows[name] = column[begin : begin + len(rows)]
-            yield rows
-
-
-@contextmanager
-def _full_disk_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if reason := no_space(error):
-            raise UsageError(
-                f"precompute: cannot write {path}: {reason}; free space there, or set TMPDIR to a folder on another "
-                "disk, then run the same command again"
-            ) from error
-        raise
-
-
-class _Partitions:
-    """Rows by the first bits of their hashes; on disk once they are too many."""
-
-    def __init__(self, path: Path, sorted_at_once: int) -> None:
-        self._path, self._limit = path, sorted_at_once
-        self._memory = [np.empty(0, ROW)]
-        self._held = self.count = 0
-        self._files: list[Path] = []
-
-    def add(self, block: np.ndarray) -> None:
-        self._memory.append(block)
-        self._held += len(block)
-        self.count += len(block)
-        if self._held > self._limit:
-            self._spill()
-
-    def _spill(self) -> None:
-        rows, self._memory, self._held = np.concatenate(self._memory), [np.empty(0, ROW)], 0
-        if not self._files:
-            self._files = [self._path.with_name(f"{self._path.name}.part-{i:03}") for i in range(2**_PARTITION_BITS)]
-        parts = (rows["high"] >> np.uint64(64 - _PARTITION_BITS)).astype(np.uint8)
-        rows = rows[np.argsort(parts, kind="stable")]
-        ends = np.cumsum(np.bincount(parts, minlength=2**_PARTITION_BITS))
-        for file, begin, end in zip(self._files, [0, *ends], ends):
-            with open(file, "ab") as handle:
-                handle.write(rows[begin:end].tobytes())
-
-    def sorted(self) -> Iterator[np.ndarray]:
-        """Yield the rows in order; files are deleted as they are read."""
-        if not self._files:
-            yield _sorted(np.concatenate(self._memory))
-            return
-        self._spill()
-        for file in self._files:
-            rows = np.fromfile(file, ROW)
-            file.unlink()
-            yield _sorted(rows)
-
-    def delete(self) -> None:
-        for file in self._files:
-            file.unlink(missing_ok=True)
-
-
-def _sorted(rows: np.ndarray) -> np.ndarray:
-    return rows[np.argsort(np.ascontiguousarray(rows["high"]), kind="stable")]
 
 
 class ImageIndex:
@@ -240,7 +140,7 @@ class ImageIndex:
         self._tables.append(self._table(blocks))
         while len(self._tables) > 1 and len(self._tables[-2]) <= len(self._tables[-1]):
             merged = self._tables[-2:]
-            self._tables[-2:] = [self._table(block for table in merged for block in table.blocks())]
+            self._tables[-2:] = [self._table(table.rows for table in merged)]
             for table in merged:
                 table.path.unlink()
 
@@ -368,8 +268,8 @@ class KnownSamples:
 
 def same_key(one: str, other: str) -> UsageError:
     """Return the error for two samples, given by name, that have the same key."""
-    what = f"the samples {one} and {other} have" if one != other else f"two samples {one} have"
+    who = f"the samples {one} and {other} have" if one != other else f"two samples {one} have"
     return UsageError(
-        f"precompute: {what} the same key, and every job would write them anew; expected one for each sample; list "
+        f"precompute: {who} the same key, and every job would write them anew; expected one for each sample; list "
         "each file once, or make the source's key() tell them apart"
     )

@@ -99,7 +99,6 @@ class StoreJob:
         """Make the store hold the samples of some sources, by split, and return its generation."""
         before = self.store.generation()
         self._latents = self.store.present(LATENTS)
-        self._stamps = before.stamps
         self._known = {
             split: KnownSamples(self.store, before.splits.get(split, []), self._latents, self.scratch / split)
             for split in {**before.splits, **sources}
@@ -112,7 +111,7 @@ class StoreJob:
                 f"precompute: none of the {self.counts.samples} images can be used, and {self.store.folder.url} stays "
                 f"as it is ({self.bad.listed()}); mend them, or give another data set"
             )
-        after = Generation(before.number + 1, entries, self.tokenizing.fingerprint, before.stamps)
+        after = Generation(before.number + 1, entries, self.tokenizing.fingerprint)
         if replace(after, number=before.number) == before:
             return before
         self.store.commit(after)
@@ -196,7 +195,7 @@ class StoreJob:
         parts = []
         for shape in np.unique(shape_of).tolist():
             here = [found[i] for i in np.flatnonzero(shape_of == shape).tolist()]
-            parts.append(SampleRows.of(here, self._stamps, shape=shape))
+            parts.append(SampleRows.of(here, shape=shape))
         return parts
 
     def _add(self, split: str, source: Source, rows: SampleRows) -> list[SampleEntry]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.order import Shape
-from sd_lightning.data.store.files import BLANK, UNREADABLE, SampleFile, is_sealed, sealed
+from sd_lightning.data.store.files import ALTERED, BLANK, UNREADABLE, SampleFile, is_sealed, sealed
 from sd_lightning.storage.location import Location
 from sd_lightning.storage.safetensors_file import Column, Header, bytes_of, read_header
 from sd_lightning.storage.untrusted import parse_json
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 LATENTS, SAMPLES, GENERATIONS = "latents", "samples", "generations"
 _RECIPES, _LOCK, _SUFFIX = "recipes", "job.json", ".safetensors"
 _FORMAT = 2
-"""Format of the lists of samples; those of format 1 have no seal."""
+"""Format of the lists of samples."""
 _BEAT = 30.0
 """Seconds between two signs of life of a job."""
 _SILENCE = 600.0
@@ -113,8 +113,8 @@ class Recipe:
             UsageError: It is not one, or a newer version wrote it.
         """
         try:
-            given = parse_json(text)
-            return cls(**{**given, "shapes": tuple((height, width) for height, width in given["shapes"])})
+            fields = parse_json(text)
+            return cls(**{**fields, "shapes": tuple((height, width) for height, width in fields["shapes"])})
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{where} is no recipe of a latent store ({error}); expected what sd_lightning.precompute wrote; "
@@ -140,11 +140,11 @@ def network_hash(state_dict: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         config: Its configuration; entries that begin with "_" (versions, paths) do not count.
     """
     known = {key: value for key, value in config.items() if not key.startswith("_")}
-    found = blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16)
+    digest = blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16)
     for name, tensor in sorted(state_dict.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(bytes_of(tensor.detach().contiguous()))
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(bytes_of(tensor.detach().contiguous()))
+    return digest.hexdigest()
 
 
 class AlteredList(UsageError):
@@ -177,10 +177,6 @@ class Generation:
     """Sample files, in order, by split: "train", "val"."""
     tokenizers: str = ""
     """Hash of the tokenizers that made the token ids."""
-    stamps: str = ""
-    """What the samples' stamps depend on besides key, image and captions; the first tokenizers in older stores."""
-    has_seal: bool = True
-    """False of a list that an older version wrote; not part of its JSON."""
 
     def num_samples(self, split: str) -> int:
         """Return the number of samples of a split."""
@@ -188,9 +184,8 @@ class Generation:
 
     def to_json(self) -> str:
         """Return it as JSON, with a seal."""
-        given = asdict(self)
-        del given["has_seal"]
-        return sealed(json.dumps({"format": _FORMAT, "seal": BLANK, **given}, sort_keys=True).encode()).decode()
+        text = json.dumps({"format": _FORMAT, "seal": BLANK, **asdict(self)}, sort_keys=True)
+        return sealed(text.encode()).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str) -> Generation:
@@ -198,24 +193,22 @@ class Generation:
 
         Raises:
             AlteredList: It is not one.
-            UsageError: A newer version wrote it.
+            UsageError: Another version wrote it.
         """
         try:
-            given: dict[str, Any] = parse_json(text)
-            found = given.pop("format")
-            given["has_seal"] = found != 1
-            if given["has_seal"] and not is_sealed(text.encode() if isinstance(text, str) else text, given.pop("seal")):
-                raise ValueError("its bytes are not those that were written")
-            if found not in (1, _FORMAT):
+            fields: dict[str, Any] = parse_json(text)
+            if not is_sealed(text.encode() if isinstance(text, str) else text, fields.pop("seal")):
+                raise ValueError(ALTERED)
+            written = fields.pop("format")
+            if written != _FORMAT:
                 raise UsageError(
-                    f"{where} is a list of samples of format {found}, which a later version of sd_lightning wrote; "
-                    f"expected format {_FORMAT} at most; install that version"
+                    f"{where} is a list of samples of format {written}, which another version of sd_lightning wrote; "
+                    f"expected format {_FORMAT}; install that version"
                 )
-            if not given["splits"].keys() <= SPLITS:  # they become names of folders
+            if not fields["splits"].keys() <= SPLITS:  # they become names of folders
                 raise ValueError("it has other splits than train and val")
-            given.setdefault("stamps", given["tokenizers"])
-            splits = {split: [SampleEntry(**each) for each in entries] for split, entries in given["splits"].items()}
-            return cls(**{**given, "splits": splits})
+            splits = {split: [SampleEntry(**each) for each in entries] for split, entries in fields["splits"].items()}
+            return cls(fields["number"], splits, fields["tokenizers"])
         except UsageError:
             raise
         except UNREADABLE as error:

@@ -87,16 +87,16 @@ class StoreReader:
         shapes = self._shapes[numbers]
         assert (shapes == shapes[0]).all(), "latents of several shapes in one batch"
         column = self._files.latents(int(numbers[0]))
-        out, about = RowBuffer(len(index), column), np.empty((len(index), 6), np.int64)
+        out, about = RowBuffer(len(index), column), np.empty((len(index), 5), np.int64)
         variants = np.broadcast_to(variants, len(index))
         for part, rows in self._rows(index):
             if not out.read(part, rows["fd"], rows["offset"] + variants[part] * column.row_bytes):
                 raise self.cut_off(LATENTS)
-            of_all = rows["about"]  # (N, variants, 6)
+            of_all = rows["about"]  # (N, variants, 5)
             about[part] = of_all[:, 0] if of_all.shape[1] == 1 else of_all[np.arange(len(rows)), variants[part]]
         differs = out.sums() != about[:, 4]
-        if differs.any() and (is_altered := differs & (about[:, 5] == 1)).any():
-            raise self._altered(int(index[is_altered.argmax()]))
+        if differs.any():
+            raise self._altered(int(index[differs.argmax()]))
         return StoredBatch(out.tensor, torch.from_numpy(about[:, :4]))
 
     def num_captions(self, index: Sequence[int] | np.ndarray) -> list[int]:
@@ -152,15 +152,6 @@ class StoreReader:
         """Return the bytes of a sample file and of the latent files that it refers to."""
         return self.entries[number].size + sum(size for _, size in self._sample_file(number).shards)
 
-    def check_cache(self) -> None:
-        """Check that the cache can hold the latent files of the first sample file: all files are of about one size.
-
-        Raises:
-            UsageError: It cannot.
-        """
-        for name, size in self._sample_file(0).shards:
-            self.cache.check_fits(f"{self.store.folder.url}/{path_of(LATENTS, name)}", size)
-
     def files(self, index: np.ndarray) -> list[int]:
         """Return the numbers of the sample files of some samples."""
         return np.unique(self.ends.searchsorted(index, side="right")).tolist()
@@ -183,7 +174,7 @@ class StoreReader:
 
     def _open_samples(self, number: int) -> SampleFile:
         entry = self.entries[number]
-        handle = self._handle(SAMPLES, entry.name, entry.size)
+        handle = self.handle(SAMPLES, entry.name, entry.size)
         file = SampleFile(handle, name=f"{self.store.folder.url}/{path_of(SAMPLES, entry.name)}", size=entry.size)
         if number not in self._checked:
             file.check()
@@ -207,12 +198,17 @@ class StoreReader:
     def _opened(self, number: int) -> OpenSamples:
         file, folder = self._open_samples(number), self.store.folder.url
         shards = [
-            StoreFile(self._handle(LATENTS, name, size), name=f"{folder}/{path_of(LATENTS, name)}", size=size)
+            StoreFile(self.handle(LATENTS, name, size), name=f"{folder}/{path_of(LATENTS, name)}", size=size)
             for name, size in file.shards
         ]
         return OpenSamples(file, shards)
 
-    def _handle(self, kind: str, name: str, size: int) -> BinaryIO:
+    def handle(self, kind: str, name: str, size: int) -> BinaryIO:
+        """Open a file of the store; of an object store, a copy in the cache.
+
+        Raises:
+            UsageError: It is not there.
+        """
         path = path_of(kind, name)
         try:
             return self.cache.open(self.store.folder, path, size)
@@ -299,16 +295,16 @@ class OpenFiles:
         self._num_handles = 0
         self._free: list[int] = []
         self._ids = list(ids)
-        place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("about", "i8", (variants, 6)), ("id_fd", "i4")]
+        place: list[Any] = [("fd", "i4"), ("offset", "i8"), ("about", "i8", (variants, 5)), ("id_fd", "i4")]
         place += [("id_begin", "i8", (len(ids),)), ("first_caption", "i8"), ("num_captions", "i4")]
         self._places = np.zeros(0, place)
 
     def rows(self, numbers: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the places of row ``rows[i]`` of file ``numbers[i]``, in parts of which all files can be open at once.
 
-        A place has the file ``fd`` and ``offset`` of the latents, ``about`` each variant its four sizes, the sum of
-        its latents and whether that is known, and for token ids the file ``id_fd``, ``id_begin`` of each column,
-        ``first_caption`` and ``num_captions``. It holds until the next part.
+        A place has the file ``fd`` and ``offset`` of the latents, ``about`` each variant its four sizes and the sum
+        of its latents, and for token ids the file ``id_fd``, ``id_begin`` of each column, ``first_caption`` and
+        ``num_captions``. It holds until the next part.
 
         Yields:
             Which ``i`` (N,) the part has, and their places (N,).
@@ -380,11 +376,10 @@ class OpenFiles:
         places["offset"] = begins + row * self._variants * samples.latents.row_bytes
         for number, each in enumerate(shards):
             here = shard == number
-            sizes, checks = each.read("sizes").long(), each.checks
-            sums = torch.zeros(len(sizes)) if checks is None else torch.from_numpy(checks) - sizes.sum(1)
-            has_sum = torch.full((len(sizes), 1), int(checks is not None))
-            about = torch.cat([sizes, sums.long()[:, None], has_sum], dim=1)
-            places["about"][here] = about.view(-1, self._variants, 6).numpy()[row[here]]
+            sizes = each.read("sizes").long()
+            sums = torch.from_numpy(each.checks) - sizes.sum(1)
+            about = torch.cat([sizes, sums[:, None]], dim=1)
+            places["about"][here] = about.view(-1, self._variants, 5).numpy()[row[here]]
         places["id_fd"] = file.fd
         places["id_begin"] = [file.id_columns[name].begin for name in self._ids]
         places["first_caption"] = file.first_caption[:-1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from sd_lightning.storage.location import Location
 from sd_lightning.storage.safetensors_file import Column
 
 if TYPE_CHECKING:
+    from sd_lightning.models.encoder import LatentEncoder
     from sd_lightning.models.latent_diffusion import LatentDiffusion
 
 TEXTS = "texts"
@@ -54,14 +55,14 @@ class Tokenizing:
     @classmethod
     def of(cls, model: LatentDiffusion) -> Tokenizing:
         """Return how a model's captions become token ids; all of a tokenizer counts, such as its merges."""
-        found = blake2b(digest_size=16)
+        digest = blake2b(digest_size=16)
         for name, tokenizer in sorted(model.tokenizers.items()):
             rules = json.loads(tokenizer.backend_tokenizer.to_str())
             for call in ("padding", "truncation"):  # what the last call asked for
                 rules.pop(call)
             about = [name, tokenizer.model_max_length, rules, str(tokenizer.special_tokens_map)]
-            found.update(json.dumps(about).encode())
-        return cls(model.tokenize, found.hexdigest())
+            digest.update(json.dumps(about).encode())
+        return cls(model.tokenize, digest.hexdigest())
 
 
 def text_kind(model: LatentDiffusion) -> str:
@@ -70,22 +71,15 @@ def text_kind(model: LatentDiffusion) -> str:
     Args:
         model: Its text encoders have their weights as they were read.
     """
-    found = blake2b(f"{CODE_VERSION} {Tokenizing.of(model).fingerprint}".encode(), digest_size=8)
+    digest = blake2b(f"{CODE_VERSION} {Tokenizing.of(model).fingerprint}".encode(), digest_size=8)
     for name, network in sorted(model.text_encoders.items()):
-        found.update(f"{name} {network_hash(network.state_dict(), model.components[name].config)}".encode())
-    return f"{TEXTS}/t{found.hexdigest()}"
+        digest.update(f"{name} {network_hash(network.state_dict(), model.components[name].config)}".encode())
+    return f"{TEXTS}/t{digest.hexdigest()}"
 
 
 def text_kinds(store: LatentStore) -> list[str]:
     """Return the kinds of all text files of a store."""
     return sorted({entry.name.rpartition("/")[0] for entry in store.folder.entries(f"{TEXTS}/")})
-
-
-class CaptionEncoder(Protocol):
-    """What encodes captions: ``LatentEncoder``."""
-
-    def embed(self, input_ids: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Encode captions, given as token ids (B, L) by text encoder."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class EmbeddedTexts:
 class TextEncoder:
     """Encodes text files; it is pickled or forked into workers."""
 
-    encoder: CaptionEncoder
+    encoder: LatentEncoder
     kind: str
     """From :func:`text_kind`."""
     folder: Location
@@ -242,8 +236,8 @@ class StoredTexts:
         if files:
             sums = torch.stack([row_sums(each[kept]) for each in found.values()]).sum(0).tolist()
             for file, row, total in zip(files, rows.tolist(), sums, strict=True):
-                if file.checks is not None and file.checks[row] != total:
-                    raise self._altered(file)
+                if file.checks[row] != total:
+                    raise file.broken(ALTERED)
         return nested_conditioning(found)
 
     def bytes_of_file(self, number: int) -> int:
@@ -266,25 +260,11 @@ class StoredTexts:
         file = self._opened(EMPTY)
         found = {name: file.read(name) for name in file.columns if name != CHECKS}
         total = torch.stack([row_sums(each) for each in found.values()]).sum(0).item()
-        if file.checks is not None and file.checks[0] != total:
+        if file.checks[0] != total:
             raise file.broken(ALTERED)
         file.close()
         return found
 
-    def _altered(self, file: StoreFile) -> UsageError:
-        return UsageError(
-            f"data.store={self._reader.store.root.url}: text embeddings in {file.name} are not those that were "
-            f"written; delete it with python -m sd_lightning.precompute verify store={self._reader.store.root.url} "
-            "dry_run=false, and run precompute again with text=true"
-        )
-
     def _opened(self, name: str) -> StoreFile:
-        folder, path = self._reader.store.folder, path_of(self._kind, name)
-        try:
-            handle = self._reader.cache.open(folder, path, self._sizes[name])
-        except FileNotFoundError as error:
-            raise UsageError(
-                f"data.store={self._reader.store.root.url}: {folder.url}/{path} is not there; text embeddings were "
-                "deleted since this run began; start again with resume=auto, or run precompute with text=true"
-            ) from error
-        return StoreFile(handle, name=f"{folder.url}/{path}", size=self._sizes[name])
+        size, where = self._sizes[name], f"{self._reader.store.folder.url}/{path_of(self._kind, name)}"
+        return StoreFile(self._reader.handle(self._kind, name, size), name=where, size=size)

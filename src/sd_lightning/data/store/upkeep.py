@@ -13,7 +13,7 @@ import torch
 
 from sd_lightning._errors import UsageError
 from sd_lightning.data.store.encoding import latent_file
-from sd_lightning.data.store.files import ALTERED, SampleRows, StoreFile, name_of
+from sd_lightning.data.store.files import ALTERED, SampleRows, Shard, StoreFile, name_of
 from sd_lightning.data.store.layout import (
     GENERATIONS,
     LATENTS,
@@ -26,8 +26,6 @@ from sd_lightning.data.store.layout import (
 )
 from sd_lightning.data.store.texts import EMPTY, TEXTS, text_kinds
 
-_TABLES = "tables"
-"""Folder of what older versions wrote to find images; nothing reads it any more."""
 _WORTHWHILE = 0.1
 """A latent file is written anew if a larger part of its rows is unused."""
 NO_OTHER_LIST = (
@@ -48,18 +46,6 @@ class Unused:
     """Bytes of these files, and of the unused rows of the next ones."""
     partly: dict[str, np.ndarray] = field(default_factory=dict)
     """Latent file -> the rows (N,) that are used, for files that are worth writing anew."""
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """The rows of a latent file that are now another file."""
-
-    name: str
-    """The new file."""
-    size: int
-    """Its bytes."""
-    rows: np.ndarray
-    """(N,) int64, increasing: the old row of each row."""
 
 
 class Pruning:
@@ -106,7 +92,6 @@ class Pruning:
                 SAMPLES: path.stem in entry_of,
                 LATENTS: path.stem in self._used,
                 TEXTS: path.stem in captions and str(path.parent) != self._drop_texts,
-                _TABLES: False,
             }
             if not is_used.get(folder, True) and (folder == GENERATIONS or path.suffix == ".safetensors"):
                 unused.files.append(entry.name)
@@ -132,7 +117,7 @@ class Pruning:
             return
         moved = self._compact()
         entries = {split: self._moved(old, moved) for split, old in self.generation.splits.items()}
-        after = replace(self.generation, number=self.generation.number + 1, splits=entries, has_seal=True)
+        after = replace(self.generation, number=self.generation.number + 1, splits=entries)
         if replace(after, number=self.generation.number) != self.generation:
             self.store.commit(after)
             self.unused.files.append(f"{GENERATIONS}/{self.generation.number:08}.json")
@@ -144,12 +129,12 @@ class Pruning:
             if entry.name not in kept
         ]
         # A pruning that was killed may have written some of them, which nobody referred to until now.
-        used = {path_of(SAMPLES, name) for name in kept} | {path_of(LATENTS, each.name) for each in moved.values()}
+        used = {path_of(SAMPLES, name) for name in kept} | {path_of(LATENTS, name) for name, _ in moved.values()}
         for path in (*self.unused.files, *replaced, *(path_of(LATENTS, name) for name in moved)):
             if path not in used:
                 self.store.folder.delete(path)
 
-    def _compact(self) -> dict[str, _Moved]:
+    def _compact(self) -> dict[str, Shard]:
         """Write the used rows of every partly used file to a file of its own; return these by the old name."""
         moved = {}
         for name, rows in self.unused.partly.items():
@@ -169,10 +154,10 @@ class Pruning:
             data = latent_file(tensors, self.store.recipe, {})
             new = name_of(self.store.recipe.fingerprint.encode(), images.numpy().tobytes())
             self.store.put(LATENTS, new, data)
-            moved[name] = _Moved(new, len(data), rows)
+            moved[name] = new, len(data)
         return moved
 
-    def _moved(self, entries: Sequence[SampleEntry], moved: Mapping[str, _Moved]) -> list[SampleEntry]:
+    def _moved(self, entries: Sequence[SampleEntry], moved: Mapping[str, Shard]) -> list[SampleEntry]:
         """Write the sample files that refer to moved files anew."""
         new = []
         for entry in entries:
@@ -184,11 +169,8 @@ class Pruning:
                 for number, (name, _) in enumerate(file.shards):
                     if name in moved:
                         here = place[:, 0] == number
-                        place[here, 1] = np.searchsorted(moved[name].rows, place[here, 1])
-                shards = [
-                    (moved[name].name, moved[name].size) if name in moved else (name, size)
-                    for name, size in file.shards
-                ]
+                        place[here, 1] = np.searchsorted(self.unused.partly[name], place[here, 1])
+                shards = [moved.get(name, (name, size)) for name, size in file.shards]
                 data = SampleRows.read(file).to_bytes(shards, place, file.input_ids())
             self.store.put(SAMPLES, name_of(data), data)
             new.append(replace(entry, name=name_of(data), size=len(data)))
@@ -201,7 +183,7 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
     Files that are deleted meanwhile are skipped.
 
     Raises:
-        UsageError: A file cannot be read just now, or a later version wrote a list.
+        UsageError: A file cannot be read just now, or another version wrote a list.
     """
     altered, num_readable = [], 0
     for name in store.lists():
@@ -224,16 +206,6 @@ def broken_files(store: LatentStore, scratch: Path) -> Iterator[tuple[str, str]]
                 yield path_of(kind, name), reason
             if path.is_relative_to(scratch):
                 path.unlink()
-
-
-def unsealed_lists(store: LatentStore) -> list[str]:
-    """Return the paths of lists that older versions wrote, without a seal; broken ones are left out."""
-    found = []
-    for path in store.lists():
-        with suppress(UsageError, FileNotFoundError):
-            if not Generation.from_json(store.folder.read(path), where=path).has_seal:
-                found.append(path)
-    return found
 
 
 def missing_files(store: LatentStore, scratch: Path) -> Iterator[str]:

@@ -9,24 +9,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_type_hints
 
 from sd_lightning._errors import UsageError
-from sd_lightning.data.datamodule.module import SDDataModule
+from sd_lightning.data.datamodule import SDDataModule
 from sd_lightning.data.loading import LoaderOptions
 from sd_lightning.data.source import Source, SourceSubset, hold_out
 from sd_lightning.data.sources.digits import Digits
 from sd_lightning.data.sources.dreambooth import Picture, SubjectAndClass, find_class_pictures, find_photos
 from sd_lightning.data.sources.huggingface import HuggingFaceImages
 from sd_lightning.data.sources.images import ImageFolder
-from sd_lightning.data.sources.latents import StoredImages, check_law, choose_recipe
+from sd_lightning.data.sources.latents import StoredLatentsSource, check_law, choose_recipe
 from sd_lightning.data.sources.parquet import ParquetImages
 from sd_lightning.data.sources.webdataset import WebDatasetTars
-from sd_lightning.data.store.layout import LatentStore, Recipe
+from sd_lightning.data.store.layout import LatentStore
 from sd_lightning.data.store.reader import default_cache
 from sd_lightning.data.transform import BUCKET_FIELDS, ImageOptions
-from sd_lightning.storage.location import Location
 from sd_lightning.storage.locations import open_location
 
 _Builder = Callable[..., SDDataModule]
@@ -56,11 +56,11 @@ def flat(*, without: Sequence[str] = (), **groups: Any) -> Callable[[_Builder], 
 
         @functools.wraps(build)
         def built(*args: Any, **kwargs: Any) -> SDDataModule:
-            given = signature.bind(*args, **kwargs).arguments
+            arguments = signature.bind(*args, **kwargs).arguments
             for name, group in groups.items():
-                fields = {field: given.pop(field) for field in vars(group) if field in given}
-                given[name] = dataclasses.replace(group, **fields)
-            return build(**given)
+                fields = {field: arguments.pop(field) for field in vars(group) if field in arguments}
+                arguments[name] = dataclasses.replace(group, **fields)
+            return build(**arguments)
 
         del built.__wrapped__  # or inspect would use its signature and annotations
         built.__annotations__ = {each.name: each.annotation for each in flat}
@@ -154,17 +154,6 @@ class Recorded:
     enable_bucket: bool | None = None
     """Whether the store has to have buckets."""
 
-    def choose(self, root: Location) -> Recipe:
-        """Return the recipe of a store that fits.
-
-        Raises:
-            UsageError: None fits, or several do.
-        """
-        recipe = choose_recipe(root, recipe=self.recipe, resolution=self.resolution)
-        asked = {name: getattr(self, name) for name in ("center_crop", "random_flip", "enable_bucket")}
-        check_law(recipe, asked)
-        return recipe
-
 
 _OF_MANY_IMAGES: dict[str, Any] = {
     "batches": Batches(),
@@ -208,16 +197,14 @@ def image_folder_data(
 ) -> SDDataModule:
     """Build an ``ImageFolder`` datamodule; without ``val_data_dir``, ``hold_out`` splits off ``num_val_samples``."""
 
-    def read(folder: str) -> Source:
-        return ImageFolder(
-            folder,
-            caption_column=caption_column,
-            max_image_pixels=images.max_image_pixels,
-            allow_outside=allow_outside,
-            caption_extension=caption_extension,
-            folder_repeats=folder_repeats,
-        )
-
+    read = functools.partial(
+        ImageFolder,
+        caption_column=caption_column,
+        max_image_pixels=images.max_image_pixels,
+        allow_outside=allow_outside,
+        caption_extension=caption_extension,
+        folder_repeats=folder_repeats,
+    )
     return _of_many(read, train_data_dir, val_data_dir, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
@@ -236,8 +223,7 @@ def huggingface_data(
     """Build the datamodule of a Hugging Face dataset; ``num_val_samples`` as in :func:`image_folder_data`."""
 
     def read(part: str) -> Source:
-        pixels = images.max_image_pixels
-        return HuggingFaceImages(dataset_name, split=part, max_image_pixels=pixels, **vars(columns))
+        return HuggingFaceImages(dataset_name, split=part, max_image_pixels=images.max_image_pixels, **vars(columns))
 
     return _of_many(read, split, val_split, num_val_samples, images=images, loader=loader, **vars(batches))
 
@@ -254,10 +240,7 @@ def webdataset_data(
     loader: LoaderOptions,
 ) -> SDDataModule:
     """Build the datamodule of ``WebDatasetTars``; ``num_val_samples`` as in :func:`image_folder_data`."""
-
-    def read(tars: str) -> Source:
-        return WebDatasetTars(tars, caption_key=caption_key, max_image_pixels=images.max_image_pixels)
-
+    read = functools.partial(WebDatasetTars, caption_key=caption_key, max_image_pixels=images.max_image_pixels)
     return _of_many(read, train_data_dir, val_data_dir, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
@@ -274,11 +257,8 @@ def parquet_data(
     loader: LoaderOptions,
 ) -> SDDataModule:
     """Build the datamodule of ``ParquetImages``; ``num_val_samples`` as in :func:`image_folder_data`."""
-
-    def read(folder: str) -> Source:
-        pixels = images.max_image_pixels
-        return ParquetImages(folder, max_image_pixels=pixels, allow_outside=allow_outside, **vars(columns))
-
+    options = {"max_image_pixels": images.max_image_pixels, "allow_outside": allow_outside, **vars(columns)}
+    read = functools.partial(ParquetImages, **options)
     return _of_many(read, train_data_dir, val_data_dir, num_val_samples, images=images, loader=loader, **vars(batches))
 
 
@@ -322,12 +302,13 @@ def latents_data(
 ) -> SDDataModule:
     """Build the datamodule of a latent store."""
     root = open_location(store, key="data.store")
-    recipe = recorded.choose(root)
+    recipe = choose_recipe(root, recipe=recorded.recipe, resolution=recorded.resolution)
+    check_law(recipe, {name: getattr(recorded, name) for name in ("center_crop", "random_flip", "enable_bucket")})
     folder = LatentStore(root, recipe)
     generation = folder.generation()
     cache = default_cache(cache_dir, cache_gb)
-    train = StoredImages(folder, generation, "train", cache)
-    val = StoredImages(folder, generation, "val", cache) if generation.num_samples("val") else None
+    train = StoredLatentsSource(folder, generation, "train", cache)
+    val = StoredLatentsSource(folder, generation, "val", cache) if generation.num_samples("val") else None
     images = ImageOptions(
         recipe.resolution,
         center_crop=recipe.crop == "center",
@@ -335,6 +316,16 @@ def latents_data(
         proportion_empty_prompts=proportion_empty_prompts,
     )
     return SDDataModule(train, val, images=images, loader=loader, **vars(batches))
+
+
+def paths_in(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of a builder's arguments that name files or folders, by name.
+
+    Texts that name nothing on this disk are no paths, such as columns and names on a hub, except folders of class
+    pictures to be drawn.
+    """
+    texts = {name: value for name, value in settings.items() if isinstance(value, str) and value}
+    return {name: value for name, value in texts.items() if name.endswith("_dir") or os.path.exists(value)}
 
 
 def _of_many(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
 from sd_lightning._errors import UsageError
@@ -14,10 +16,10 @@ from sd_lightning.data.batch import BadSamples, CaptionedImages, tell_of_long_ca
 from sd_lightning.data.contract import TrainedModule
 from sd_lightning.data.fingerprint import Change, Fingerprint, change, fingerprint
 from sd_lightning.data.latent_table import LatentTable, encode_source
-from sd_lightning.data.loading import Batch, EpochLoader, LoaderOptions, LookAhead, WholeBatchLoader
-from sd_lightning.data.order import ORDER_VERSION
-from sd_lightning.data.sampler import Batching, GlobalBatchSampler, check_buckets
-from sd_lightning.data.source import Source, SourceSubset, StoredLatents, as_source
+from sd_lightning.data.loading import EpochLoader, LoaderOptions, LookAhead, WholeBatchLoader
+from sd_lightning.data.order import Batch
+from sd_lightning.data.sampler import Batching, GlobalBatchSampler
+from sd_lightning.data.source import Source, SourceSubset, StoredLatents
 from sd_lightning.data.transform import ImageOptions
 from sd_lightning.data.workers import Loaders, reading_threads
 from sd_lightning.models.encoder import LatentEncoder
@@ -36,7 +38,6 @@ class SDDataModule(LightningDataModule):
     Attributes:
         batch_size: The global batch.
         bad: The bad samples found so far on this rank, with their limit.
-        bad_samples: Name -> reason of each.
         train_sampler: Sampler of the training loader; None before the loader is built.
         no_caption_gap: Why the validation measures no caption gap; None if it does.
     """
@@ -70,8 +71,15 @@ class SDDataModule(LightningDataModule):
             UsageError: An option is invalid, options contradict each other, or too many samples are bad already.
         """
         super().__init__()
-        self.source_train = as_source(source_train)
-        self.source_val = None if source_val is None else as_source(source_val)
+        self._sources = [source_train] if source_val is None else [source_train, source_val]
+        for source in self._sources:
+            if not isinstance(source, Source):
+                raise UsageError(
+                    f"SDDataModule got a {type(source).__name__}; expected a source; make "
+                    "sd_lightning.data.source.Source its base"
+                )
+        self.source_train = source_train
+        self.source_val = source_val
         self.batch_size = batch_size
         self.images = images or ImageOptions()
         self.loader_options = loader or LoaderOptions()
@@ -80,20 +88,18 @@ class SDDataModule(LightningDataModule):
         self.cache_latents = cache_latents
         self.train_sampler: GlobalBatchSampler | None = None
         self.no_caption_gap: str | None = "nothing was validated"
-        self._told_of_data = False
+        self._is_described = False
         self._tables: dict[int, tuple[LatentEncoder, LatentTable]] = {}
         """By source: each is encoded once per encoder, however often loaders are built."""
-        self._position: dict[str, int] | None = None
+        self._position: tuple[int, int] | None = None
         self._fingerprint: Fingerprint | None = None
         self._check_options(max_bad_fraction)
-        self._sources = [source for source in (self.source_train, self.source_val) if source is not None]
         dropped = {name for source in self._sources for name in source.dropped}
-        self.bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped))
-        self.bad_samples = self.bad.found
+        self.bad = BadSamples(max_bad_fraction, sum(map(len, self._sources)) + len(dropped), self._sources)
         for source in self._sources:
             self.bad.count(source.dropped)
         drop_last = self.loader_options.drop_last
-        self._batching = Batching(batch_size, self.images, drop_last=drop_last, bad=self.bad)
+        self._batching = Batching(batch_size, self.images, drop_last=drop_last, count_bad=self.bad.count)
 
     def _check_options(self, max_bad_fraction: float) -> None:
         if self.batch_size < 1:
@@ -107,7 +113,12 @@ class SDDataModule(LightningDataModule):
             raise UsageError(f"data.changed={self.changed}: expected refuse or accept; write data.changed=refuse")
         if self.cache_latents:
             self.images.check_cacheable()
-        check_buckets(self.images, self.source_train)
+        if self.images.enable_bucket and self.source_train.together > 1:
+            raise UsageError(
+                f"data.enable_bucket=true: samples stay together in groups of {self.source_train.together}, such as a "
+                "photo and a picture of its class, but a batch has one shape; write data.enable_bucket=false, or train "
+                "without pictures of the class"
+            )
 
     def check_batches(self, world_size: int, accumulate: int) -> None:
         """Check that the training set fills a global batch, and that the batch has a sample for every process.
@@ -149,20 +160,19 @@ class SDDataModule(LightningDataModule):
         """Return the change of the training set since the ``saved`` fingerprint; None if unchanged."""
         return change(saved, self.fingerprint(), self.source_train)
 
-    def resume(self, epoch: int, batches_done: int, *, order_version: int = ORDER_VERSION) -> None:
+    def resume(self, epoch: int, batches_done: int) -> None:
         """Continue ``epoch`` after its first ``batches_done`` global batches; call before the first batch.
 
         Args:
             epoch: Epoch to continue.
             batches_done: Optimizer steps already taken in it.
-            order_version: Version of the order in which they were taken.
 
         Raises:
-            UsageError: The epoch does not have that many batches, or the version is unknown.
+            UsageError: The epoch does not have that many batches.
         """
-        self._position = {"epoch": epoch, "batches_done": batches_done, "order_version": order_version}
+        self._position = epoch, batches_done
         if self.train_sampler is not None:
-            self.train_sampler.resume(**self._position)
+            self.train_sampler.resume(*self._position)
 
     def train_dataloader(self) -> EpochLoader:
         """Return the loader over this rank's shard of every global batch."""
@@ -174,9 +184,9 @@ class SDDataModule(LightningDataModule):
             order, world_size=world_size, rank=rank, accumulate=trainer.accumulate_grad_batches
         )
         if self._position is not None:
-            self.train_sampler.resume(**self._position)
-        if not self._told_of_data and trainer.is_global_zero:
-            self._told_of_data = True
+            self.train_sampler.resume(*self._position)
+        if not self._is_described and trainer.is_global_zero:
+            self._is_described = True
             for line in order.described():
                 log.info("data: %s", line)
             if self.source_train.latents is None:  # of a store, precompute has told
@@ -211,8 +221,12 @@ class SDDataModule(LightningDataModule):
 
     def faster(self) -> str | None:
         """Return what makes the batches arrive sooner; see ``TunableData``."""
-        is_encoded = self.source_train.latents is not None
-        return self._loaders.faster(self.source_train.distinct, self.images, is_encoded=is_encoded)
+        num_bytes = None
+        if self.source_train.latents is None and self.trainer is not None:
+            model, side = self._module().latent_diffusion, self.images.resolution
+            moments = 2 * math.prod(model.family.latent_shape(model.components, side, side))
+            num_bytes = len(self.source_train.distinct) * moments * torch.float32.itemsize
+        return self._loaders.faster(self.images, num_bytes)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Remove the bad samples from a batch and count them (Lightning calls this in the main process)."""
@@ -227,23 +241,6 @@ class SDDataModule(LightningDataModule):
             self._position = None
             batch.pop("captions", None)  # Lightning would search every string for tensors to move
         return batch
-
-    def gather_bad_samples(self) -> dict[str, str]:
-        """Return the bad samples of all ranks with their reasons; a collective call."""
-        self.bad.gather()
-        return self.bad_samples
-
-    def still_bad(self, saved: Mapping[str, str]) -> dict[str, str]:
-        """Return the bad samples of an earlier start that still exist and are still bad."""
-        return self.bad.still_bad(saved, self._sources)
-
-    def recall_bad(self, bad: Mapping[str, str]) -> None:
-        """Add bad samples of earlier starts of the run.
-
-        Raises:
-            UsageError: The total is too large.
-        """
-        self.bad.count(bad)
 
     def _dataset(self, source: Source, images: ImageOptions, *, wrong_captions: bool = False) -> CaptionedImages:
         module = self._module()

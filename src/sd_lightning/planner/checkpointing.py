@@ -25,7 +25,7 @@ _CLOSE = 0.02
 
 
 @dataclass(frozen=True)
-class Choice:
+class Simulated:
     """What blocks keep, and what that is simulated to gain and cost."""
 
     kept: Mapping[str, Kept]
@@ -117,10 +117,9 @@ class Simulation:
         trace: Without checkpointing.
         batch_size: Samples per pass.
         speeds: Of the device.
-        tf32: Products of float32 matrices use TensorFloat-32.
     """
 
-    def __init__(self, trace: Trace, batch_size: int, speeds: Speeds, *, tf32: bool = False) -> None:
+    def __init__(self, trace: Trace, batch_size: int, speeds: Speeds) -> None:
         if trace not in _BLOCKS:
             _BLOCKS[trace] = _Blocks(trace)
         self._of = blocks = _BLOCKS[trace]
@@ -130,7 +129,7 @@ class Simulation:
         self._sizes = sizes[blocks.changed]
         self._signed = np.where(blocks.is_dropped, -self._sizes, self._sizes)
         self._input_sizes = sizes[blocks.inputs]
-        seconds = speeds.seconds(trace, batch_size, tf32=tf32)
+        seconds = speeds.seconds(trace, batch_size)
         self.seconds = float(seconds.sum())
         self._recomputed = np.zeros((len(self.blocks), len(_MENU)))
         for level, again in enumerate(blocks.again):
@@ -157,9 +156,6 @@ class Simulation:
         Args:
             levels: For each block, the index in :class:`Kept` of what it keeps.
         """
-        return self._change(levels).astype(np.int64)
-
-    def _change(self, levels: np.ndarray) -> np.ndarray:
         blocks = self._of
         level = levels[blocks.of_changed]
         changed = np.flatnonzero((level > 0) & (blocks.kept_changed[level, blocks.columns] != blocks.is_dropped))
@@ -177,7 +173,7 @@ class Simulation:
         """Return the seconds of recomputation."""
         return float(self._recomputed[np.arange(len(self.blocks)), levels].sum())
 
-    def cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[Kept]) -> Choice:
+    def cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[Kept]) -> Simulated:
         """Return what blocks keep so that the simulated peak fits with the least recomputation; or the least.
 
         Args:
@@ -185,21 +181,22 @@ class Simulation:
             limit: Bytes.
             menu: What blocks may keep.
         """
-        levels = self._cheapest(memory, limit, [level for level, each in enumerate(_MENU) if each in menu])
-        kept = {name: _MENU[level] for name, level in zip(self.blocks, levels) if level}
-        return Choice(kept, self.change(levels), self.recomputed(levels))
+        return self._simulated(self._cheapest(memory, limit, [n for n, each in enumerate(_MENU) if each in menu]))
 
-    def least(self, menu: Sequence[Kept]) -> Choice:
+    def least(self, menu: Sequence[Kept]) -> Simulated:
         """Return what blocks keep at the least."""
         level = max(level for level, each in enumerate(_MENU) if each in menu)
-        levels = np.full(len(self.blocks), level)
-        return Choice(dict.fromkeys(self.blocks, _MENU[level]), self.change(levels), self.recomputed(levels))
+        return self._simulated(np.full(len(self.blocks), level))
+
+    def _simulated(self, levels: np.ndarray) -> Simulated:
+        kept = {name: _MENU[level] for name, level in zip(self.blocks, levels) if level}
+        return Simulated(kept, self.change(levels).astype(np.int64), self.recomputed(levels))
 
     def _cheapest(self, memory: np.ndarray, limit: int, menu: Sequence[int]) -> np.ndarray:
         reductions = self._reductions(menu)
 
         def fits(levels: np.ndarray) -> bool:
-            return bool((memory + self._change(levels)).max() <= limit)
+            return bool((memory + self.change(levels)).max() <= limit)
 
         def after(number: int) -> np.ndarray:
             levels = np.zeros(len(self.blocks), int)
@@ -225,11 +222,8 @@ class Simulation:
 
     def _reductions(self, menu: Sequence[int]) -> list[tuple[int, int]]:
         """Return each step of a block to a smaller choice, (block, level): first those with most bytes per second."""
-        if tuple(menu) not in self._known:
-            self._known[tuple(menu)] = self._sorted_reductions(menu)
-        return self._known[tuple(menu)]
-
-    def _sorted_reductions(self, menu: Sequence[int]) -> list[tuple[int, int]]:
+        if tuple(menu) in self._known:
+            return self._known[tuple(menu)]
         found = []
         for block in range(len(self.blocks)):
             points = [(0.0, 0.0, 0)]  # of the convex hull: seconds, bytes freed, level
@@ -243,7 +237,8 @@ class Simulation:
                 if freed > points[-1][1]:
                     points.append(new)
             found += [(_rate(last, new), block, new[2]) for last, new in zip(points, points[1:])]
-        return [(block, level) for _, block, level in sorted(found, key=lambda each: -each[0])]
+        reductions = [(block, level) for _, block, level in sorted(found, key=lambda each: -each[0])]
+        return self._known.setdefault(tuple(menu), reductions)
 
 
 def _rate(last: tuple[float, float, int], new: tuple[float, float, int]) -> float:
@@ -258,7 +253,6 @@ def choose(
     speeds: Speeds,
     *,
     menu: Sequence[Kept] = tuple(Kept),
-    tf32: bool = False,
 ) -> Recomputation:
     """Return what blocks keep so that the peak is below a limit, with the least recomputation.
 
@@ -269,7 +263,6 @@ def choose(
         batch_size: Samples per pass.
         speeds: Of the device.
         menu: What blocks may keep.
-        tf32: Products of float32 matrices use TensorFloat-32.
 
     Returns:
         The choice. If none fits, that with the smallest peak found; its ``peak`` is above the limit.
@@ -278,7 +271,7 @@ def choose(
     memory = total(base)
     if memory.max() <= limit:
         return Recomputation({}, int(memory.max()), 0.0, 0.0)
-    simulation = Simulation(base, batch_size, speeds, tf32=tf32)
+    simulation = Simulation(base, batch_size, speeds)
     aimed, found = limit, []
     tried: list[Mapping[str, Kept]] = []
     for _ in range(_TRIES):

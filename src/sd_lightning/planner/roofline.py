@@ -153,7 +153,12 @@ class Speeds:
         curves_of_bytes = {name: getattr(self, name).divided(count) for name in ("bandwidth", "functions")}
         return replace(self, flops=curves, **curves_of_bytes, **rates)
 
-    def seconds(self, trace: Trace, batch_size: int, *, tf32: bool = False) -> np.ndarray:
+    def with_tf32(self) -> Speeds:
+        """Return the speeds if products of float32 matrices use TensorFloat-32."""
+        in_tf32 = {(kind, "float32"): curve for (kind, dtype), curve in self.flops.items() if dtype == "tf32"}
+        return replace(self, flops={**self.flops, **in_tf32})
+
+    def seconds(self, trace: Trace, batch_size: int) -> np.ndarray:
         """Return the seconds of each operation of a trace.
 
         On a GPU the host starts operations ahead, so the slower of the two counts; on a CPU both add up.
@@ -161,7 +166,6 @@ class Speeds:
         Args:
             trace: The operations.
             batch_size: Samples.
-            tf32: Products of float32 matrices use TensorFloat-32.
         """
         flops, moved = trace.flops.at(batch_size), trace.moved.at(batch_size)
         busy, host = moved / self.bandwidth.at(moved), self.launching(trace, batch_size)
@@ -169,7 +173,9 @@ class Speeds:
             if kind == "function":
                 busy[found] = moved[found] / self.functions.at(moved[found])
             elif kind != "elementwise":
-                rates = self._rate(kind, dtype, tf32).at(flops[found] / np.maximum(moved[found], 1))
+                name = _DTYPES.get(dtype, "float32")
+                curve = self.flops.get((kind, name)) or self.flops[kind.removesuffix("_backward"), name]
+                rates = curve.at(flops[found] / np.maximum(moved[found], 1))
                 busy[found] = np.maximum(busy[found], flops[found] / rates)
         return np.where(moved > 0, np.maximum(busy, host) if self.overlaps else busy + host, 0.0)
 
@@ -180,12 +186,6 @@ class Speeds:
             host[found] += self.latency.get(kind, 0.0)
         # Views move nothing, and take no time of their own.
         return np.where(trace.moved.at(batch_size) > 0, host, 0.0)
-
-    def _rate(self, kind: str, computed_in: torch.dtype, tf32: bool) -> Curve:
-        dtype = _DTYPES.get(computed_in, "float32")
-        dtype = "tf32" if tf32 and dtype == "float32" else dtype
-        backward = self.flops.get((kind, dtype))
-        return self.flops[kind.removesuffix("_backward"), dtype] if backward is None else backward
 
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -221,7 +221,6 @@ class Work:
     """Elements whose EMA is updated on the device."""
     recomputation: float = 0.0
     """Seconds to recompute activations in one pass, unless the trace does it."""
-    tf32: bool = False
     loading: float = 0.0
     """Seconds in which the data loader delivers one micro-batch, beside the computation."""
     averaged_on_host: int = 0
@@ -243,7 +242,7 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
         speeds: Of the device.
         work: The rest of the step.
     """
-    seconds = speeds.seconds(trace, batch_size, tf32=work.tf32)
+    seconds = speeds.seconds(trace, batch_size)
     backward = float(seconds[trace.is_backward].sum())
     forward = float(seconds.sum()) - backward
     backward += work.recomputation

@@ -35,7 +35,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     def has(gigabytes: float) -> None:
         device = Device("a small GPU", gigabytes * GB / GIB, 8, dict.fromkeys(DTYPES, 10.0), 300, 10)
         monkeypatch.setattr(auto, "hardware_here", lambda: (device, Speeds.of(device)))
-        monkeypatch.setattr(auto, "cluster_here", lambda d, count, on_cpu: Cluster(d, count, HOST))
+        monkeypatch.setattr(Cluster, "here", lambda d, count, on_cpu: Cluster(d, count, HOST))
 
     has(24)
     return has

@@ -147,8 +147,8 @@ class Simulation:
         np.maximum.at(most, blocks.of, held.cumsum()[blocks.forward])
         lost = blocks.is_dropped & ~blocks.kept_changed[level]
         needed = np.bincount(blocks.of_changed[lost], self._sizes[lost], len(self.blocks) + 1)
-        found: np.ndarray = np.maximum(most - needed, 0)[:-1]
-        return found
+        extra: np.ndarray = np.maximum(most - needed, 0)[:-1]
+        return extra
 
     def change(self, levels: np.ndarray) -> np.ndarray:
         """Return the change of the bytes that exist during each operation.
@@ -164,10 +164,10 @@ class Simulation:
         np.maximum.at(until, blocks.which[waiting], blocks.done[blocks.consumers[waiting]])
         sizes, held = self._signed[changed], self._input_sizes
         places = np.concatenate((blocks.begin[changed], blocks.end[changed], blocks.input_freed, until))
-        found = np.bincount(places, np.concatenate((sizes, -sizes, held, -held)), self._count + 1).cumsum()[:-1]
+        change = np.bincount(places, np.concatenate((sizes, -sizes, held, -held)), self._count + 1).cumsum()[:-1]
         again = np.flatnonzero((levels > 0) & blocks.is_entered)
-        found[blocks.entered[again]] += self._extra[levels[again], again]
-        return found
+        change[blocks.entered[again]] += self._extra[levels[again], again]
+        return change
 
     def recomputed(self, levels: np.ndarray) -> float:
         """Return the seconds of recomputation."""
@@ -224,7 +224,7 @@ class Simulation:
         """Return each step of a block to a smaller choice, (block, level): first those with most bytes per second."""
         if tuple(menu) in self._known:
             return self._known[tuple(menu)]
-        found = []
+        steps = []
         for block in range(len(self.blocks)):
             points = [(0.0, 0.0, 0)]  # of the convex hull: seconds, bytes freed, level
             for level in menu[1:]:
@@ -236,8 +236,8 @@ class Simulation:
                     points.pop()
                 if freed > points[-1][1]:
                     points.append(new)
-            found += [(_rate(last, new), block, new[2]) for last, new in zip(points, points[1:])]
-        reductions = [(block, level) for _, block, level in sorted(found, key=lambda each: -each[0])]
+            steps += [(_rate(last, new), block, new[2]) for last, new in zip(points, points[1:])]
+        reductions = [(block, level) for _, block, level in sorted(steps, key=lambda each: -each[0])]
         return self._known.setdefault(tuple(menu), reductions)
 
 
@@ -272,17 +272,16 @@ def choose(
     if memory.max() <= limit:
         return Recomputation({}, int(memory.max()), 0.0, 0.0)
     simulation = Simulation(base, batch_size, speeds)
-    aimed, found = limit, []
-    tried: list[Mapping[str, Kept]] = []
+    aimed = limit
+    choices: list[Recomputation] = []
     for _ in range(_TRIES):
         chosen = simulation.cheapest(memory, aimed, menu)
-        if chosen.kept in tried:
+        if any(each.kept == chosen.kept for each in choices):
             break
-        tried.append(chosen.kept)
         peak = int(total(traced(chosen.kept)).max())
-        found.append(Recomputation(chosen.kept, peak, chosen.seconds, chosen.seconds / simulation.seconds))
+        choices.append(Recomputation(chosen.kept, peak, chosen.seconds, chosen.seconds / simulation.seconds))
         if (1 - _CLOSE) * limit <= peak <= limit:
             break
         aimed += limit - peak  # what the simulation does not know, such as the buffers of a recomputation
-    fitting = [each for each in found if each.peak <= limit]
-    return min(fitting, key=lambda each: each.seconds) if fitting else min(found, key=lambda each: each.peak)
+    fitting = [each for each in choices if each.peak <= limit]
+    return min(fitting, key=lambda each: each.seconds) if fitting else min(choices, key=lambda each: each.peak)

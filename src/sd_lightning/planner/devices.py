@@ -98,8 +98,8 @@ class Cluster:
 
 def tables() -> dict[str, Device]:
     """Return the tables that ship, by name; in the order of memory, then of bandwidth."""
-    found = {path.stem: load_device(path.stem) for path in sorted(_folder().glob("*.yaml"))}
-    return dict(sorted(found.items(), key=lambda each: (each[1].memory_gib, each[1].memory_gb_per_s)))
+    devices = {path.stem: load_device(path.stem) for path in sorted(_folder().glob("*.yaml"))}
+    return dict(sorted(devices.items(), key=lambda each: (each[1].memory_gib, each[1].memory_gb_per_s)))
 
 
 def table_of(device_name: str) -> Device | None:

@@ -200,20 +200,20 @@ def latencies(watch: Stopwatch) -> dict[str, float]:
         return torch.ones(shape, device=watch.device, requires_grad=True)
 
     x = new(4, 4)
-    found = {"elementwise": watch.seconds(partial(torch.add, x.detach(), x.detach()))}
-    found["function"] = watch.seconds(partial(F.silu, x.detach()))
+    seconds = {"elementwise": watch.seconds(partial(torch.add, x.detach(), x.detach()))}
+    seconds["function"] = watch.seconds(partial(F.silu, x.detach()))
     inputs: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor]]] = {
         "matmul": (F.linear, (x, new(4, 4))),
         "convolution": (partial(F.conv2d, padding=1), (new(16, 4, 4, 4), new(4, 4, 3, 3))),
         "attention": (F.scaled_dot_product_attention, [new(1, 1, 4, 16) for _ in range(3)]),
     }
-    for kind, (compute, given) in inputs.items():
-        found[kind] = watch.seconds(partial(compute, *(each.detach() for each in given)))
+    for kind, (compute, tensors) in inputs.items():
+        seconds[kind] = watch.seconds(partial(compute, *(each.detach() for each in tensors)))
         if kind != "matmul":
-            output = compute(*given)
-            back = partial(torch.autograd.grad, output, given, torch.ones_like(output), retain_graph=True)
-            found[f"{kind}_backward"] = watch.seconds(back)
-    return found
+            output = compute(*tensors)
+            back = partial(torch.autograd.grad, output, tensors, torch.ones_like(output), retain_graph=True)
+            seconds[f"{kind}_backward"] = watch.seconds(back)
+    return seconds
 
 
 def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype, latency: Mapping[str, float]) -> dict[str, Curve]:
@@ -246,7 +246,7 @@ def product_rates(watch: Stopwatch, kind: str, dtype: torch.dtype, latency: Mapp
             points.setdefault(f"{kind}_backward", []).append((again / moved, again / back_alone))
         if max(ahead, back) > watch.effort.longest:
             break
-    return {name: Curve(*zip(*found)) for name, found in points.items()}
+    return {name: Curve(*zip(*curve)) for name, curve in points.items()}
 
 
 def _beyond(seconds: float, latency: float) -> float:
@@ -303,15 +303,15 @@ def bandwidths(watch: Stopwatch, latency: float) -> tuple[Curve, Curve]:
             functions.append((2, forward))
             functions.append((3, partial(torch.autograd.grad, forward(), x, y, retain_graph=True)))
         seconds = 0.0
-        for found, runs in zip(points, (simple, functions)):
+        for rates, runs in zip(points, (simple, functions)):
             times = [watch.seconds(run) for _, run in runs]
             seconds = max(seconds, *times)
             moved = [tensors * x.nbytes for tensors, _ in runs]
             alone = sum(watch.busy(each, latency) for each in times)
-            found.append((sum(moved) / len(runs), sum(moved) / alone))
+            rates.append((sum(moved) / len(runs), sum(moved) / alone))
         if seconds > watch.effort.longest:
             break
-    simple_curve, function_curve = (Curve(*zip(*found)) for found in points)
+    simple_curve, function_curve = (Curve(*zip(*rates)) for rates in points)
     return simple_curve, function_curve
 
 
@@ -345,8 +345,8 @@ def launch(watch: Stopwatch, latency: Mapping[str, float]) -> float:
     trace = record(partial(step, torch.device("meta")))
     network.to_empty(device=watch.device)
     counts = dict.fromkeys(latency, 0)
-    for (kind, _), found in trace.alike.items():
-        counts[kind] += int((trace.moved.constant[found] > 0).sum())
+    for (kind, _), indices in trace.alike.items():
+        counts[kind] += int((trace.moved.constant[indices] > 0).sum())
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()

@@ -56,13 +56,13 @@ def trained_networks(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtyp
 
 def weights_of(networks: Mapping[str, nn.Module]) -> list[Weight]:
     """Return the parameters of trained networks, in their order."""
-    found = []
+    weights = []
     for prefix, network in networks.items():
         blocks = {id(p): name for name, block in repeated_blocks(network).items() for p in block.parameters()}
         for name, parameter in network.named_parameters():
             block = f"{prefix}.{blocks[id(parameter)]}" if id(parameter) in blocks else ""
-            found.append(Weight(f"{prefix}.{name}", tuple(parameter.shape), parameter.requires_grad, block))
-    return found
+            weights.append(Weight(f"{prefix}.{name}", tuple(parameter.shape), parameter.requires_grad, block))
+    return weights
 
 
 def training_pass(model: LatentDiffusion, run: TrainingRun, dtype: torch.dtype, autocast: torch.dtype | None) -> Trace:

@@ -138,7 +138,7 @@ class _Recorder(TorchDispatchMode):
         for name, block in blocks.items():
             enter = functools.partial(self._enter, name)
             hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.append(block.register_forward_hook(lambda *given: self._leave(given[-1]), always_call=True))
+            hooks.append(block.register_forward_hook(lambda *values: self._leave(values[-1]), always_call=True))
         trained: Any = (parameter for parameter in parameters if parameter.requires_grad)
         return hooks + [parameter.register_post_accumulate_grad_hook(self._drop_gradient) for parameter in trained]
 
@@ -251,8 +251,8 @@ class _Functions(TorchFunctionMode):
 
     def forget_casts(self) -> list[Tensor]:
         """Return and free the cast weights, as on leaving an autocast context; later casts are not kept."""
-        found, self._casts = list((self._casts or {}).values()), None
-        return found
+        casts, self._casts = list((self._casts or {}).values()), None
+        return casts
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -66,8 +66,8 @@ class Curve:
         """Return the rate for operations of these sizes."""
         if len(self.rates) == 1:
             return np.full(len(sizes), self.rates[0])
-        found: np.ndarray = np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(self.sizes), np.log(self.rates)))
-        return found
+        rates: np.ndarray = np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(self.sizes), np.log(self.rates)))
+        return rates
 
     def divided(self, count: int) -> Curve:
         return Curve(self.sizes, tuple(rate / count for rate in self.rates))
@@ -169,21 +169,21 @@ class Speeds:
         """
         flops, moved = trace.flops.at(batch_size), trace.moved.at(batch_size)
         busy, host = moved / self.bandwidth.at(moved), self.launching(trace, batch_size)
-        for (kind, dtype), found in trace.alike.items():
+        for (kind, dtype), indices in trace.alike.items():
             if kind == "function":
-                busy[found] = moved[found] / self.functions.at(moved[found])
+                busy[indices] = moved[indices] / self.functions.at(moved[indices])
             elif kind != "elementwise":
                 name = _DTYPES.get(dtype, "float32")
                 curve = self.flops.get((kind, name)) or self.flops[kind.removesuffix("_backward"), name]
-                rates = curve.at(flops[found] / np.maximum(moved[found], 1))
-                busy[found] = np.maximum(busy[found], flops[found] / rates)
+                rates = curve.at(flops[indices] / np.maximum(moved[indices], 1))
+                busy[indices] = np.maximum(busy[indices], flops[indices] / rates)
         return np.where(moved > 0, np.maximum(busy, host) if self.overlaps else busy + host, 0.0)
 
     def launching(self, trace: Trace, batch_size: int) -> np.ndarray:
         """Return the seconds that the host needs to start each operation of a trace."""
         host = np.full(len(trace.operations), self.launch)
-        for (kind, _), found in trace.alike.items():
-            host[found] += self.latency.get(kind, 0.0)
+        for (kind, _), indices in trace.alike.items():
+            host[indices] += self.latency.get(kind, 0.0)
         # Views move nothing, and take no time of their own.
         return np.where(trace.moved.at(batch_size) > 0, host, 0.0)
 
@@ -277,5 +277,5 @@ def step_time(trace: Trace, batch_size: int, traffic: Traffic, speeds: Speeds, w
     update += _BYTES_PER_AVERAGE / _BYTES_PER_HOST_UPDATE * work.averaged_on_host / speeds.host_updates
     update += work.fetched / speeds.to_host
     passes = work.accumulate
-    found = StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)
-    return replace(found, waiting=waiting + max(passes * work.loading - found.total, 0.0))
+    time = StepTime(passes * forward, passes * backward, passes * work.encoding, waiting, update)
+    return replace(time, waiting=waiting + max(passes * work.loading - time.total, 0.0))

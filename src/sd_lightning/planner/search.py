@@ -350,13 +350,13 @@ def _count_that_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 def _fastest_first(plans: list[TrainingPlan], spread: float) -> tuple[TrainingPlan, ...]:
     """Sort by speed; of those whose speeds differ by less than a part of it, the simpler strategy is first."""
-    left, found = list(plans), []
+    left, ordered = list(plans), []
     while left:
         fastest = max(plan.images_per_second for plan in left)
         chosen = next(plan for plan in left if plan.images_per_second >= (1 - spread) * fastest)
-        found.append(chosen)
+        ordered.append(chosen)
         left.remove(chosen)
-    return tuple(found)
+    return tuple(ordered)
 
 
 def plan(

@@ -44,8 +44,8 @@ def memory_section(path: Path) -> str:
         figures = "".join(_figure(tier, events) for tier in tiers)
         title = f"Memory of step {timeline['step']} on rank {timeline['rank']}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of another run, or damaged
-        told = html.escape(f"{path.name} cannot be read ({error}); delete it.")
-        return section("Memory of a step", f'<p class="absent">{told}</p>')
+        problem = html.escape(f"{path.name} cannot be read ({error}); delete it.")
+        return section("Memory of a step", f'<p class="absent">{problem}</p>')
     return section(title, f'<div class="charts">{figures}</div>')
 
 

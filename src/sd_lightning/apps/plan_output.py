@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sd_lightning.apps.text_table import aligned
@@ -156,24 +156,22 @@ def calibration_table(calibration: Calibration) -> list[str]:
     both = [measured] if table is None else [measured, Speeds.of(table)]
     rows = [["", "measured", "" if table is None else "data sheet", ""]]
 
-    def add(label: str, unit: str, figure: Callable[[Speeds], float], *, is_measured: bool = True) -> None:
-        cells = [f"{figure(speeds):.3g}" for speeds in both]
+    def add(label: str, unit: str, values: Sequence[float], *, is_measured: bool = True) -> None:
+        cells = [f"{value:.3g}" for value in values]
         rows.append([label, cells[0] if is_measured else "not measured", *(cells[1:] or [""]), unit])
-
-    def tflops(speeds: Speeds) -> float:
-        return speeds.flops[kind if speeds is measured else kind.removesuffix("_backward"), dtype].best / 1e12
 
     for kind, dtype in measured.flops:
         if dtype == "float32" or measured.flops[kind, dtype] != measured.flops[kind, "float32"]:
-            add(f"{kind.replace('_', ', ')}, {dtype}", "TFLOP/s", tflops)
-    add("device memory", "GB/s", lambda speeds: speeds.bandwidth.best / 1e9)
-    add("the same in activation functions", "GB/s", lambda speeds: speeds.functions.best / 1e9)
-    add("optimizer's step", "GB/s", lambda speeds: speeds.update_bandwidth / 1e9)
-    add("host to device", "GB/s", lambda speeds: speeds.to_device / 1e9)
-    add("device to host", "GB/s", lambda speeds: speeds.to_host / 1e9)
+            label = f"{kind.replace('_', ', ')}, {dtype}"
+            add(label, "TFLOP/s", [speeds.product_rate(kind, dtype).best / 1e12 for speeds in both])
+    add("device memory", "GB/s", [speeds.bandwidth.best / 1e9 for speeds in both])
+    add("the same in activation functions", "GB/s", [speeds.functions.best / 1e9 for speeds in both])
+    add("optimizer's step", "GB/s", [speeds.update_bandwidth / 1e9 for speeds in both])
+    add("host to device", "GB/s", [speeds.to_device / 1e9 for speeds in both])
+    add("device to host", "GB/s", [speeds.to_host / 1e9 for speeds in both])
     for name in COLLECTIVES:
-        label, is_measured = f"{name.replace('_', '-')} between devices", "link" not in measured.assumed
-        add(label, "GB/s", lambda speeds: speeds.link[name] / 1e9, is_measured=is_measured)  # noqa: B023
-    add("AdamW on the host", "10^9 weights/s", lambda speeds: speeds.host_updates / 1e9)
-    add("host's time for an operation", "µs", lambda speeds: 1e6 * speeds.launch)
+        label, values = f"{name.replace('_', '-')} between devices", [speeds.link[name] / 1e9 for speeds in both]
+        add(label, "GB/s", values, is_measured="link" not in measured.assumed)
+    add("AdamW on the host", "10^9 weights/s", [speeds.host_updates / 1e9 for speeds in both])
+    add("host's time for an operation", "µs", [1e6 * speeds.launch for speeds in both])
     return [f"{calibration.device.name}: the best that was reached", *aligned(rows, at_left=(0, 3))]

@@ -173,11 +173,14 @@ class Speeds:
             if kind == "function":
                 busy[indices] = moved[indices] / self.functions.at(moved[indices])
             elif kind != "elementwise":
-                name = _DTYPES.get(dtype, "float32")
-                curve = self.flops.get((kind, name)) or self.flops[kind.removesuffix("_backward"), name]
+                curve = self.product_rate(kind, _DTYPES.get(dtype, "float32"))
                 rates = curve.at(flops[indices] / np.maximum(moved[indices], 1))
                 busy[indices] = np.maximum(busy[indices], flops[indices] / rates)
         return np.where(moved > 0, np.maximum(busy, host) if self.overlaps else busy + host, 0.0)
+
+    def product_rate(self, kind: str, dtype: str) -> Curve:
+        """Return the floating-point operations per second of a kind of operation; see ``flops``."""
+        return self.flops.get((kind, dtype)) or self.flops[kind.removesuffix("_backward"), dtype]
 
     def launching(self, trace: Trace, batch_size: int) -> np.ndarray:
         """Return the seconds that the host needs to start each operation of a trace."""
